@@ -1,0 +1,89 @@
+"""Joining a Ray cluster, and finding a run on it by name."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from async_grpo.errors import ConfigurationError, DeadlineExceeded
+
+# The only variables that reach another process through Ray: its job table is readable by all users of the cluster.
+FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
+FORWARDED_PREFIXES = ("VLLM_", "OMP_", "MKL_", "NCCL_", "GLOO_", "CUDA_VISIBLE_", "TORCH_")
+
+GENERATION_REGISTRY = "generation-registry"
+LOGPROB_REGISTRY = "logprob-registry"
+VERIFIER_POOL = "verifier-pool"
+EXPERIENCE_BATCHER = "experience-batcher"
+
+log = logging.getLogger(__name__)
+
+
+def namespace(run_name: str) -> str:
+    """Everything of a run lives in a namespace of its own: two runs on one cluster never meet."""
+    return f"async-grpo/{run_name}"
+
+
+def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The part of the environment that workers get.
+
+    >>> forwarded_environment({"OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "secret", "HOME": "/root"})
+    {'OMP_NUM_THREADS': '1'}
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    }
+
+
+def connect(run_name: str, logging_level: str = "INFO") -> None:
+    """Join the running Ray cluster.
+
+    Raises:
+        ConfigurationError: there is none, or it does not let us in; says how to start one.
+    """
+    try:
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "auto"),
+            namespace=namespace(run_name),
+            log_to_driver=logging_level == "DEBUG",
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": forwarded_environment()},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(_how_to_join(str(error))) from error
+
+
+def _how_to_join(error: str) -> str:
+    if "token" in error.lower():
+        return (
+            f"the Ray cluster refuses this process: {error.splitlines()[0]} Ray protects clusters made with `ray start` by "
+            "a token: set RAY_AUTH_MODE=token on every side and copy the head's token file to the other nodes"
+        )
+    return (
+        f"no Ray cluster to join ({error.splitlines()[0]}). Start one with `RAY_AUTH_MODE=token ray start --head`, and "
+        "set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on this machine) here too"
+    )
+
+
+def find_actor(name: str, deadline_s: float, what: str) -> Any:
+    """The handle of a named actor of this run, waiting for it to appear.
+
+    Raises:
+        DeadlineExceeded: it did not appear in time; says who should have made it.
+    """
+    give_up, announced = time.monotonic() + deadline_s, False
+    while True:
+        try:
+            return ray.get_actor(name)
+        except ValueError:
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s") from None
+            if not announced:
+                log.info("%s ...", what)
+                announced = True
+            time.sleep(0.2)

@@ -1,0 +1,155 @@
+"""What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends."""
+
+import logging
+import os
+import uuid
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from async_grpo.cluster.actors import GenerationActor, LogprobActor, light
+from async_grpo.cluster.connect import (
+    GENERATION_REGISTRY,
+    LOGPROB_REGISTRY,
+    connect,
+    find_actor,
+    forwarded_environment,
+)
+from async_grpo.config import WorkerConfig
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.modeling.load import context_length, model_fingerprint
+from async_grpo.types import Settings, WorkerInfo
+
+log = logging.getLogger(__name__)
+UNLIMITED = 2**31 - 1
+
+
+def dispatch(config: WorkerConfig) -> None:
+    """Run one worker until the run is over.
+
+    Raises:
+        ConfigurationError: the worker's model is not the trainer's, or there is no cluster.
+        DeadlineExceeded: no trainer opened the run.
+        WorkerLost: the worker, or the trainer, died.
+    """
+    connect(config.run_name, config.logging_level)
+    name = GENERATION_REGISTRY if config.mode == "generation" else LOGPROB_REGISTRY
+    registry = find_actor(name, config.start_timeout_s, f"waiting for a trainer to open the run {config.run_name!r}")
+    settings: Settings = ray.get(registry.settings.remote(), timeout=60)
+    try:
+        check_model(config.model_path, settings)
+    except ConfigurationError as refusal:
+        ray.get(registry.refuse.remote(str(refusal)), timeout=60)
+        raise
+    worker_id = f"{config.mode[0]}-{uuid.uuid4().hex[:6]}"
+    log.info("starting %s worker %s on %s", config.mode, worker_id, config.model_path)
+    worker = _start(config, settings, registry, worker_id)
+    log.info("%s worker %s is at work", config.mode, worker_id)
+    _stay(worker, registry, worker_id)
+
+
+def check_model(model_path: str, settings: Settings) -> None:
+    """Refuse a model other than the trainer's: log-probs and token ids would silently mean something else."""
+    if model_fingerprint(model_path) != settings.model_fingerprint:
+        raise ConfigurationError(
+            f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
+            f"{settings.run_name!r} trains: start the worker with the trainer's --model-name-or-path"
+        )
+    if context_length(model_path) < settings.max_total_tokens:
+        raise ConfigurationError(
+            f"--model_path {model_path} reaches {context_length(model_path)} tokens, the run needs "
+            f"{settings.max_total_tokens}"
+        )
+
+
+def _start(config: WorkerConfig, settings: Settings, registry: Any, worker_id: str) -> Any:
+    """The worker's actor, loaded and registered."""
+    options: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment(settings)}}
+    if config.mode == "generation":
+        from async_grpo.generation.options import EngineOptions
+
+        options["num_gpus"] = config.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0
+        actor = light(GenerationActor, **options).remote()
+        engine = EngineOptions(
+            model_path=os.path.abspath(config.model_path),
+            max_num_seqs=config.max_num_seqs,
+            tensor_parallel_size=config.tensor_parallel_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enforce_eager=config.enforce_eager,
+        )
+        loading = actor.start.remote(engine, settings)
+        max_sequences = config.max_num_seqs + config.overhead_seqs
+    else:
+        options["num_gpus"] = 1 if ray.cluster_resources().get("GPU") else 0
+        actor = light(LogprobActor, **options).remote()
+        loading = actor.start.remote(
+            os.path.abspath(config.model_path), settings, config.max_tokens_per_gpu, config.max_wait_s
+        )
+        max_sequences = UNLIMITED
+    max_tokens = _await_worker(loading, config.start_timeout_s, worker_id)
+    info = WorkerInfo(
+        worker_id=worker_id,
+        kind=config.mode,
+        node_id=ray.get_runtime_context().get_node_id(),
+        pid=os.getpid(),
+        max_sequences=max_sequences,
+        max_tokens=max_tokens,
+        role=config.role if config.mode == "logprob" else "",
+        world_size=config.tensor_parallel_size,
+    )
+    _await_worker(actor.enlist.remote(registry, info, config.reward_fns), config.start_timeout_s, worker_id)
+    return actor
+
+
+def worker_environment(settings: Settings) -> dict[str, str]:
+    """The allow-listed environment, with defaults that let several engines share a machine without a GPU."""
+    defaults = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**defaults, **forwarded_environment()}
+
+
+def _await_worker(reference: Any, timeout_s: float, worker_id: str) -> Any:
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise WorkerLost(f"worker {worker_id} could not start: {type(cause).__name__}: {cause}") from error
+
+
+def _stay(worker: Any, registry: Any, worker_id: str) -> None:
+    """Wait for the end of the run, or for a death."""
+    closed, failure = registry.closed.remote(), worker.until_failure.remote()
+    while not (ended := ray.wait([closed, failure], timeout=5.0)[0]):
+        pass
+    if failure in ended:
+        reason = _reason(failure)
+        ray.get(registry.deregister.remote(worker_id, reason), timeout=60)
+        raise WorkerLost(f"worker {worker_id} died: {reason}")
+    try:
+        log.info("the run is over: %s", ray.get(closed))
+    except RayActorError as error:
+        raise WorkerLost("the trainer is gone: its registry died without closing the run") from error
+    finally:
+        _close(worker)
+
+
+def _reason(failure: Any) -> str:
+    try:
+        return str(ray.get(failure))
+    except RayError as error:
+        return " ".join(str(error).split())[:300]
+
+
+def _close(worker: Any) -> None:
+    try:
+        ray.get(worker.close.remote(), timeout=20)
+    except RayError as error:
+        log.warning("the worker did not close by itself: %s", " ".join(str(error).split())[:200])
+    ray.kill(worker)

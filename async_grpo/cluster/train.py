@@ -1,0 +1,209 @@
+"""One trainer rank, assembled: the run on the cluster, the sharded policy, and the loop that joins them."""
+
+import dataclasses
+import inspect
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.cluster.connect import connect
+from async_grpo.cluster.head import (
+    OpenRun,
+    RemoteExperience,
+    await_workers,
+    close_run,
+    find_batcher,
+    open_run,
+    start_batcher,
+)
+from async_grpo.cluster.link import RayEngineLink
+from async_grpo.config import RunConfig
+from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.preparation import Prepared, batcher_plan, logprob_roles
+from async_grpo.rewards.source import parse_names, resolve
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import OptimizerSettings, build_optimizer
+from async_grpo.training.sharding import shard_policy
+from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.types import Settings
+from async_grpo.weights.publisher import Canary, EngineLink, Publisher
+
+log = logging.getLogger(__name__)
+CANARY_TOKENS = 64
+
+
+def train(config: RunConfig, prepared: Prepared) -> None:
+    """Run this rank to the end of the run.
+
+    Raises:
+        AsyncGrpoError: whatever ended the run before its time.
+    """
+    connect(config.run_name, config.logging_level)
+    with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
+        if ranks.is_main:
+            _train_as_head(config, prepared, ranks)
+        else:
+            batcher = find_batcher(config.start_timeout_s)
+            _run_loop(config, prepared, ranks, Experience(config, batcher, ranks), link=None, metrics=None)
+
+
+def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
+    """Rank 0: it also opens the run, feeds the engines and writes the files."""
+    run = open_run(config, prepared.settings)
+    roles = logprob_roles(config)
+    rewards = config.reward_fns or await_workers(run, config, roles)
+    resolve(prepared.rewards, rewards)  # an unknown name ends the run here, with the list of known ones
+    names = parse_names(rewards)
+    _write_params(config, prepared, ranks, names)
+    plan = batcher_plan(config, ranks.world_size)
+    batcher = start_batcher(run, config, plan, prepared.questions, (prepared.rewards, names), roles)
+    experience = Experience(config, batcher, ranks, prepared)
+    link = _Link(run, config, experience, follows_policy="proximal" in roles)
+    samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
+    metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
+    await_workers(run, config, roles)
+    try:
+        _run_loop(config, prepared, ranks, experience, link, metrics)
+    finally:
+        metrics.close()
+    close_run(run, f"{config.num_steps} steps are done")
+
+
+def _run_loop(
+    config: RunConfig,
+    prepared: Prepared,
+    ranks: Ranks,
+    experience: "Experience",
+    link: EngineLink | None,
+    metrics: MetricsWriter | None,
+) -> None:
+    settings = prepared.settings
+    policy = PolicyModel(load_causal_lm(config.model_name_or_path, "float32"), chunk_tokens=config.logprob_chunk_size)
+    shard_policy(policy.to(ranks.device), ranks, dtype=settings.dtype, gradient_checkpointing=config.gradient_checkpointing)
+    Trainer(
+        policy=policy,
+        accumulator=_accumulator(config, policy, ranks),
+        source=experience,
+        publisher=_publisher(policy, settings, link),
+        metrics=metrics,
+        checkpoints=CheckpointWriter(
+            config.output_path,
+            config.model_name_or_path,
+            ranks,
+            dtype=settings.dtype,
+            min_samples_between=config.min_samples_per_checkpoint,
+            keep_last=config.keep_checkpoints or None,
+        ),
+        ranks=ranks,
+        num_steps=config.num_steps,
+        progress=Progress(),
+        hook=experience,
+    ).run()
+
+
+def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> GradientAccumulator:
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    takes = inspect.signature(POLICY_LOSSES[config.policy_loss].function).parameters
+    objective = Objective(
+        policy_loss=config.policy_loss,
+        policy_loss_options={name: value for name, value in clips.items() if name in takes},
+        aggregation=config.loss_aggregation,
+        aggregation_scale=float(config.max_generation_tokens) if config.loss_aggregation == "constant_length" else None,
+        kl_coef=config.kl_coef,
+        kl_kind=config.kl_kind,
+        temperature=config.temperature,
+    )
+    optimizer, scheduler = build_optimizer(
+        policy.parameters(),
+        OptimizerSettings(
+            learning_rate=config.learning_rate,
+            lr_scheduler=config.lr_scheduler,
+            warmup_steps=config.num_warmup_steps,
+            total_steps=config.num_steps,
+            weight_decay=config.weight_decay,
+        ),
+    )
+    return GradientAccumulator(
+        policy,
+        optimizer,
+        scheduler,
+        objective,
+        ranks,
+        max_grad_norm=config.max_grad_norm,
+        update_stats=config.update_stats,
+    )
+
+
+def _publisher(policy: PolicyModel, settings: Settings, link: EngineLink | None) -> Publisher:
+    length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
+    canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
+    return Publisher(link, named_full_tensors, canary, torch_dtype(settings.dtype))
+
+
+class _Link(RayEngineLink):
+    """The engines' link that also tells the batcher which version is live."""
+
+    def __init__(self, run: OpenRun, config: RunConfig, experience: "Experience", *, follows_policy: bool) -> None:
+        registries = run.registries if follows_policy else {"generation": run.generation}
+        super().__init__(registries, config.sync_timeout_s)
+        self._experience = experience
+
+    def commit(self, package: Any, landed: list[str]) -> None:
+        super().commit(package, landed)
+        self._experience.weights_live(package.version)
+
+
+class Experience(RemoteExperience):
+    """A rank's experience, with rank 0's evaluations: before the first step, every `eval_every`, and at the end."""
+
+    def __init__(self, config: RunConfig, batcher: Any, ranks: Ranks, prepared: Prepared | None = None) -> None:
+        super().__init__(batcher, ranks.rank, config.num_steps, config.experience_timeout_s)
+        self._config, self._questions = config, prepared.eval_questions if prepared else []
+
+    def start(self) -> None:
+        self._evaluate(0)
+        super().start()
+
+    def on_step(self, step: int) -> dict[str, float]:
+        due = step == self._config.num_steps or (self._config.eval_every and step % self._config.eval_every == 0)
+        return self._evaluate(step) if due else {}
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        if not self._questions:
+            return {}
+        started = time.monotonic()
+        result = self.evaluate(self._questions, self._config.experience_timeout_s)
+        samples = result.pop("samples")
+        numbers = {f"eval_{key}": value for key, value in result.items()}
+        folder = self._config.output_path
+        with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
+        (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
+        log.info("held-out at step %d: reward %.3f over %d samples", step, result["avg_reward"], result["num_samples"])
+        return numbers
+
+
+def _write_params(config: RunConfig, prepared: Prepared, ranks: Ranks, rewards: Sequence[str]) -> None:
+    """Every setting of the run, beside its metrics; `vars` of the settings that workers share included."""
+    params = {
+        **dataclasses.asdict(config),
+        "WORLD_SIZE": ranks.world_size,
+        "reward_fns": list(rewards),
+        "reward_registry_sha256": prepared.rewards.sha256,
+        "settings": dataclasses.asdict(prepared.settings),
+        "num_questions": len(prepared.questions),
+        "ray_version": ray.__version__,
+    }
+    text = json.dumps(params, indent=2) + "\n"
+    (config.output_path / PARAMS_FILE).write_text(text, encoding="utf-8")

@@ -1,0 +1,42 @@
+"""Every error of the library, as a tree. Each one also is the builtin it refines, and each one can be pickled.
+
+    AsyncGrpoError
+    |- ConfigurationError (ValueError)   the user's setting or file; exit code 2, nothing started or everything stopped
+    |- WorkerLost (RuntimeError)         a generation, logprob or verifier worker died
+    |- WeightsDidNotLand (RuntimeError)  an engine does not hold the weights that were sent
+    |- StalenessViolated (AssertionError) a sample older than the budget reached the trainer: our bug
+    |- DeadlineExceeded (TimeoutError)   a wait ended without what it waited for
+    `- RunFailed (RuntimeError)          a supervised background task ended the run
+
+>>> import pickle
+>>> pickle.loads(pickle.dumps(WorkerLost("generation worker g0 died")))
+WorkerLost('generation worker g0 died')
+"""
+
+
+class AsyncGrpoError(Exception):
+    """Base of all errors raised on purpose by this library."""
+
+
+class ConfigurationError(AsyncGrpoError, ValueError):
+    """A setting or an input file cannot work. The message names the values and the way out."""
+
+
+class WorkerLost(AsyncGrpoError, RuntimeError):
+    """A worker process died or stopped answering."""
+
+
+class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
+    """An engine's weights differ from those that the trainer sent."""
+
+
+class StalenessViolated(AsyncGrpoError, AssertionError):
+    """A token older than `max_staleness` steps was about to be trained on."""
+
+
+class DeadlineExceeded(AsyncGrpoError, TimeoutError):
+    """A bounded wait ran out. The message names what was waited for, for how long, and who should have answered."""
+
+
+class RunFailed(AsyncGrpoError, RuntimeError):
+    """A background task of the run failed; the message carries its error."""

@@ -1,0 +1,228 @@
+"""`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the ranks.
+
+    rollout_loop:  slot of the staleness budget -> prompt -> rollout (a task each)
+    rollout:       generate; score each completion while its siblings still generate; reference log-probs; advantages
+    offer:         group -> step -> packed micro-batches -> one queue per rank
+
+Plain asyncio over three protocols; knows neither Ray nor vLLM. An error in any of its tasks ends the run: it is raised
+to every rank by `next_message`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from async_grpo.errors import DeadlineExceeded, RunFailed
+from async_grpo.experience.groups import reward_sample, with_advantages
+from async_grpo.experience.occupancy import Occupancy
+from async_grpo.experience.packing import Packer
+from async_grpo.experience.prompts import PromptCursor, Question
+from async_grpo.experience.protocols import Generation, Logprobs, Verification
+from async_grpo.experience.staleness import StalenessBudget
+from async_grpo.experience.stats import readable_samples, reward_stats, step_stats
+from async_grpo.experience.steps import Round, StepAssembler, StepClosed
+from async_grpo.types import Completion, Group, MicroBatch, Prompt, Sample, StepEnd
+
+
+@dataclass(frozen=True)
+class BatcherPlan:
+    """The numbers of a run that the batcher needs."""
+
+    num_ranks: int
+    num_steps: int
+    groups_per_step: int  # P
+    steps_per_batch: int
+    samples_per_question: int  # G
+    max_staleness: int  # S
+    max_tokens_per_gpu: int
+    advantage_estimator: str
+    mask_truncated: bool
+    experience_timeout_s: float
+    seed: int
+    with_samples: bool = False  # StepEnd carries every sample as text
+
+
+class ExperienceBatcher:
+    """Owner of the prompt cursor, the staleness budget and the queues of the ranks."""
+
+    def __init__(
+        self,
+        plan: BatcherPlan,
+        questions: Sequence[Question],
+        generation: Generation,
+        verification: Verification,
+        reference: Logprobs | None = None,
+        proximal: Logprobs | None = None,
+    ) -> None:
+        self.plan = plan
+        self.generation, self.verification, self.reference, self.proximal = generation, verification, reference, proximal
+        self.cursor = PromptCursor(questions, plan.seed)
+        self.budget = StalenessBudget(plan.groups_per_step, plan.max_staleness)
+        self.steps = StepAssembler(
+            plan.groups_per_step, plan.max_staleness, Packer(plan.num_ranks, plan.max_tokens_per_gpu)
+        )
+        self.occupancy = Occupancy()
+        self._queues: list[asyncio.Queue[MicroBatch | StepEnd]] = [asyncio.Queue() for _ in range(plan.num_ranks)]
+        self._tasks: set[asyncio.Task] = set()
+        self._offering = asyncio.Lock()
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._sequences = 0  # admitted and still generating
+        self._samples_done = 0
+
+    # What the trainer calls -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to generate. The engines must hold policy version 0."""
+        self.occupancy.take()
+        self._supervise(self.rollout_loop(), "the rollout loop")
+
+    async def next_message(self, rank: int) -> MicroBatch | StepEnd:
+        """The next micro-batch of this rank, or the end of the step.
+
+        Raises:
+            RunFailed: a task of the batcher failed; carries its error.
+            DeadlineExceeded: nothing came for `experience_timeout_s` seconds.
+        """
+        get = asyncio.ensure_future(self._queues[rank].get())
+        failed = asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait({get, failed}, timeout=self.plan.experience_timeout_s, return_when="FIRST_COMPLETED")
+            if self._failure:
+                raise RunFailed(f"{type(self._failure).__name__}: {self._failure}") from self._failure
+            if not get.done():
+                raise DeadlineExceeded(self._describe_wait(rank))
+            return get.result()
+        finally:
+            get.cancel()
+            failed.cancel()
+
+    async def weights_live(self, version: int) -> None:
+        """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
+        await self.budget.weights_live(version, groups=self.plan.groups_per_step if version > 0 else 0)
+        self._note_occupancy()
+
+    async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
+        """Generate and score `count` completions of every question, outside the staleness budget.
+
+        Returns:
+            The reward statistics over all samples, `num_samples`, and `samples` as text.
+        """
+        prompts = [Prompt(-1 - number, q.token_ids, q.row) for number, q in enumerate(questions)]
+        groups = await asyncio.gather(*(self._generate_and_score(prompt, count) for prompt in prompts))
+        samples = [sample for group in groups for sample in group.samples]
+        return {**reward_stats(samples), "num_samples": len(samples), "samples": readable_samples(groups)}
+
+    async def close(self) -> None:
+        """Cancel everything that still runs; requests are aborted in the engines."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # The rollout loop -------------------------------------------------------------------------------------------
+
+    async def rollout_loop(self) -> None:
+        """Admit every prompt of the run, each as soon as the staleness budget allows."""
+        for _ in range(self.plan.num_steps * self.plan.groups_per_step):
+            version = await self.budget.admit()
+            prompt = next(self.cursor)
+            self._supervise(self.rollout(prompt, version), f"the rollout of prompt {prompt.ordinal}")
+
+    async def rollout(self, prompt: Prompt, version: int) -> None:
+        """One group from prompt to micro-batches."""
+        group = await self._generate_and_score(prompt, self.plan.samples_per_question, version)
+        group = await self._add_logprobs(group)
+        samples = with_advantages(
+            group.samples, self.plan.advantage_estimator, {}, mask_truncated=self.plan.mask_truncated
+        )
+        await self._offer(replace(group, samples=samples))
+
+    async def _generate_and_score(self, prompt: Prompt, count: int, version: int = 0) -> Group:
+        scoring: list[asyncio.Task[Sample]] = []
+        self._generating(+count)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for completion in self.generation.generate(prompt, count):
+                    self._generating(-1)
+                    scoring.append(tasks.create_task(self._score(prompt, completion)))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0]  # one cause is enough to end a run, and reads better
+        finally:
+            self._generating(len(scoring) - count)
+        return Group(prompt, tuple(task.result() for task in scoring), version)
+
+    async def _score(self, prompt: Prompt, completion: Completion) -> Sample:
+        return Sample(prompt, completion, await self.verification.verify(reward_sample(prompt, completion)))
+
+    async def _add_logprobs(self, group: Group) -> Group:
+        ref_logprobs = await self._logprobs(self.reference, group)
+        proximal_logprobs = await self._logprobs(self.proximal, group)
+        return replace(
+            group,
+            samples=tuple(
+                replace(sample, ref_logprobs=ref, proximal_logprobs=proximal)
+                for sample, ref, proximal in zip(group.samples, ref_logprobs, proximal_logprobs, strict=True)
+            ),
+        )
+
+    async def _logprobs(self, worker: Logprobs | None, group: Group) -> Sequence[Any]:
+        if worker is None:
+            return [None] * len(group.samples)
+        return await worker.logprobs(
+            [sample.token_ids for sample in group.samples], [len(group.prompt.token_ids)] * len(group.samples)
+        )
+
+    # From groups to the ranks -----------------------------------------------------------------------------------
+
+    async def _offer(self, group: Group) -> None:
+        async with self._offering:  # else the next step's micro-batches could overtake this step's end
+            for event in self.steps.offer(group):
+                match event:
+                    case Round(micro_batches):
+                        messages = micro_batches
+                    case StepClosed():
+                        messages = [self._step_end(event, await self._take_stats())] * self.plan.num_ranks
+                for queue, message in zip(self._queues, messages, strict=True):
+                    queue.put_nowait(message)
+
+    def _step_end(self, closed: StepClosed, stats: dict[str, Any]) -> StepEnd:
+        self._samples_done += sum(len(group.samples) for group in closed.groups)
+        stats = {**step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch), **stats}
+        if self.plan.with_samples:
+            stats["samples"] = readable_samples(closed.groups)
+        return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)
+
+    async def _take_stats(self) -> dict[str, Any]:
+        return {
+            **self.occupancy.take(),
+            **await self.generation.take_stats(),
+            "verifiers": await self.verification.take_stats(),
+        }
+
+    # Supervision ------------------------------------------------------------------------------------------------
+
+    def _supervise(self, coroutine: Any, name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._failed.set()
+
+    def _generating(self, change: int) -> None:
+        self._sequences += change
+        self._note_occupancy()
+
+    def _note_occupancy(self) -> None:
+        self.occupancy.set(sequences=self._sequences, free_slots=self.budget.free)
+
+    def _describe_wait(self, rank: int) -> str:
+        return (
+            f"rank {rank} waited {self.plan.experience_timeout_s:.0f} s (--experience-timeout-s) for step "
+            f"{self.steps.step}: {self._sequences} sequences are generating, {len(self._tasks)} rollouts are under way: "
+            f"{', '.join(sorted(task.get_name() for task in self._tasks)[:3])} ..."
+        )

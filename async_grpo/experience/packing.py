@@ -1,0 +1,80 @@
+"""Packing: samples become padding-free micro-batches, one per rank, whole sequences only, within the token budget."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.types import PROMPT_TOKEN, MicroBatch, Sample, dummy_micro_batch
+
+
+class Packer:
+    """Fills one open micro-batch per rank; hands out one for every rank at the same time, dummies where empty.
+
+    All ranks get the same number of micro-batches by construction, so their collectives stay aligned.
+    """
+
+    def __init__(self, num_ranks: int, max_tokens: int, dummy_token_id: int = 0) -> None:
+        self.num_ranks, self.max_tokens, self._dummy_token_id = num_ranks, max_tokens, dummy_token_id
+        self._open: list[list[Sample]] = [[] for _ in range(num_ranks)]
+        self._tokens = [0] * num_ranks
+
+    def add(self, sample: Sample) -> list[MicroBatch] | None:
+        """Place a sample on the emptiest rank; returns a full round (one micro-batch per rank) if it had to make room.
+
+        Raises:
+            ConfigurationError: the sample alone exceeds the token budget of a rank.
+        """
+        if sample.num_tokens > self.max_tokens:
+            raise ConfigurationError(
+                f"a sample of {sample.num_tokens} tokens cannot fit --max-tokens-per-gpu {self.max_tokens}"
+            )
+        rank = int(np.argmin(self._tokens))
+        full = self.flush() if self._tokens[rank] + sample.num_tokens > self.max_tokens else None
+        rank = 0 if full else rank
+        self._open[rank].append(sample)
+        self._tokens[rank] += sample.num_tokens
+        return full
+
+    def flush(self) -> list[MicroBatch] | None:
+        """Close the open micro-batches of all ranks; None when all of them are empty."""
+        if not any(self._open):
+            return None
+        ranks, self._open = self._open, [[] for _ in range(self.num_ranks)]
+        self._tokens = [0] * self.num_ranks
+        return [self._pack(samples) for samples in ranks]
+
+    def _pack(self, samples: Sequence[Sample]) -> MicroBatch:
+        if not samples:
+            return dummy_micro_batch(self._dummy_token_id)
+        return pack(samples)
+
+
+def pack(samples: Sequence[Sample]) -> MicroBatch:
+    """Lay samples end to end: prompt, completion, prompt, completion ... Prompt tokens carry no loss."""
+    lengths = [sample.num_tokens for sample in samples]
+    return MicroBatch(
+        input_ids=np.concatenate([ids for s in samples for ids in (s.prompt.token_ids, s.completion.token_ids)]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        loss_mask=_over_completions(samples, [np.ones(len(s.completion), bool) for s in samples], False),
+        behaviour_logprobs=_over_completions(samples, [s.completion.logprobs for s in samples], np.float32(0)),
+        advantages=_over_completions(samples, [s.advantages for s in samples], np.float32(0)),
+        versions=_over_completions(samples, [s.completion.versions for s in samples], np.int32(PROMPT_TOKEN)),
+        group_ids=np.array([s.prompt.ordinal for s in samples], np.int64),
+        ref_logprobs=_optional(samples, [s.ref_logprobs for s in samples]),
+        proximal_logprobs=_optional(samples, [s.proximal_logprobs for s in samples]),
+    )
+
+
+def _over_completions(samples: Sequence[Sample], values: Sequence[np.ndarray], fill: np.generic | bool) -> np.ndarray:
+    """(N,): `values` on the completion tokens, `fill` on the prompt tokens."""
+    parts = []
+    for sample, value in zip(samples, values, strict=True):
+        parts += [np.full(len(sample.prompt.token_ids), fill), value]
+    return np.concatenate(parts)
+
+
+def _optional(samples: Sequence[Sample], values: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    if any(value is None for value in values):
+        return None
+    return _over_completions(samples, values, np.float32(0))

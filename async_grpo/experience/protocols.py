@@ -1,0 +1,36 @@
+"""What the batcher needs from the outside. Each is implemented in `cluster/` over Ray and in `fakes.py` for tests."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_grpo.types import Completion, Prompt, Verdict
+
+
+class Generation(Protocol):
+    """Completes prompts on whichever engine has room."""
+
+    def generate(self, prompt: Prompt, count: int) -> AsyncIterator[Completion]:
+        """Yield `count` completions, each as soon as it is finished."""
+        ...
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `token_timeline` [(time, tokens)], `paused_s`; what the engines held is in `Occupancy`."""
+        ...
+
+
+class Verification(Protocol):
+    """Scores single samples."""
+
+    async def verify(self, sample: dict[str, Any]) -> Verdict: ...
+
+    async def take_stats(self) -> dict[str, Any]: ...
+
+
+class Logprobs(Protocol):
+    """Recomputes log-probs of completions under another policy."""
+
+    async def logprobs(self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> list[np.ndarray]:
+        """(T,) float32 log-probs of each completion."""
+        ...

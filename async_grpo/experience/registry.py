@@ -1,0 +1,185 @@
+"""`WorkerRegistry`: who can work, and who gets the next piece of it.
+
+The unit of admission is one sequence: a worker takes up to `max_sequences` at once and each is given back the moment
+it ends. The worker with the least outstanding work, in sequences and in tokens, goes first.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.types import WorkerInfo
+
+
+@dataclass
+class _Member:
+    info: WorkerInfo
+    active: bool = False  # gets work; False until it holds the current weights
+    sequences: int = 0  # outstanding
+    tokens: int = 0  # outstanding, as estimated when admitted
+
+    def load_with(self, sequences: int, tokens: int) -> float:
+        """The fuller of its two resources once it also had this work."""
+        return max(
+            (self.sequences + sequences) / self.info.max_sequences, (self.tokens + tokens) / self.info.max_tokens
+        )
+
+
+@dataclass
+class Lease:
+    """Work admitted to one worker: `sequences` of `tokens_each`, given back one by one."""
+
+    lease_id: int
+    worker_id: str
+    sequences: int
+    tokens_each: int
+
+
+@dataclass
+class _Waiter:
+    sequences: int
+    tokens_each: int
+    granted: asyncio.Future = field(repr=False)
+
+
+class WorkerRegistry:
+    """One per kind of worker. Synchronous but for `acquire`; must live in one event loop.
+
+    Args:
+        kind: "generation" or "logprob", for messages.
+        grace_s: how long `acquire` waits while no worker at all is registered.
+    """
+
+    def __init__(self, kind: str, grace_s: float = 30.0) -> None:
+        self.kind, self.grace_s = kind, grace_s
+        self._members: dict[str, _Member] = {}
+        self._leases: dict[int, Lease] = {}
+        self._waiters: deque[_Waiter] = deque()
+        self._lease_ids = itertools.count()
+        self._last_loss = "none has registered yet"
+        self._empty_since: float | None = time.monotonic()
+
+    # Membership -------------------------------------------------------------------------------------------------
+
+    def register(self, info: WorkerInfo) -> None:
+        """Let a worker in. It gets no work before `activate`."""
+        if info.max_sequences < 1 or info.max_tokens < 1:
+            raise ConfigurationError(f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens")
+        self._members[info.worker_id] = _Member(info)
+        self._empty_since = None
+
+    def activate(self, worker_id: str) -> None:
+        """The worker holds the current weights: it may be given work."""
+        self._members[worker_id].active = True
+        self._serve_waiters()
+
+    def deregister(self, worker_id: str, reason: str) -> None:
+        """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""
+        if self._members.pop(worker_id, None) is None:
+            return
+        self._last_loss = f"{worker_id}: {reason}"
+        self._leases = {i: lease for i, lease in self._leases.items() if lease.worker_id != worker_id}
+        if not self._members:
+            self._empty_since = time.monotonic()
+
+    def members(self) -> list[WorkerInfo]:
+        return [member.info for member in self._members.values()]
+
+    def active_ids(self) -> list[str]:
+        return [worker_id for worker_id, member in self._members.items() if member.active]
+
+    def outstanding(self) -> tuple[int, int]:
+        """(sequences, tokens) admitted and not yet given back."""
+        members = self._members.values()
+        return sum(m.sequences for m in members), sum(m.tokens for m in members)
+
+    # Scheduling -------------------------------------------------------------------------------------------------
+
+    async def acquire(self, sequences: int, tokens_each: int) -> Lease:
+        """Admit `sequences` sequences to one worker (together, for the prefix they share); first come, first served.
+
+        Raises:
+            ConfigurationError: no registered worker could ever take so many at once.
+            WorkerLost: no worker was registered for `grace_s` seconds.
+        """
+        self._refuse_impossible(sequences)
+        waiter = _Waiter(sequences, tokens_each, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self._serve_waiters()
+        try:
+            while True:
+                done, _ = await asyncio.wait({waiter.granted}, timeout=1.0)
+                if done:
+                    return waiter.granted.result()
+                self._refuse_deserted()
+        finally:
+            self._forget(waiter)
+
+    def release(self, lease_id: int, sequences: int = 1) -> None:
+        """Give back `sequences` of a lease. A void lease (its worker is gone) is ignored: loads never go negative."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        sequences = min(sequences, lease.sequences)
+        member = self._members[lease.worker_id]
+        member.sequences -= sequences
+        member.tokens -= sequences * lease.tokens_each
+        lease.sequences -= sequences
+        if lease.sequences == 0:
+            del self._leases[lease_id]
+        self._serve_waiters()
+
+    def largest_capacity(self) -> int:
+        """Sequences that the largest registered worker takes at once (0: none is registered)."""
+        return max((member.info.max_sequences for member in self._members.values()), default=0)
+
+    def _serve_waiters(self) -> None:
+        while self._waiters:
+            waiter = self._waiters[0]
+            member = self._least_loaded(waiter.sequences, waiter.tokens_each)
+            if member is None:
+                return  # the first in line waits, and so does everybody behind it: no starvation
+            self._waiters.popleft()
+            if waiter.granted.cancelled():
+                continue
+            waiter.granted.set_result(self._admit(member, waiter))
+
+    def _least_loaded(self, sequences: int, tokens_each: int) -> _Member | None:
+        fitting = [
+            member
+            for member in self._members.values()
+            if member.active and member.sequences + sequences <= member.info.max_sequences
+        ]
+        return min(fitting, key=lambda m: m.load_with(sequences, sequences * tokens_each), default=None)
+
+    def _admit(self, member: _Member, waiter: _Waiter) -> Lease:
+        lease = Lease(next(self._lease_ids), member.info.worker_id, waiter.sequences, waiter.tokens_each)
+        member.sequences += lease.sequences
+        member.tokens += lease.sequences * lease.tokens_each
+        self._leases[lease.lease_id] = lease
+        return Lease(lease.lease_id, lease.worker_id, lease.sequences, lease.tokens_each)
+
+    def _forget(self, waiter: _Waiter) -> None:
+        """The caller went away: leave the queue, or hand back what was granted in the meantime."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            waiter.granted.cancel()
+            self._serve_waiters()  # somebody behind it may fit
+
+    def _refuse_impossible(self, sequences: int) -> None:
+        if self._members and sequences > self.largest_capacity():
+            raise ConfigurationError(
+                f"{sequences} sequences at once fit no {self.kind} worker: the largest takes "
+                f"{self.largest_capacity()} (--max_num_seqs + --overhead_seqs). Raise these, or lower "
+                "--samples-per-question"
+            )
+
+    def _refuse_deserted(self) -> None:
+        if self._empty_since is not None and time.monotonic() - self._empty_since > self.grace_s:
+            raise WorkerLost(
+                f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "
+                f"python worker_dispatcher.py --mode {self.kind} ..."
+            )

@@ -1,0 +1,1 @@
+"""Generation: vLLM behind one small class, token ids in, token ids with log-probs and policy versions out."""

@@ -1,0 +1,183 @@
+"""A whole run on this machine, from one command: Ray, workers and trainer as the programs a user starts by hand."""
+
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config import RunConfig, WorkerConfig, option
+from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.preparation import logprob_roles, prepare
+from async_grpo.processes import Supervisor, last_words
+
+ROOT = Path(__file__).resolve().parent.parent  # where the front doors lie
+RAY_START_S, GOODBYE_S = 90.0, 30.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(RunConfig):
+    """A `RunConfig` and what the workers beside it need."""
+
+    nproc_per_node: int = option(1, "Trainer ranks.", "Local")
+    generation_workers: int = option(1, "Generation workers.", "Local")
+    max_num_seqs: int = option(64, "Sequences each engine decodes at once.", "Local")
+    overhead_seqs: int = option(16, "Further sequences admitted to each engine.", "Local")
+    enforce_eager: bool = option(False, "Do not compile the engine's model.", "Local")
+    ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.nproc_per_node, self.generation_workers) < 1:
+            raise ConfigurationError("--nproc-per-node and --generation-workers must be at least 1")
+        capacity = self.max_num_seqs + self.overhead_seqs
+        if self.samples_per_question > capacity:
+            raise ConfigurationError(
+                f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
+                "sequences (--max-num-seqs + --overhead-seqs)"
+            )
+        if not self.reward_fns:
+            raise ConfigurationError("name the rewards of the run: --reward-fns countdown,format (see reward_registry.py)")
+
+
+def run_locally(config: LocalConfig) -> None:
+    """Start everything, wait for the end of the training, and leave nothing behind.
+
+    Raises:
+        ConfigurationError: before anything is started, if a setting or a file is wrong.
+        RunFailed, WorkerLost: a program ended before its time; says which and why.
+    """
+    prepare(config)
+    supervisor = Supervisor(config.output_path / "logs")
+    with _signals_as_exceptions(), _temporary_folder() as scratch:
+        try:
+            _run(config, supervisor, scratch)
+        finally:
+            supervisor.stop()
+
+
+def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
+    environment = local_environment(config, scratch)
+    if not config.ray_address:
+        ray = supervisor.start("ray", ray_command(environment["RAY_ADDRESS"], scratch), environment)
+        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
+    workers = [
+        supervisor.start(f"{worker.mode} worker {number}", program("worker_dispatcher.py", worker), environment)
+        for number, worker in enumerate(_workers(config))
+    ]
+    trainer = supervisor.start("trainer", _trainer_command(config), environment, console=True)
+    code = supervisor.wait(trainer)
+    if code != 0:
+        raise RunFailed(f"{trainer.describe_exit()}{last_words(trainer)}")
+    supervisor.wait_all(workers, GOODBYE_S)
+
+
+def _workers(config: LocalConfig) -> list[WorkerConfig]:
+    shared: dict[str, Any] = {"model_path": config.model_name_or_path, "run_name": config.run_name}
+    generation = WorkerConfig(
+        mode="generation",
+        reward_fns=config.reward_fns,
+        max_num_seqs=config.max_num_seqs,
+        overhead_seqs=config.overhead_seqs,
+        enforce_eager=config.enforce_eager,
+        start_timeout_s=config.start_timeout_s,
+        **shared,
+    )
+    logprob = [
+        WorkerConfig(mode="logprob", role=role, max_tokens_per_gpu=config.max_tokens_per_gpu, **shared)
+        for role in logprob_roles(config)
+    ]
+    return [generation] * config.generation_workers + logprob
+
+
+def program(script: str, config: Any) -> list[str]:
+    """The command line of a front door with every setting that differs from its default."""
+    return [sys.executable, str(ROOT / script), *as_arguments(config, type(config))]
+
+
+def _trainer_command(config: LocalConfig) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
+    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    return [*torchrun, *rendezvous, str(ROOT / "trainer_core.py"), *as_arguments(config, RunConfig)]
+
+
+def as_arguments(config: Any, fields_of: type) -> list[str]:
+    """
+    >>> as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig)
+    ['--mode=logprob', '--model-path=.', '--enforce-eager']
+    """
+    arguments = []
+    for field in dataclasses.fields(fields_of):
+        value, name = getattr(config, field.name), field.name.replace("_", "-")
+        if value == field.default or value is None:
+            continue
+        arguments.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+    return arguments
+
+
+def ray_command(address: str, scratch: Path) -> list[str]:
+    """A head node that only this machine can reach."""
+    host, port = address.split(":")
+    return [
+        *[sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
+        *[f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", f"--temp-dir={scratch}"],
+    ]
+
+
+def local_environment(config: LocalConfig, scratch: Path) -> dict[str, str]:
+    """The environment of every program: one private cluster, everything on the loopback interface."""
+    private = {
+        "RAY_ADDRESS": config.ray_address or f"127.0.0.1:{free_port()}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would fight over the cores
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not config.ray_address:
+        private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {**os.environ, **private}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """For Ray's session; a short path, as its sockets' names may not exceed 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="grpo-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order."""
+
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+

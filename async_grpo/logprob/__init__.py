@@ -1,0 +1,1 @@
+"""Log-probs on demand: of a frozen reference policy, or of the policy at the start of a step."""

@@ -1,0 +1,88 @@
+"""`training_metrics.jsonl`: one JSON object per optimizer step, and the line on the console that goes with it."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+
+METRICS_FILE = "training_metrics.jsonl"
+PARAMS_FILE = "training_params.json"
+EVAL_FILE = "eval_metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends the lines of a run to its metrics file, each flushed at once, and tells the console.
+
+    Args:
+        samples_file: where every sample goes as well, if it is wanted.
+    """
+
+    def __init__(self, folder: Path, num_steps: int, samples_file: Path | None = None) -> None:
+        self._metrics: IO[str] = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._samples = samples_file.open("a", encoding="utf-8") if samples_file else None
+        self._num_steps, self._console = num_steps, Console()
+        self._intervals: list[tuple[float, float]] = []
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write one step; raw timelines become sums, samples go to a file of their own."""
+        line = dict(line)
+        timeline, intervals = line.pop("token_timeline", []), line.pop("compute_intervals", [])
+        self._intervals = [*self._intervals[-len(intervals) :], *intervals]  # tokens may belong to the step before
+        line["tokens_generated"] = sum(tokens for _, tokens in timeline)
+        line["tokens_generated_while_training"] = tokens_during(timeline, self._intervals)
+        for sample in line.pop("samples", []):
+            if self._samples:
+                self._samples.write(as_json({"step": line["step"], **sample}))
+                self._samples.flush()
+        self._metrics.write(as_json(line))
+        self._metrics.flush()
+        self._console.print(console_line(line, self._num_steps), highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._metrics.close()
+        if self._samples:
+            self._samples.close()
+
+
+def as_json(line: dict[str, Any]) -> str:
+    """One line of strict JSON: NaN and infinities become null."""
+    clean = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+    return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def tokens_during(timeline: Sequence[tuple[float, int]], intervals: Sequence[tuple[float, float]]) -> int:
+    """Tokens generated while the trainer computed.
+
+    >>> tokens_during([(1.0, 10), (2.0, 20), (3.0, 40)], [(0.5, 1.5), (2.9, 3.1)])
+    50
+    """
+    return sum(tokens for moment, tokens in timeline if any(start <= moment <= end for start, end in intervals))
+
+
+def console_line(line: dict[str, Any], num_steps: int) -> str:
+    """The step in one readable line.
+
+    >>> console_line({"step": 3, "avg_reward": 0.25, "time_per_batch": 1.5}, 100)
+    'step 3/100 | reward 0.250 | 1.5 s'
+    """
+    parts = [f"step {line['step']}/{num_steps}"]
+    for label, key, form in (
+        ("reward", "avg_reward", ".3f"),
+        ("tokens", "avg_output_tokens", ".1f"),
+        ("truncated", "perc_truncated_samples", ".1%"),
+        ("staleness", "staleness_mean", ".2f"),
+        ("loss", "avg_loss", ".4f"),
+        ("grad", "grad_norm", ".3f"),
+        ("mismatch KL", "mismatch_kl", ".1e"),
+    ):
+        if isinstance(line.get(key), int | float):
+            parts.append(f"{label} {line[key]:{form}}")
+    failed = sum(line.get(f"num_reward_{status}", 0) for status in ("failed", "timed_out", "abstained"))
+    if failed:
+        parts.append(f"NOT SCORED {failed} of {line['samples_in_batch']}")
+    if "samples_per_second" in line:
+        parts.append(f"{line['samples_per_second']:.0f} samples/s")
+    return " | ".join([*parts, f"{line['time_per_batch']:.1f} s"])

@@ -1,0 +1,143 @@
+"""A model folder in the Hugging Face format: its weights, and the few facts the rest of the library needs of
+it.
+
+Nothing here touches the network: a name that is not a folder is an error that says how to get one.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from async_grpo.errors import ConfigurationError
+
+# What decides whether weights of one folder make sense in a model built from another. Fields that only record
+# how a folder was written (dtype, library version, names) stay out, so that a checkpoint has its origin's
+# fingerprint.
+ARCHITECTURE_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def model_folder(path: str | Path) -> Path:
+    """`path` as a folder that holds a config.json; ConfigurationError otherwise."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        missing = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise ConfigurationError(
+            f"the model path {str(path)!r} {missing}; give a local folder in the Hugging Face format "
+            "(`hf download NAME --local-dir FOLDER` fetches one)"
+        )
+    return folder
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The folder's configuration; ConfigurationError if it is missing or cannot be read."""
+    folder = model_folder(path)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
+
+
+def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedModel:
+    """The folder's causal LM on the CPU, every weight in `dtype`; ConfigurationError if it has none."""
+    config = load_config(path)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_folder(path), config=config, dtype=torch_dtype(dtype), local_files_only=True
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
+
+
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """
+    >>> torch_dtype("bfloat16")
+    torch.bfloat16
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def model_fingerprint(path: str | Path) -> str:
+    """sha256 (hex) over the architecture and the vocabulary: equal for a model and its checkpoints."""
+    text_config = load_config(path).get_text_config()
+    architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE_FIELDS}
+    described = {"architecture": architecture, "vocabulary": _vocabulary(model_folder(path))}
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _vocabulary(folder: Path) -> Any:
+    """The tokens and their ids; what else tokenizer.json says changes with the library that wrote it."""
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+        return {"vocab": tokenizer.get("model", {}).get("vocab"), "added": added}
+    for name in ("tokenizer.model", "vocab.json"):
+        if (folder / name).is_file():
+            return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    return None
+
+
+def stop_token_ids(path: str | Path) -> tuple[int, ...]:
+    """Every id that ends a sequence, ascending: the union of generation_config.json, config.json and the
+    tokenizer.
+
+    Chat models name several in different places; a finished answer whose end id is not known looks truncated.
+    ConfigurationError if no place names one.
+    """
+    folder = model_folder(path)
+    ids = _as_ids(load_config(folder).get_text_config().eos_token_id)
+    if (folder / "generation_config.json").is_file():
+        ids |= _as_ids(json.loads((folder / "generation_config.json").read_text()).get("eos_token_id"))
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        ids |= _as_ids(AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id)
+    if not ids:
+        raise ConfigurationError(
+            f"{folder} names no end-of-sequence id; add eos_token_id to its generation_config.json"
+        )
+    return tuple(sorted(ids))
+
+
+def _as_ids(value: int | list[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return {value} if isinstance(value, int) else set(value)
+
+
+def context_length(path: str | Path) -> int:
+    """The most tokens of prompt and completion together that the model's positions reach."""
+    config = load_config(path).get_text_config()
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")
+    return int(length)

@@ -1,0 +1,138 @@
+"""Everything that can be known to be wrong before anything is started: files, model, lengths, names.
+
+Imports neither ray nor a process group: `trainer_core.py` and `async-grpo run` call it first.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.batcher import BatcherPlan
+from async_grpo.experience.prompts import Question, check_longest, load_questions
+from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
+from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.types import Settings
+
+DEFAULT_REGISTRY = Path(__file__).resolve().parent.parent / "reward_registry.py"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could start."""
+
+    settings: Settings
+    questions: list[Question]
+    eval_questions: list[Question]
+    rewards: RewardSource
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check a run's inputs and read them.
+
+    Raises:
+        ConfigurationError: the first thing that is wrong, with the way out.
+    """
+    _check_names(config)
+    model = config.model_name_or_path
+    vocab_size = load_config(model).get_text_config().vocab_size
+    context = context_length(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    questions = _questions(config.data_path, tokenizer, context, vocab_size)
+    eval_questions = _questions(config.eval_data_path, tokenizer, context, vocab_size) if config.eval_data_path else []
+
+    def longest_total(prompt_tokens: int) -> int:
+        return min(context, prompt_tokens + config.max_generation_tokens)
+
+    check_longest([*questions, *eval_questions], longest_total, config.max_tokens_per_gpu)
+    longest_prompt = max(len(question.token_ids) for question in [*questions, *eval_questions])
+    _make_folder(config.output_path)
+    return Prepared(
+        settings=Settings(
+            run_name=config.run_name,
+            model_fingerprint=model_fingerprint(model),
+            vocab_size=vocab_size,
+            dtype=resolved_dtype(config.dtype),
+            temperature=config.temperature,
+            stop_token_ids=stop_token_ids(model),
+            max_total_tokens=longest_total(longest_prompt),
+            max_completion_tokens=config.max_generation_tokens,
+            samples_per_question=config.samples_per_question,
+            transport=config.weight_transport,
+            seed=config.infinite_sampler_seed,
+        ),
+        questions=questions,
+        eval_questions=eval_questions,
+        rewards=_rewards(config),
+    )
+
+
+def batcher_plan(config: RunConfig, num_ranks: int) -> BatcherPlan:
+    """The batcher's part of the configuration."""
+    return BatcherPlan(
+        num_ranks=num_ranks,
+        num_steps=config.num_steps,
+        groups_per_step=config.groups_per_step,
+        steps_per_batch=config.steps_per_batch,
+        samples_per_question=config.samples_per_question,
+        max_staleness=config.max_staleness,
+        max_tokens_per_gpu=config.max_tokens_per_gpu,
+        advantage_estimator=config.advantage_estimator,
+        mask_truncated=config.mask_truncated,
+        experience_timeout_s=config.experience_timeout_s,
+        seed=config.infinite_sampler_seed,
+        with_samples=config.dump_samples_filename is not None,
+    )
+
+
+def logprob_roles(config: RunConfig) -> list[str]:
+    """The kinds of logprob worker that the loss needs; usually none."""
+    proximal = config.proximal or POLICY_LOSSES[config.policy_loss].needs_proximal
+    return ["reference"] * config.needs_reference + ["proximal"] * proximal
+
+
+def resolved_dtype(dtype: str) -> str:
+    """`auto` is bfloat16 where there is a GPU, float32 elsewhere."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _check_names(config: RunConfig) -> None:
+    if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
+        raise ConfigurationError(_unknown("advantage-estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS))
+    if config.policy_loss not in POLICY_LOSSES:
+        raise ConfigurationError(_unknown("policy-loss", config.policy_loss, POLICY_LOSSES))
+    if config.weight_transport == "nccl" and not torch.cuda.is_available():
+        raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
+    if config.reward_fns:
+        resolve(_rewards(config), config.reward_fns)
+
+
+def _unknown(option: str, value: str, known: Any) -> str:
+    return f"--{option} {value!r} is unknown; known: {', '.join(known)}"
+
+
+def _questions(path: str, tokenizer: Any, context: int, vocab_size: int) -> list[Question]:
+    return load_questions(path, tokenizer, context - 1, vocab_size)
+
+
+def _rewards(config: RunConfig) -> RewardSource:
+    return RewardSource.from_file(Path(config.reward_registry or DEFAULT_REGISTRY))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(f"--output-dir {folder} cannot be written to: {error.strerror}") from error

@@ -1,0 +1,252 @@
+"""One adapter's queue and workers.
+
+    score -> queue (first come, first served) -> a slot's worker -> result
+
+Each slot holds one worker and gives it one sample at a time. A worker that raises or does not answer is fenced: closed
+and replaced before its slot takes another sample, so that a late answer can never reach the wrong sample. Its sample
+goes back to the head of the queue once, then it has failed. When the last slot's worker cannot be replaced, the lane is
+broken: every sample fails with the reason, at once.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.stats import LaneStats
+from async_grpo.types import AdapterResult, RewardStatus
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 2  # workers that a sample is given to before it has failed
+
+
+class VerifierWorker(Protocol):
+    """Scores one sample at a time."""
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        """The result, TIMED_OUT after `timeout_s`. Raises when the worker, not the adapter, is broken.
+
+        When cancelled, it stops the work and raises CancelledError once it is ready for another sample.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+MakeWorker = Callable[[str], Awaitable[VerifierWorker]]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The deadlines of a lane, in seconds."""
+
+    timeout_s: float = 30.0  # for scoring one sample, from when a worker takes it
+    grace_s: float = 10.0  # for the worker to say so, to obey a cancellation, or to close
+    make_s: float = 120.0  # for making one worker
+    backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one
+
+
+@dataclass(order=True)
+class _Job:
+    """A sample in the queue; the order is that of the tickets, also for one that comes back."""
+
+    ticket: int
+    sample: dict[str, Any] = field(compare=False)
+    outcome: asyncio.Future[AdapterResult] = field(compare=False)
+    asked_at: float = field(compare=False, default_factory=time.monotonic)
+    queued_at: float = field(compare=False, default_factory=time.monotonic)
+    queue_s: float = field(compare=False, default=0.0)
+    workers_lost: int = field(compare=False, default=0)
+
+    def finish(self, result: AdapterResult) -> AdapterResult:
+        """Hand the result over, with the times and attempts as the caller saw them."""
+        result = replace(
+            result,
+            attempts=result.attempts + self.workers_lost,
+            latency_s=time.monotonic() - self.asked_at,
+            queue_s=self.queue_s,
+        )
+        self.outcome.set_result(result)
+        return result
+
+
+class Lane:
+    """See the module; `start` before the first `score`, `close` at the end."""
+
+    def __init__(self, adapter: str, make_worker: MakeWorker, num_workers: int, patience: Patience) -> None:
+        self.adapter = adapter
+        self.stats = LaneStats()
+        self._make_worker = make_worker
+        self._num_workers = num_workers
+        self._patience = patience
+        self._queue: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue()
+        self._tickets = itertools.count()
+        self._slots: set[asyncio.Task[None]] = set()
+        self._workers: set[VerifierWorker] = set()
+        self._out_of_order = ""  # why no sample can be scored any more
+
+    @property
+    def queue_depth(self) -> int:
+        return self._queue.qsize()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    async def start(self) -> None:
+        """Make all workers. Raises what the last attempt to make one raised; `close` then closes the others."""
+        made = await asyncio.gather(*(self._make() for _ in range(self._num_workers)), return_exceptions=True)
+        for worker in made:
+            if isinstance(worker, BaseException):
+                raise worker
+            slot = asyncio.create_task(self._run_slot(worker), name=f"verifier slot of {self.adapter}")
+            self._slots.add(slot)
+            slot.add_done_callback(self._slot_ended)
+
+    async def score(self, sample: dict[str, Any]) -> AdapterResult:
+        """The adapter's result; FAILED when the lane is broken or closed. Cancelling it frees the worker."""
+        job = _Job(next(self._tickets), sample, asyncio.get_running_loop().create_future())
+        if self._out_of_order:
+            self._fail(job, self._out_of_order)
+        elif not self._slots:
+            raise RuntimeError(f"the verifier lane of {self.adapter!r} was asked for a score before its start")
+        else:
+            self._queue.put_nowait(job)
+        return await job.outcome
+
+    async def close(self) -> None:
+        """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""
+        self._break(f"the verifier lane of {self.adapter!r} was closed")
+        slots = set(self._slots)
+        for slot in slots:
+            slot.cancel()
+        if slots:
+            await asyncio.wait(slots, timeout=2 * self._patience.grace_s)
+        await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
+
+    async def _run_slot(self, worker: VerifierWorker) -> None:
+        while True:
+            job = await self._queue.get()
+            if job.outcome.done():  # its caller gave up while it waited
+                continue
+            try:
+                trouble = await self._serve(worker, job)
+            except BaseException as error:  # the lane is closing, or a bug of ours: nobody else will answer this job
+                self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
+                raise
+            if trouble:
+                self._retry_or_fail(job, trouble)
+                worker = await self._replacement_of(worker, trouble)
+
+    async def _serve(self, worker: VerifierWorker, job: _Job) -> str:
+        """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can."""
+        taken_at = time.monotonic()
+        deadline_s = self._patience.timeout_s + self._patience.grace_s
+        job.queue_s += taken_at - job.queued_at
+        call = asyncio.ensure_future(worker.score(job.sample, self._patience.timeout_s))
+        call.add_done_callback(_retrieve)
+        try:
+            await asyncio.wait({call, job.outcome}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            silent = not call.done() and not job.outcome.done()
+        finally:
+            if not call.done():
+                call.cancel()
+                await asyncio.wait({call}, timeout=self._patience.grace_s)
+            self.stats.busy_s += time.monotonic() - taken_at
+        return f"no answer within {deadline_s:g} s" if silent else self._deliver(call, job)
+
+    def _deliver(self, call: asyncio.Future[AdapterResult], job: _Job) -> str:
+        if not call.done():
+            return f"it went on for {self._patience.grace_s:g} s after the call was cancelled"
+        if call.cancelled():
+            return "" if job.outcome.done() else "it cancelled its own call"
+        if error := call.exception():
+            return f"{type(error).__name__}: {error}"
+        if not job.outcome.done():
+            self.stats.add(job.finish(_checked(call.result())))
+        return ""
+
+    def _retry_or_fail(self, job: _Job, trouble: str) -> None:
+        job.workers_lost += 1
+        if self._out_of_order:
+            self._fail(job, self._out_of_order)
+        elif job.workers_lost >= ATTEMPTS:
+            self._fail(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over this sample, the last: {trouble}")
+        elif not job.outcome.done():
+            job.queued_at = time.monotonic()
+            self._queue.put_nowait(job)
+
+    async def _replacement_of(self, worker: VerifierWorker, trouble: str) -> VerifierWorker:
+        logger.warning("a verifier worker of %r is replaced: %s", self.adapter, trouble)
+        self.stats.workers_lost += 1
+        await self._discard(worker)
+        try:
+            return await self._make()
+        except Exception as error:
+            message = f"no worker of {self.adapter!r} can be made any more: {type(error).__name__}: {error}"
+            raise WorkerLost(message) from error
+
+    async def _make(self) -> VerifierWorker:
+        """Make a worker, with a few attempts; an error in the user's settings is not worth a second one."""
+        error: Exception = WorkerLost(f"no attempt was made to make a worker of {self.adapter!r}")
+        for delay_s in self._patience.backoff_s:
+            await asyncio.sleep(delay_s)
+            try:
+                async with asyncio.timeout(self._patience.make_s):
+                    worker = await self._make_worker(self.adapter)
+            except ConfigurationError:
+                raise
+            except TimeoutError:
+                error = WorkerLost(f"a worker of {self.adapter!r} was not ready within {self._patience.make_s:g} s")
+            except Exception as latest:  # whatever the transport raises
+                error = latest
+            else:
+                self._workers.add(worker)
+                return worker
+        raise error
+
+    async def _discard(self, worker: VerifierWorker) -> None:
+        self._workers.discard(worker)
+        try:
+            async with asyncio.timeout(self._patience.grace_s):
+                await worker.close()
+        except Exception as error:  # it is broken anyway, and nothing is given to it any more
+            logger.warning("closing a verifier worker of %r: %s: %s", self.adapter, type(error).__name__, error)
+
+    def _slot_ended(self, slot: asyncio.Task[None]) -> None:
+        self._slots.discard(slot)
+        if slot.cancelled():
+            return
+        error = slot.exception()
+        logger.error("one verifier of %r less, %d left: %s", self.adapter, len(self._slots), error, exc_info=error)
+        if not self._slots:
+            self._break(str(error))
+
+    def _break(self, reason: str) -> None:
+        """From now on every sample fails with the reason, those in the queue included."""
+        self._out_of_order = self._out_of_order or reason
+        while not self._queue.empty():
+            self._fail(self._queue.get_nowait(), self._out_of_order)
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        if not job.outcome.done():
+            self.stats.add(job.finish(AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0)))
+
+
+def _checked(result: AdapterResult) -> AdapterResult:
+    """A worker may be remote and of another make: only a finite reward is one."""
+    if result.status is RewardStatus.OK and (result.reward is None or not math.isfinite(result.reward)):
+        return replace(result, status=RewardStatus.FAILED, reward=None, reason=f"the reward is {result.reward}")
+    return result
+
+
+def _retrieve(call: asyncio.Future[AdapterResult]) -> None:
+    """Look at the error of an abandoned call, so that the event loop does not report it as never retrieved."""
+    if not call.cancelled():
+        call.exception()

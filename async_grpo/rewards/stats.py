@@ -1,0 +1,55 @@
+"""What one lane did: counts, latencies and the seconds that its workers were busy."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any
+
+from async_grpo.types import AdapterResult, RewardStatus
+
+MAX_LATENCIES = 10_000  # of the most recent samples: quantiles must not cost ever more memory
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """The smallest value that at least a share `q` of the values does not exceed; 0 without values.
+
+    >>> quantile([3.0, 1.0, 2.0, 4.0], 0.5), quantile([3.0, 1.0], 1.0), quantile([], 0.5)
+    (2.0, 3.0, 0.0)
+    """
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
+
+
+class LaneStats:
+    """Counters since the last reset."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._statuses: Counter[RewardStatus] = Counter()
+        self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
+        self._queue_s: deque[float] = deque(maxlen=MAX_LATENCIES)
+        self.retries = 0
+        self.workers_lost = 0
+        self.busy_s = 0.0
+
+    def add(self, result: AdapterResult) -> None:
+        self._statuses[result.status] += 1
+        self._latencies_s.append(result.latency_s)
+        self._queue_s.append(result.queue_s)
+        self.retries += max(0, result.attempts - 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts by status; latency from request to answer and the queueing in it, both in seconds."""
+        return {
+            **{status.value: self._statuses[status] for status in RewardStatus},
+            "retries": self.retries,
+            "workers_lost": self.workers_lost,
+            "busy_s": self.busy_s,
+            "latency_p50_s": quantile(self._latencies_s, 0.5),
+            "latency_p95_s": quantile(self._latencies_s, 0.95),
+            "latency_max_s": quantile(self._latencies_s, 1.0),
+            "queue_p50_s": quantile(self._queue_s, 0.5),
+            "queue_p95_s": quantile(self._queue_s, 0.95),
+        }

@@ -1,0 +1,121 @@
+"""Checkpoints in the Hugging Face format: `<output_dir>/hf_format/samples_<n>`, whole or not there."""
+
+import copy
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.load import model_folder, torch_dtype
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.training.distributed import Ranks
+
+# Copied as they are, not written anew: a checkpoint speaks the tokens, byte for byte, that the run was
+# trained on
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+FINISHED = re.compile(r"samples_(\d+)")
+
+
+class CheckpointWriter:
+    """Writes and prunes checkpoints; `save` is a collective, the files are rank 0's.
+
+    model_path: the folder the run started from; tokenizer and generation settings are taken from it. dtype:
+    of the saved weights. min_samples_between: a checkpoint is due that many samples after the last.
+    keep_last: how many to keep, None: all. Exact resumption would add the optimizer's state beside the
+    weights, inside `_write`.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        model_path: str | Path,
+        ranks: Ranks,
+        *,
+        dtype: str | torch.dtype = "bfloat16",
+        min_samples_between: int = 30_000,
+        keep_last: int | None = None,
+        samples_before: int = 0,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigurationError(
+                f"keep_last is {keep_last}; keep at least 1 checkpoint, or leave it unset for all"
+            )
+        self._folder = Path(output_dir) / "hf_format"
+        self._source, self._ranks, self._dtype = model_folder(model_path), ranks, torch_dtype(dtype)
+        self._min_samples_between, self._keep_last = min_samples_between, keep_last
+        self._last_saved = samples_before
+
+    def save_if_due(self, policy: PolicyModel, samples: int) -> bool:
+        """Save if `samples` trained on is far enough beyond the last checkpoint; whether it did."""
+        if samples - self._last_saved < self._min_samples_between:
+            return False
+        self.save(policy, samples)
+        return True
+
+    def save_final(self, policy: PolicyModel, samples: int) -> None:
+        """Save unless the last checkpoint already holds these weights."""
+        if samples != self._last_saved:  # not "if the folder exists": ranks on other nodes may not see it
+            self.save(policy, samples)
+
+    def save(self, policy: PolicyModel, samples: int) -> Path:
+        """Write the weights after `samples` samples. A collective; rank 0 returns when it is complete."""
+        target = self._path(samples)
+        state: dict[str, Tensor] = {}
+        for name, tensor in named_full_tensors(policy):  # every rank takes part, one keeps
+            if self._ranks.is_main:
+                state[name] = tensor.to("cpu", self._dtype, copy=True)
+        if self._ranks.is_main:
+            self._write(policy.model, state, target)
+            self._prune()
+        self._last_saved = samples
+        return target
+
+    def _path(self, samples: int) -> Path:
+        return self._folder / f"samples_{samples}"
+
+    def _write(self, model: PreTrainedModel, state: dict[str, Tensor], target: Path) -> None:
+        """Under a hidden name first: a folder called samples_<n> is a whole one, come what may."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self._folder.glob(".samples_*"):
+            shutil.rmtree(leftover)
+        partial, replaced = (self._folder / f".{target.name}.{suffix}" for suffix in ("partial", "replaced"))
+        _weightless_twin(model, self._dtype).save_pretrained(partial, state_dict=state)
+        for name in COPIED_FILES:
+            if (self._source / name).is_file():
+                shutil.copyfile(self._source / name, partial / name)
+        if target.exists():  # from an earlier run into the same output_dir
+            os.rename(target, replaced)
+        os.rename(partial, target)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _prune(self) -> None:
+        finished = {
+            int(match[1]): path for path in self._folder.iterdir() if (match := FINISHED.fullmatch(path.name))
+        }
+        for samples in sorted(finished)[: -self._keep_last] if self._keep_last else []:
+            shutil.rmtree(finished[samples])
+
+
+def _weightless_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same architecture without memory: save_pretrained reads class, dtype and tied names off it."""
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
+        )
+    twin.generation_config = copy.deepcopy(model.generation_config)
+    return twin

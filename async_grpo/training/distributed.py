@@ -1,0 +1,117 @@
+"""The ranks of one training run: who am I, on which device, and the few sums that ranks must agree on.
+
+Started by torchrun or alone; alone is a world of one with the same code path.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from async_grpo.errors import ConfigurationError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the trainer's processes."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given: before that, a clock reads launch times."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """The element-wise sum over all ranks; a collective."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: list[float]) -> list[float]:
+        """The element-wise maximum over all ranks; a collective."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The element-wise mean over all ranks; a collective."""
+        return [value / self.world_size for value in self.sum(values)]
+
+    def _reduce(self, values: list[float], operation: dist.ReduceOp) -> list[float]:
+        if not values:
+            return []
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, operation)
+        return tensor.tolist()
+
+
+@contextmanager
+def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """Join the process group for the length of the `with` block.
+
+    device: "cpu" (gloo), "cuda" (nccl), or "auto": cuda where there is one. timeout_s: how long a collective
+    may wait for the other ranks. Rank and world size come from torchrun's environment. ConfigurationError: no
+    such device.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "RANK" in os.environ:
+        die_with_parent()
+    chosen = _choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    # Alone, an in-process store: nothing to listen on, so nothing that could be taken or reached from outside
+    store = dist.HashStore() if world_size == 1 else None
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=chosen if chosen.type == "cuda" else None,
+    )
+    try:
+        yield Ranks(rank, world_size, chosen)
+    except BaseException:
+        # Taking NCCL down in an orderly way waits for collectives that a failed rank will never join
+        if chosen.type != "cuda":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigurationError(f"unknown device {device!r}; choose auto, cpu or cuda")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible; "
+            "start as many processes per node as there are GPUs, or use the CPU"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies: a killed torchrun must not leave ranks that
+    train on.
+
+    Linux only (elsewhere nothing happens). SIGKILL, because a rank inside a collective does not get to run
+    handlers.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the request was in place
+            os.kill(os.getpid(), signal.SIGKILL)

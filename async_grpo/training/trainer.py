@@ -1,0 +1,87 @@
+"""The training loop: take what experience has, step, publish, write it down."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.clock import StepClock
+from async_grpo.training.distributed import Ranks
+from async_grpo.training.protocols import ExperienceSource, MetricsSink, NoHook, StepHook, WeightPublisher
+from async_grpo.types import StepEnd
+
+
+@dataclass
+class Progress:
+    """Where the run stands. `version`: optimizer steps completed. What a resume would restore."""
+
+    version: int = 0
+    samples: int = 0
+
+
+@dataclass
+class Trainer:
+    """Runs `num_steps` optimizer steps on this rank; every rank runs the same calls in the same order."""
+
+    policy: PolicyModel
+    accumulator: GradientAccumulator
+    source: ExperienceSource
+    publisher: WeightPublisher
+    metrics: MetricsSink
+    checkpoints: CheckpointWriter
+    ranks: Ranks
+    num_steps: int
+    progress: Progress
+    hook: StepHook = NoHook()
+
+    def run(self) -> None:
+        """Publish the first weights, train to `num_steps`, and leave a checkpoint of the last ones."""
+        self.publisher.publish(self.policy, self.progress.version, self_test=True)
+        self.source.start()
+        while self.progress.version < self.num_steps:
+            clock = StepClock(self.ranks)
+            end = self._accumulate_until_step_end(clock)
+            metrics = self._take_step(clock, end)
+            metrics |= self._publish(clock)
+            metrics |= clock.report()
+            metrics |= self.hook.on_step(self.progress.version)
+            self._write_line(end, metrics)
+            self.checkpoints.save_if_due(self.policy, self.progress.samples)
+        self.checkpoints.save_final(self.policy, self.progress.samples)
+
+    def _accumulate_until_step_end(self, clock: StepClock) -> StepEnd:
+        while True:
+            with clock.measure("waiting_for_experience"):
+                message = self.source.next_message(self.ranks.rank)
+            if isinstance(message, StepEnd):
+                return message
+            with clock.measure("computing"):
+                self.accumulator.add(message)
+
+    def _take_step(self, clock: StepClock, end: StepEnd) -> dict[str, Any]:
+        with clock.measure("computing"):
+            metrics = self.accumulator.finish()
+        self.progress.version += 1
+        self.progress.samples += end.num_samples
+        return metrics
+
+    def _publish(self, clock: StepClock) -> dict[str, float]:
+        with clock.measure("publishing_weights"):
+            return self.publisher.publish(self.policy, self.progress.version, self_test=False)
+
+    def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
+        line = {
+            **end.stats,
+            **metrics,
+            "step": self.progress.version,
+            "policy_version": self.progress.version,
+            "samples_in_batch": end.num_samples,
+            "groups_in_batch": end.num_groups,
+            "total_samples_accumulated": self.progress.samples,
+            "samples_per_second": end.num_samples / metrics["time_per_batch"],
+            "timestamp": time.time(),
+        }
+        if self.ranks.is_main:
+            self.metrics.write(line)

@@ -1,0 +1,248 @@
+"""The nouns of the library: what one sample is on its way from a data row to a gradient.
+
+Axes in names:  G members of one group (completions of one prompt),  T tokens of one completion,
+S sequences and N tokens of one packed micro-batch (N = sum of the sequence lengths, no padding).
+
+    Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (one per rank) ... StepEnd
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+PROMPT_TOKEN = -1  # `versions` of a token that no policy generated
+
+
+class FinishReason(str, Enum):
+    """Why a completion ended. Only STOP is a finished answer; LENGTH is a truncated one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class RewardStatus(str, Enum):
+    """What became of scoring one sample. Only OK carries a reward; a failure is never a zero."""
+
+    OK = "ok"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    ABSTAINED = "abstained"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question of the data set, tokenised once. `ordinal` counts prompts since the start of the run."""
+
+    ordinal: int
+    token_ids: np.ndarray  # (L,) int32
+    row: dict[str, Any]  # the JSONL row: `input`, `answer` and any other column
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated sequence, token by token as the engine sampled it (the end token included).
+
+    >>> c = Completion(np.array([5, 6], np.int32), np.array([-.1, -.2], np.float32), np.array([3, 4], np.int32),
+    ...                FinishReason.STOP, "ab")
+    >>> len(c), c.oldest_version, c.truncated
+    (2, 3, False)
+    """
+
+    token_ids: np.ndarray  # (T,) int32
+    logprobs: np.ndarray  # (T,) float32, the engine's, at the sampling temperature
+    versions: np.ndarray  # (T,) int32, policy version that produced each token
+    finish_reason: FinishReason
+    text: str
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"a completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs "
+                f"and {len(self.versions)} versions"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions.min()) if len(self.versions) else 0
+
+
+@dataclass(frozen=True)
+class AdapterResult:
+    """What one reward adapter said of one sample."""
+
+    adapter: str
+    status: RewardStatus
+    reward: float | None = None  # set exactly when status is OK
+    extra: dict[str, float] = field(default_factory=dict)  # further numbers, logged per component
+    reason: str = ""  # why it failed, timed out or abstained
+    attempts: int = 1
+    latency_s: float = 0.0  # from the request to the answer, queueing included
+    queue_s: float = 0.0  # of which waiting for a free worker
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The combined result of all adapters on one sample; `reward` is set exactly when `status` is OK."""
+
+    status: RewardStatus
+    reward: float | None
+    results: tuple[AdapterResult, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.status is RewardStatus.OK) != (self.reward is not None):
+            raise ValueError(f"a verdict of status {self.status.value} cannot carry the reward {self.reward}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion with its verdict and, once its group is complete, its advantages."""
+
+    prompt: Prompt
+    completion: Completion
+    verdict: Verdict
+    advantages: np.ndarray | None = None  # (T,) float32
+    ref_logprobs: np.ndarray | None = None  # (T,) float32, of the frozen reference; None: not used by the loss
+    proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy at the start of the step
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.token_ids) + len(self.completion)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """(L + T,) int32: prompt and completion."""
+        return np.concatenate([self.prompt.token_ids, self.completion.token_ids])
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one prompt. `admitted_version` is the policy that was live when it was let in."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]  # (G,)
+    admitted_version: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(sample.completion.oldest_version for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences packed end to end for one rank: no padding, at most `max_tokens_per_gpu` tokens.
+
+    Everything of axis N is aligned with the *token it speaks of*: `behaviour_logprobs[i]` is the log-prob of
+    `input_ids[i]` given the tokens before it in its own sequence. Where `loss_mask` is False the values mean nothing.
+    """
+
+    input_ids: np.ndarray  # (N,) int32
+    cu_seqlens: np.ndarray  # (S + 1,) int32, boundaries of the sequences: 0 ... N
+    loss_mask: np.ndarray  # (N,) bool, tokens that are trained on
+    behaviour_logprobs: np.ndarray  # (N,) float32, the engine's
+    advantages: np.ndarray  # (N,) float32
+    versions: np.ndarray  # (N,) int32, PROMPT_TOKEN where not generated
+    group_ids: np.ndarray  # (S,) int64, the prompt's ordinal
+    ref_logprobs: np.ndarray | None = None  # (N,) float32
+    proximal_logprobs: np.ndarray | None = None  # (N,) float32
+    is_dummy: bool = False  # nothing to learn: keeps the collectives of an idle rank aligned
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def sequence_ids(self) -> np.ndarray:
+        """(N,) int64: the index of the sequence each token belongs to.
+
+        >>> dummy_micro_batch(token_id=0, num_tokens=3).sequence_ids()
+        array([0, 0, 0])
+        """
+        return np.repeat(np.arange(self.num_sequences), np.diff(self.cu_seqlens))
+
+
+def dummy_micro_batch(token_id: int, num_tokens: int = 2) -> MicroBatch:
+    """The smallest micro-batch with an empty loss mask, for a rank that has nothing while others do.
+
+    >>> batch = dummy_micro_batch(token_id=7)
+    >>> batch.is_dummy, batch.num_tokens, bool(batch.loss_mask.any())
+    (True, 2, False)
+    """
+    zeros = np.zeros(num_tokens, np.float32)
+    return MicroBatch(
+        input_ids=np.full(num_tokens, token_id, np.int32),
+        cu_seqlens=np.array([0, num_tokens], np.int32),
+        loss_mask=np.zeros(num_tokens, bool),
+        behaviour_logprobs=zeros,
+        advantages=zeros,
+        versions=np.full(num_tokens, PROMPT_TOKEN, np.int32),
+        group_ids=np.array([-1], np.int64),
+        is_dummy=True,
+    )
+
+
+def with_reference(batch: MicroBatch) -> MicroBatch:
+    """The same micro-batch with zero reference log-probs where it has none (dummies of a run with a KL term)."""
+    if batch.ref_logprobs is not None:
+        return batch
+    return replace(batch, ref_logprobs=np.zeros(batch.num_tokens, np.float32))
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Closes one optimizer step on every rank, after the last micro-batch of the step.
+
+    `stats` are the rollout side's sums and means of the step (rewards, lengths, staleness, waits), the same on
+    every rank; rank 0 writes them into the metrics line.
+    """
+
+    step: int
+    num_groups: int
+    num_samples: int
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that every worker must share, published by the trainer: typed once, never twice."""
+
+    run_name: str
+    model_fingerprint: str  # sha256 over the architecture part of config.json and the vocabulary
+    vocab_size: int
+    dtype: str
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    max_total_tokens: int  # prompt and completion together
+    max_completion_tokens: int
+    samples_per_question: int
+    transport: str  # how weights travel: "object_store" or "nccl"
+    seed: int
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers."""
+
+    worker_id: str
+    kind: str  # "generation" or "logprob"
+    node_id: str
+    pid: int
+    max_sequences: int  # admitted at once: max_num_seqs + overhead_seqs
+    max_tokens: int  # tokens it can hold at once (its KV cache, or its packing budget)
+    role: str = ""  # logprob workers: "reference" or "proximal"
+    world_size: int = 1  # GPUs or processes that hold a share of the weights

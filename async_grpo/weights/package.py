@@ -1,0 +1,54 @@
+"""`WeightPackage`: one version of the weights on its way to the engines, with all that is needed to prove its landing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from async_grpo.errors import WeightsDidNotLand
+from async_grpo.weights.manifest import Manifest, check_received
+
+SELF_TEST = -2  # version of the weights of the start-up self-test; nothing is ever generated with them
+
+
+@dataclass(frozen=True)
+class WeightPackage:
+    """Weights of one policy version."""
+
+    version: int
+    manifest: Manifest  # every tensor as sent
+    chunks: list[Any]  # object references to safetensors images, uint8
+    canary_ids: np.ndarray  # (N,) int32, a fixed text
+    canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
+
+
+Receipt = tuple[Manifest, np.ndarray]  # what arrived, and the engine's own log-probs of the canary
+
+
+def prove_landed(package: WeightPackage, receipts: Mapping[str, Receipt], tolerance: float) -> float:
+    """The proof of landing: what every worker received is what was sent, and what it computes is what we compute.
+
+    Returns:
+        The largest difference between an engine's and the trainer's canary log-probs.
+
+    Raises:
+        WeightsDidNotLand: naming worker, version, and the tensors or the difference.
+    """
+    worst = 0.0
+    for worker_id, (received, logprobs) in receipts.items():
+        check_received(package.manifest, received, worker_id)
+        difference = float(np.abs(logprobs - package.canary_logprobs).max())
+        if not difference <= tolerance:  # also catches NaN
+            raise WeightsDidNotLand(_canary_message(package, worker_id, difference, tolerance))
+        worst = max(worst, difference)
+    return worst
+
+
+def _canary_message(package: WeightPackage, worker_id: str, difference: float, tolerance: float) -> str:
+    what = "the start-up self-test" if package.version == SELF_TEST else f"policy version {package.version}"
+    return (
+        f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by up to "
+        f"{difference:.3g} (allowed: {tolerance:.3g}). A tensor does not reach the place where the engine uses it "
+        "(a tied head, a packed copy), or engine and trainer disagree on the model or its dtype"
+    )

@@ -1,0 +1,118 @@
+"""The engine's side of a weight update: two transports plugged into vLLM's own interface, with a receipt.
+
+Runs inside vLLM's worker processes (`worker_extension_cls` imports this module there). Both transports share
+`Receipts`, which records every tensor that is loaded and puts one thing right that vLLM leaves wrong on the CPU:
+layers pack their weights when loading ends, and the layerwise reload re-packs only layers that received a tensor of
+their own. A tied LM head receives none, so it would go on multiplying by its old packed copy.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from async_grpo.weights.manifest import TensorRecord, record
+
+OBJECT_STORE = "async_grpo_object_store"
+NCCL = "async_grpo_nccl"
+WORKER_EXTENSION = "async_grpo.weights.vllm_engine.WeightReceipts"
+
+
+class _RecordingModel:
+    """Stands in for the model while weights are loaded: notes every tensor on its way in."""
+
+    def __init__(self, model: torch.nn.Module, received: dict[str, TensorRecord]) -> None:
+        self._model, self._received = model, received
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return self._model.load_weights(self._noted(weights))
+
+    def _noted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._received[name] = record(tensor)
+            yield name, tensor
+
+
+class Receipts:
+    """Mixin over a `WeightTransferEngine`: layerwise reload, the tied head, and the list of what arrived."""
+
+    def start_weight_update(self) -> None:
+        self.received: dict[str, TensorRecord] = {}
+        initialize_layerwise_reload(self.model)
+        self._loaded_model, self.model = self.model, _RecordingModel(self.model, self.received)
+
+    def finish_weight_update(self) -> None:
+        self.model = self._loaded_model
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_heads(self.model)
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Let every LM head process its (shared) weight again, as it did after the first load."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+@dataclass
+class ObjectStoreInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: every chunk says where it lies."""
+
+
+@dataclass
+class ObjectStoreUpdate(WeightTransferUpdateInfo):
+    """One chunk: the path of a safetensors image in shared memory of this machine."""
+
+    path: str
+
+
+class ObjectStoreEngine(Receipts, WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]):
+    """Weights through Ray's object store: works on the CPU, across nodes, and for any number of engines."""
+
+    init_info_cls = ObjectStoreInit
+    update_info_cls = ObjectStoreUpdate
+
+    def init_transfer_engine(self, init_info: ObjectStoreInit) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # the shared memory is closed by the sender once this returns
+
+    def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
+        with safe_open(update_info.path, framework="pt") as image:
+            # Copies: the layerwise reload keeps tensors beyond the life of the shared memory.
+            self.model.load_weights((name, image.get_tensor(name).clone()) for name in image.keys())
+
+    def shutdown(self) -> None:
+        pass
+
+
+class NCCLEngine(Receipts, NCCLWeightTransferEngine):
+    """vLLM's own NCCL engine with our receipt."""
+
+
+class WeightReceipts:
+    """Methods added to vLLM's worker class, callable through `collective_rpc`."""
+
+    def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """What the last update delivered to this worker, as plain values: name -> (dtype, shape, digest)."""
+        received = self.weight_transfer_engine.received
+        return {name: (r.dtype, r.shape, r.digest) for name, r in received.items()}
+
+
+for _name, _engine in ((OBJECT_STORE, ObjectStoreEngine), (NCCL, NCCLEngine)):
+    if _name not in WeightTransferEngineFactory._registry:  # the module may be imported twice in one process
+        WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -1,0 +1,242 @@
+"""GRPO on countdown in one file of torch and transformers: an independent reference for the learning curve.
+
+    python benchmarks/plain_grpo.py --model sample-data/tiny-model --train sample-data/countdown_train.jsonl \\
+        --heldout sample-data/countdown_heldout.jsonl --output plain_grpo.jsonl
+
+One process samples a group of completions per prompt, scores them, and takes one optimizer step per batch. It shares no
+code with the library, so that the same mistake cannot hide in both. `--staleness 1` trains each batch one step after the
+weights that sampled it, as the asynchronous library does.
+"""
+
+import ast
+import itertools
+import json
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+RESPONSE = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+FORMAT_REWARD = 0.1
+CLIP = 0.2
+EVAL_BATCH = 256
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Rollout:
+    """Completions of one batch; rows of a group are neighbours. Prompts are padded left, completions right."""
+
+    token_ids: torch.Tensor  # (samples, prompt tokens + completion tokens)
+    attention: torch.Tensor  # as token_ids; 0 marks padding
+    mask: torch.Tensor  # (samples, completion tokens), bool; an end token counts, what follows it does not
+    logprobs: torch.Tensor  # (samples, completion tokens), as sampled
+    texts: list[str]  # completions without their end token
+
+
+def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
+    """Value and integers of an expression over + - * and non-negative integers.
+
+    >>> evaluate_expression(ast.parse("(1+2)*3", mode="eval"))
+    (9, [1, 2, 3])
+
+    Raises:
+        ValueError: anything else occurs in it.
+    """
+    match node:
+        case ast.Expression(body=body):
+            return evaluate_expression(body)
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value, [value]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as operator, right=right):
+            (left_value, left_nums), (right_value, right_nums) = evaluate_expression(left), evaluate_expression(right)
+            if isinstance(operator, ast.Add):
+                return left_value + right_value, left_nums + right_nums
+            if isinstance(operator, ast.Sub):
+                return left_value - right_value, left_nums + right_nums
+            return left_value * right_value, left_nums + right_nums
+    raise ValueError(f"no plain arithmetic: {ast.dump(node)}")
+
+
+def score(completion: str, row: Row) -> tuple[float, float]:
+    """(correct, well-formed), each 0.0 or 1.0, of the response "<think>" + completion.
+
+    >>> score("</think>\\n<answer>3*4+1</answer>", {"nums": [1, 3, 4], "target": 13})
+    (1.0, 1.0)
+    """
+    response = "<think>" + completion
+    well_formed = float(RESPONSE.match(response) is not None)
+    answer = ANSWER.search(response)
+    if answer is None or len(answer[1]) > 100:
+        return 0.0, well_formed
+    try:
+        value, nums = evaluate_expression(ast.parse(answer[1].strip(), mode="eval"))
+    except (ValueError, SyntaxError):
+        return 0.0, well_formed
+    return float(value == row["target"] and sorted(nums) == sorted(row["nums"])), well_formed
+
+
+def pad_left(prompts: list[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, both (prompts, tokens)."""
+    length = max(map(len, prompts))
+    token_ids = torch.tensor([[pad_token_id] * (length - len(prompt)) + prompt for prompt in prompts])
+    attention = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return token_ids, attention
+
+
+def positions(attention: torch.Tensor) -> torch.Tensor:
+    return (attention.cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> Rollout:
+    """One completion per row at temperature 1, generated together with one KV cache."""
+    ends = torch.tensor(model.generation_config.eos_token_id)
+    pad = tokenizer.pad_token_id
+    token_ids, attention = pad_left([row["input_token_ids"] for row in rows], pad)
+    cache, inputs = DynamicCache(config=model.config), token_ids
+    alive = torch.ones(len(rows), dtype=torch.bool)
+    tokens, masks, logprobs = [], [], []
+    while alive.any() and len(tokens) < max_new_tokens:
+        position_ids = positions(attention)[:, -inputs.shape[1] :]
+        output = model(
+            inputs, attention_mask=attention, position_ids=position_ids, past_key_values=cache, logits_to_keep=1
+        )
+        distribution = output.logits[:, -1].float().log_softmax(-1)
+        token = torch.multinomial(distribution.exp(), 1)
+        tokens.append(torch.where(alive, token.squeeze(1), pad))
+        masks.append(alive)
+        logprobs.append(distribution.gather(1, token).squeeze(1))
+        attention = torch.cat([attention, alive[:, None].long()], 1)
+        alive = alive & ~torch.isin(tokens[-1], ends)
+        inputs = tokens[-1][:, None]
+    completions, mask = torch.stack(tokens, 1), torch.stack(masks, 1)
+    texts = [
+        tokenizer.decode([token for token in ids[keep].tolist() if token not in ends], skip_special_tokens=False)
+        for ids, keep in zip(completions, mask, strict=True)
+    ]
+    return Rollout(torch.cat([token_ids, completions], 1), attention, mask, torch.stack(logprobs, 1), texts)
+
+
+def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """(reward - group mean) / (group standard deviation + 1e-6), the deviation with ddof 1; (samples,) -> (samples,)."""
+    groups = rewards.view(-1, group_size)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+
+
+def policy_loss(model: Any, rollout: Rollout, advantages: torch.Tensor) -> torch.Tensor:
+    """Clipped PPO loss (Schulman et al. 2017, eq. 7), its mean over all completion tokens of the batch."""
+    length = rollout.mask.shape[1]
+    logits = model(
+        rollout.token_ids,
+        attention_mask=rollout.attention,
+        position_ids=positions(rollout.attention),
+        logits_to_keep=length + 1,
+    ).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(2, rollout.token_ids[:, -length:, None]).squeeze(2)
+    ratio = torch.where(rollout.mask, logprobs - rollout.logprobs, 0.0).exp()
+    advantages = advantages[:, None]
+    per_token = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return (per_token * rollout.mask).sum() / rollout.mask.sum()
+
+
+def heldout_scores(model: Any, tokenizer: Any, rows: list[Row], repeats: int, max_new_tokens: int) -> tuple[float, float]:
+    """Fractions (correct, well-formed) of `repeats` completions per row at temperature 1."""
+    scores = []
+    for start in range(0, len(rows) * repeats, EVAL_BATCH):
+        part = list(itertools.islice(itertools.cycle(rows), start, min(start + EVAL_BATCH, len(rows) * repeats)))
+        scores += map(score, sample(model, tokenizer, part, max_new_tokens).texts, part)
+    correct, well_formed = torch.tensor(scores).mean(0).tolist()
+    return correct, well_formed
+
+
+def prompt_batches(rows: list[Row], prompts_per_step: int, seed: int) -> Iterator[list[Row]]:
+    """Endless batches; every epoch is a new shuffle."""
+    rng = random.Random(seed)
+    epochs = (rng.sample(rows, len(rows)) for _ in itertools.count())
+    stream = itertools.chain.from_iterable(epochs)
+    while True:
+        yield list(itertools.islice(stream, prompts_per_step))
+
+
+def read_rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder.")],
+    train: Annotated[Path, typer.Option(help="JSONL of countdown problems.")],
+    heldout: Annotated[Path, typer.Option(help="JSONL of held-out problems.")],
+    output: Annotated[Path, typer.Option(help="One JSON object per step.")] = Path("plain_grpo.jsonl"),
+    steps: Annotated[int, typer.Option(min=0)] = 200,
+    prompts_per_step: Annotated[int, typer.Option(min=1)] = 16,
+    group_size: Annotated[int, typer.Option(min=2)] = 8,
+    lr: float = 5e-4,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="The learning rate rises to lr, then stays.")] = 5,
+    staleness: Annotated[int, typer.Option(min=0, help="Steps between sampling and training of a batch.")] = 0,
+    max_new_tokens: int = 24,
+    eval_every: Annotated[int, typer.Option(min=1)] = 50,
+    eval_repeats: Annotated[int, typer.Option(min=1, help="Completions per held-out problem.")] = 2,
+    seed: int = 0,
+) -> None:
+    """Train with GRPO and write what each step saw; held-out accuracy is sampled at temperature 1."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    heldout_rows = read_rows(heldout)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (warmup_steps + 1)))
+    batches = prompt_batches(read_rows(train), prompts_per_step, seed)
+    pending: deque[tuple[Rollout, torch.Tensor, dict[str, float]]] = deque()
+
+    def sample_batch() -> None:
+        rows = [row for row in next(batches) for _ in range(group_size)]
+        rollout = sample(policy, tokenizer, rows, max_new_tokens)
+        correct, well_formed = torch.tensor(list(map(score, rollout.texts, rows))).unbind(1)
+        rewards = correct + FORMAT_REWARD * well_formed
+        seen = {"accuracy": correct, "format": well_formed, "reward": rewards, "tokens": rollout.mask.sum(1).float()}
+        metrics = {name: values.mean().item() for name, values in seen.items()}
+        pending.append((rollout, group_advantages(rewards, group_size), metrics))
+
+    def train_step() -> dict[str, float]:
+        rollout, advantages, metrics = pending.popleft()
+        loss = policy_loss(policy, rollout, advantages)
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).item()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return {**metrics, "loss": loss.item(), "grad_norm": grad_norm}
+
+    with output.open("w", encoding="utf-8") as file, Progress() as progress:
+        task = progress.add_task("training", total=steps)
+        for step in range(steps + 1):
+            started = time.perf_counter()
+            record: dict[str, float] = {"step": step}
+            if step:
+                while len(pending) <= staleness:
+                    sample_batch()
+                record |= train_step() | {"seconds": time.perf_counter() - started}
+                progress.advance(task)
+            if step % eval_every == 0 or step == steps:
+                names = ("heldout_accuracy", "heldout_format")
+                scores = heldout_scores(policy, tokenizer, heldout_rows, eval_repeats, max_new_tokens)
+                record |= dict(zip(names, scores, strict=True))
+                progress.console.print(f"step {step}: held-out accuracy {scores[0]:.3f}, well-formed {scores[1]:.3f}")
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,80 @@
+"""The page of rewards: this is the file to edit.
+
+Every worker of a run imports the run's own copy of it, so a page may use any installed package but no file beside it.
+Choose with `--reward_fns mathd,sympy`; with several, the best reward wins.
+
+A reward of your own takes ten lines, here or in a copy of this file:
+
+    class RewardType(str, Enum):
+        SHORT = "short"
+
+    def short(sample: dict, max_tokens: int = 100) -> dict:
+        num_tokens = len(sample["completion_token_ids"])
+        return {"reward": float(num_tokens <= max_tokens), "num_tokens": num_tokens}
+
+    REWARD_ADAPTERS = {RewardType.SHORT: short}
+
+`sample` holds every column of the data row, and `completion`, `sample_text` (input + completion),
+`completion_token_ids`, `truncated` and `group_id`. Return `reward` and any further numbers, which are logged. Raise when
+a sample cannot be scored: it is then left out of training, while a reward of 0 says that the completion is bad.
+Return {"abstain": "why"} to leave the judgement to the other rewards. Options arrive as the keywords that you name.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+
+from async_grpo.rewards.adapters import warmed_by
+
+
+class RewardType(str, Enum):
+    MATH_VERIFY = "math_verify"
+    MATHD = "mathd"
+    SYMPY = "sympy"
+    COUNTDOWN = "countdown"
+    FORMAT = "format"
+
+
+@warmed_by({"completion": r"\boxed{1}", "answer": "1"})
+def math_verify(sample: dict, **options) -> dict:
+    """The answer equals `answer` for the library math-verify: the most lenient of the three."""
+    from async_grpo.rewards.adapters.math_verify import score
+
+    return score(sample)
+
+
+def mathd(sample: dict, **options) -> dict:
+    r"""The last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
+    from async_grpo.rewards.adapters.mathd import score
+
+    return score(sample)
+
+
+@warmed_by({"completion": r"\boxed{2x}", "answer": "x+x"})
+def sympy(sample: dict, **options) -> dict:
+    r"""The last \boxed{} has the value of `answer`, by symbolic computation."""
+    from async_grpo.rewards.adapters.sympy import score
+
+    return score(sample)
+
+
+def countdown(sample: dict, **options) -> dict:
+    """The <answer> reaches `target` with each of `nums` used once: 1, plus 0.1 for the format."""
+    from async_grpo.rewards.adapters.countdown import score
+
+    return score(sample)
+
+
+def format(sample: dict, weight: float = 0.1) -> dict:
+    """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
+    from async_grpo.rewards.adapters.format import score
+
+    return score(sample, weight)
+
+
+REWARD_ADAPTERS: dict[RewardType, Callable[..., dict]] = {
+    RewardType.MATH_VERIFY: math_verify,
+    RewardType.MATHD: mathd,
+    RewardType.SYMPY: sympy,
+    RewardType.COUNTDOWN: countdown,
+    RewardType.FORMAT: format,
+}

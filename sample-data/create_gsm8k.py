@@ -1,0 +1,111 @@
+"""Turn GSM8K's own JSONL files into prompts for a tokenizer.
+
+    python sample-data/create_gsm8k.py --input train.jsonl --tokenizer Qwen/Qwen2-1.5B-Instruct --output gsm8k_train.jsonl
+
+A row holds `input` (the prompt as a string), `input_token_ids`, `answer` (the number after `####`, commas removed),
+`question` and `messages`. The prompt asks for the final answer in \\boxed{}, where the `mathd` reward looks for it.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\d(?:\.\d+)?)\s*$")
+
+
+def parse_row(line: str) -> tuple[str, str]:
+    """(question, final answer) of one line of GSM8K.
+
+    >>> parse_row('{"question": "How many?", "answer": "500 + 700 = 1200\\\\n#### 1,200"}')
+    ('How many?', '1200')
+
+    Raises:
+        ValueError: the line is no such row.
+    """
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from error
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+        raise ValueError("expected an object with the strings `question` and `answer`")
+    final = FINAL_ANSWER.search(row["answer"])
+    if final is None:
+        raise ValueError(f"the answer does not end in `#### number`: {row['answer'][-60:]!r}")
+    return row["question"], final[1].replace(",", "")
+
+
+def read_gsm8k(path: Path) -> list[tuple[str, str]]:
+    """(question, final answer) of each line. Raises ValueError naming file and line for the first malformed one."""
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for line_number, line in enumerate(file, start=1):
+            try:
+                rows.append(parse_row(line))
+            except ValueError as error:
+                raise ValueError(f"{path}:{line_number}: {error}") from error
+    return rows
+
+
+def to_record(question: str, answer: str, tokenizer: Any) -> dict[str, Any]:
+    """The JSONL row of a question; a tokenizer without a chat template gets a plain prompt."""
+    messages = [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
+    if tokenizer.chat_template is None:
+        prompt = f"Question: {question}\n{INSTRUCTION}\nAnswer:"
+        token_ids = tokenizer.encode(prompt)
+    else:
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # The template has written the tokenizer's special tokens already; twice would be another prompt.
+        token_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    return {
+        "input": prompt,
+        "input_token_ids": token_ids,
+        "answer": answer,
+        "question": question,
+        "messages": messages,
+    }
+
+
+def load_tokenizer(path: str) -> Any:
+    """Any tokenizer of transformers. Raises ValueError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"no tokenizer at {path!r}: {error}") from error
+
+
+def main(
+    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="GSM8K's train.jsonl or test.jsonl.")],
+    tokenizer: Annotated[str, typer.Option(help="Folder or hub name.")],
+    output: Annotated[Path, typer.Option(help="The JSONL file to write.")],
+    limit: Annotated[int | None, typer.Option(min=1, help="Keep the first so many rows only.")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Leave longer prompts out.")] = None,
+) -> None:
+    """Write GSM8K questions as prompts."""
+    try:
+        questions = read_gsm8k(input)
+        chat_tokenizer = load_tokenizer(tokenizer)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if chat_tokenizer.chat_template is None:
+        typer.echo(f"{tokenizer} has no chat template: the prompts are plain text", err=True)
+    records: list[dict[str, Any]] = []
+    for question, answer in track(questions, description=str(input)):
+        record = to_record(question, answer, chat_tokenizer)
+        if max_prompt_tokens is None or len(record["input_token_ids"]) <= max_prompt_tokens:
+            records.append(record)
+        if len(records) == limit:
+            break
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), "utf-8")
+    typer.echo(f"{output}: {len(records)} of {len(questions)} rows")
+
+
+if __name__ == "__main__":
+    typer.run(main)

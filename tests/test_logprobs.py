@@ -1,0 +1,150 @@
+"""The chunked head against torch's own log_softmax and autograd; and the facts read from a model folder."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import save_tiny_model, tiny_config, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.load import context_length, load_causal_lm, model_fingerprint, stop_token_ids
+from async_grpo.modeling.logprobs import chunked_logprobs
+from async_grpo.modeling.policy import PolicyModel
+
+HIDDEN, VOCAB = 8, 23
+
+
+def head_inputs(tokens, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (
+        torch.randn(n, HIDDEN, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+        for n in (tokens, VOCAB)
+    )
+    bias = torch.randn(VOCAB, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, bias, torch.randint(0, VOCAB, (tokens,), generator=generator)
+
+
+def unchunked(hidden, weight, bias, targets, temperature):
+    logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
+    distribution = torch.distributions.Categorical(logits=logits)
+    return distribution.log_prob(targets), distribution.entropy()
+
+
+@given(
+    tokens=st.integers(1, 20),
+    chunk_tokens=st.integers(1, 25),
+    temperature=st.sampled_from([0.5, 1.0, 1.3]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_values_and_gradients_do_not_depend_on_the_chunk_size(tokens, chunk_tokens, temperature, with_bias, seed):
+    hidden, weight, bias, targets = head_inputs(tokens, seed)
+    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
+    bias = bias if with_bias else None
+    weights = torch.randn(tokens, dtype=torch.float64)
+    expected = unchunked(hidden, weight, bias, targets, temperature)
+    expected_grads = torch.autograd.grad((weights * expected[0]).sum(), inputs)
+    got = chunked_logprobs(hidden, weight, bias, targets, temperature, chunk_tokens)
+    got_grads = torch.autograd.grad((weights * got[0]).sum(), inputs)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got_grads, expected_grads)
+    assert not got[1].requires_grad
+
+
+def test_bfloat16_inputs_give_float32_logprobs_of_unrounded_logits():
+    hidden, weight, bias, targets = head_inputs(12, 0, torch.bfloat16)
+    got, _ = chunked_logprobs(hidden, weight, bias, targets, 0.7, 5)
+    assert got.dtype is torch.float32
+    exact, _ = unchunked(hidden.double(), weight.double(), bias.double(), targets, 0.7)
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
+    got.sum().backward()
+    assert hidden.grad.dtype is weight.grad.dtype is torch.bfloat16
+
+
+def test_nothing_needed_still_reaches_the_whole_network_in_the_backward():
+    policy = PolicyModel(tiny_model())
+    ids = torch.arange(4)
+    logprobs, _ = policy(ids, torch.tensor([0, 4]), torch.zeros(4, dtype=torch.bool), 1.0)
+    logprobs.sum().backward()
+    assert logprobs.count_nonzero() == 0
+    assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in policy.parameters())
+
+
+def test_the_policys_entropy_is_the_one_of_the_sampling_distribution():
+    policy = PolicyModel(tiny_model())
+    ids = torch.arange(6)
+    _, entropies = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 0.8)
+    eager = tiny_model()
+    logits = eager(ids[None]).logits[0, :-1] / 0.8
+    torch.testing.assert_close(entropies[1:], torch.distributions.Categorical(logits=logits).entropy())
+    assert entropies[0] == 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_tiny_model(tmp_path / "model")
+
+
+def write_tokenizer(folder, words, **special):
+    model = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=model, **special).save_pretrained(folder)
+
+
+def test_a_model_loads_in_the_asked_dtype(folder):
+    model = load_causal_lm(folder, "bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_path_that_is_no_model_says_how_to_get_one(tmp_path):
+    with pytest.raises(ConfigurationError, match="is not a folder.*hf download"):
+        load_causal_lm("Qwen/Qwen2.5-0.5B", "float32")
+    with pytest.raises(ConfigurationError, match="has no config.json"):
+        load_causal_lm(tmp_path, "float32")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        load_causal_lm(tmp_path, "float32")
+
+
+def test_a_folder_without_weights_is_a_configuration_error(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="no causal language model can be loaded"):
+        load_causal_lm(tmp_path, "float32")
+
+
+def test_stop_ids_are_the_union_of_every_place_that_names_one(folder):
+    assert stop_token_ids(folder) == (3,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
+    write_tokenizer(folder, "a b c d e <end>".split(), eos_token="<end>")
+    assert stop_token_ids(folder) == (3, 5, 7)
+
+
+def test_a_model_that_never_ends_is_refused(tmp_path):
+    tiny_config(eos_token_id=None).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="eos_token_id"):
+        stop_token_ids(tmp_path)
+
+
+def test_the_context_length_is_that_of_the_positions(folder):
+    assert context_length(folder) == 512
+
+
+def test_the_fingerprint_knows_architecture_and_vocabulary_and_ignores_weights_and_dtype(folder, tmp_path):
+    write_tokenizer(folder, ["a", "b"])
+    fingerprint = model_fingerprint(folder)
+
+    twin = tmp_path / "twin"
+    tiny_model(seed=5).to(torch.bfloat16).save_pretrained(twin)
+    write_tokenizer(twin, ["a", "b"])
+    assert model_fingerprint(twin) == fingerprint
+
+    write_tokenizer(twin, ["b", "a"])
+    assert model_fingerprint(twin) != fingerprint
+    wider = save_tiny_model(tmp_path / "wider", intermediate_size=64)
+    write_tokenizer(wider, ["a", "b"])
+    assert model_fingerprint(wider) != fingerprint

@@ -1,0 +1,133 @@
+"""The packed forward against transformers' own eager attention, one sequence at a time."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import VOCAB, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.packed import Packing, bucket_length
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+
+MODEL = tiny_model()
+EAGER = copy.deepcopy(MODEL)
+EAGER.set_attn_implementation("eager")
+POLICY = PolicyModel(MODEL)
+
+
+def eager_logprobs(model, ids, temperature=1.0):
+    """(L,) log-probs of one unpacked sequence; the first is 0."""
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0].float() / temperature
+    spoken = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), spoken])
+
+
+def packed(policy, sequences, temperature=1.0):
+    ids, bounds = torch.cat(sequences), np.cumsum([0, *map(len, sequences)])
+    everything = torch.ones(len(ids), dtype=torch.bool)
+    logprobs, entropies = policy(ids, torch.tensor(bounds), everything, temperature)
+    return logprobs.split([len(s) for s in sequences]), entropies
+
+
+def random_ids(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12), temperature=st.sampled_from([0.6, 1.0, 1.7]))
+@settings(max_examples=25, deadline=None)
+def test_packed_logprobs_equal_those_of_each_sequence_alone(lengths, temperature):
+    sequences = random_ids(lengths)
+    logprobs, _ = packed(POLICY, sequences, temperature)
+    for ids, got in zip(sequences, logprobs, strict=True):
+        torch.testing.assert_close(got, eager_logprobs(EAGER, ids, temperature), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_every_weight_equal_those_of_each_sequence_alone():
+    policy, eager = PolicyModel(tiny_model(seed=1)), tiny_model(seed=1)
+    eager.set_attn_implementation("eager")
+    sequences = random_ids([7, 33, 16, 7, 1, 64, 50])
+    torch.cat(packed(policy, sequences)[0]).sum().backward()
+    for ids in sequences:
+        eager(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).sum().backward()
+    for (name, expected), got in zip(eager.named_parameters(), policy.parameters(), strict=True):
+        difference = (got.grad - expected.grad).norm() / expected.grad.norm()
+        assert difference < 1e-5, name
+
+
+def test_a_sequence_does_not_feel_its_neighbours():
+    first, second, other = random_ids([9, 30, 41])
+    before, after = packed(POLICY, [first, second])[0][1], packed(POLICY, [other, second])[0][1]
+    torch.testing.assert_close(before, after, atol=2e-6, rtol=0)
+
+
+def test_many_key_value_heads_and_an_untied_head_work_too():
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    sequences = random_ids([5, 20])
+    for ids, got in zip(sequences, packed(PolicyModel(model), sequences)[0], strict=True):
+        torch.testing.assert_close(got, eager_logprobs(eager, ids), atol=1e-5, rtol=1e-5)
+
+
+def test_position_ids_restart_in_every_sequence():
+    packing = Packing(np.array([0, 3, 4, 6]), torch.device("cpu"))
+    assert packing.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+
+
+def test_every_token_is_attended_once_and_filling_stays_below_a_quarter():
+    lengths = np.arange(1, 2000)
+    padded = bucket_length(lengths)
+    assert (padded >= lengths).all()
+    long = lengths >= 64
+    assert (padded[long] <= 1.25 * lengths[long]).all()
+    packing = Packing(np.cumsum([0, *lengths[:100]]), torch.device("cpu"))
+    order = torch.cat([index for _, index in packing.buckets])
+    assert torch.equal(order[packing.rows_of_tokens], torch.arange(lengths[:100].sum()))
+
+
+def test_only_the_positions_asked_for_are_computed_and_first_tokens_never():
+    ids = torch.cat(random_ids([6, 5]))
+    mask = torch.zeros(11, dtype=torch.bool)
+    mask[[0, 2, 6, 10]] = True  # 0 and 6 begin a sequence
+    bounds = torch.tensor([0, 6, 11])
+    some, _ = POLICY(ids, bounds, mask, 1.0)
+    every, _ = POLICY(ids, bounds, torch.ones_like(mask), 1.0)
+    assert some.nonzero().flatten().tolist() == [2, 10]
+    torch.testing.assert_close(some[[2, 10]], every[[2, 10]])
+
+
+def test_weights_are_named_as_in_the_checkpoint_and_a_tied_head_comes_once():
+    names = [name for name, _ in named_full_tensors(POLICY)]
+    assert names == [name for name, _ in EAGER.named_parameters()]
+    assert "lm_head.weight" not in names
+    untied = PolicyModel(tiny_model(tie_word_embeddings=False))
+    assert [name for name, _ in named_full_tensors(untied)][-1] == "lm_head.weight"
+
+
+def test_sliding_windows_and_dropout_are_refused():
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    with pytest.raises(ConfigurationError, match="sliding_window 8"):
+        PolicyModel(tiny_model(**window))
+    mistral = MistralConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    mistral.sliding_window, mistral.intermediate_size, mistral.num_key_value_heads = 16, 64, 1
+    with pytest.raises(ConfigurationError, match="full attention"):
+        PolicyModel(MistralForCausalLM(mistral))
+    with pytest.raises(ConfigurationError, match=r"dropout 0\.1"):
+        PolicyModel(tiny_model(attention_dropout=0.1))

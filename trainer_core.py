@@ -1,0 +1,34 @@
+"""Train: `torchrun --nproc_per_node=N trainer_core.py --model-name-or-path M --data-path D.jsonl ...`."""
+
+import os
+
+from async_grpo.cli import run_command, set_up_logging
+from async_grpo.config import RunConfig
+
+RETIRED = {
+    "experience_batcher_name": "--run-name keeps runs on one cluster apart",
+    "constant_length_samples": "use --loss-aggregation constant_length",
+    "clip_ratio_c": "it had no effect in the prior library either",
+    "insert_reasoning_phrases": "completions are trained on as the policy wrote them",
+    "global_rank": "torchrun's RANK says it",
+    "use_torch_compile": "the packed forward runs uncompiled",
+}
+
+
+def run(config: RunConfig) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    set_up_logging(config.logging_level, prefix=f"[trainer {rank}] ")
+    from async_grpo.preparation import prepare  # heavy imports only once the options are known to be good
+
+    prepared = prepare(config)
+    from async_grpo.cluster.train import train
+
+    train(config, prepared)
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_command(RunConfig, run, help="Train a policy by asynchronous GRPO.", retired=RETIRED, argv=argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Start one inference worker and keep it until the run is over: `python worker_dispatcher.py --mode generation ...`."""
+
+from async_grpo.cli import run_command, set_up_logging
+from async_grpo.config import WorkerConfig
+
+RETIRED = {
+    "temperature": "the trainer's --temperature holds for all workers",
+    "global_num_verifiers": "the trainer's --verifiers-per-reward says how many",
+    "write_failed_generation_samples": "the trainer's --dump-samples-filename writes every sample with its status",
+}
+
+
+def run(config: WorkerConfig) -> None:
+    set_up_logging(config.logging_level, prefix=f"[{config.mode}] ")
+    from async_grpo.cluster.dispatch import dispatch  # heavy imports only once the options are known to be good
+
+    dispatch(config)
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_command(WorkerConfig, run, help="Run one generation or logprob worker.", retired=RETIRED, argv=argv)
+
+
+if __name__ == "__main__":
+    main()
