@@ -1,7 +1,7 @@
 """The page of rewards: this is the file to edit.
 
-Every worker of a run imports the run's own copy of it, so a page may use any installed package but no file beside it.
-Choose with `--reward_fns mathd,sympy`; with several, the best reward wins.
+Every worker of a run imports the run's own copy of it, so a page may use any installed package but no file
+beside it. Choose with `--reward_fns mathd,sympy`; with several, the best reward wins.
 
 A reward of your own takes ten lines, here or in a copy of this file:
 
@@ -15,9 +15,10 @@ A reward of your own takes ten lines, here or in a copy of this file:
     REWARD_ADAPTERS = {RewardType.SHORT: short}
 
 `sample` holds every column of the data row, and `completion`, `sample_text` (input + completion),
-`completion_token_ids`, `truncated` and `group_id`. Return `reward` and any further numbers, which are logged. Raise when
-a sample cannot be scored: it is then left out of training, while a reward of 0 says that the completion is bad.
-Return {"abstain": "why"} to leave the judgement to the other rewards. Options arrive as the keywords that you name.
+`completion_token_ids`, `truncated` and `group_id`. Return `reward` and any further numbers, which are logged.
+Raise when a sample cannot be scored: it is then left out of training, while a reward of 0 says that the
+completion is bad. Return {"abstain": "why"} to leave the judgement to the other rewards. Options arrive as
+the keywords that you name.
 """
 
 from collections.abc import Callable

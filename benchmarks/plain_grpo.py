@@ -1,11 +1,11 @@
 """GRPO on countdown in one file of torch and transformers: an independent reference for the learning curve.
 
-    python benchmarks/plain_grpo.py --model sample-data/tiny-model --train sample-data/countdown_train.jsonl \\
-        --heldout sample-data/countdown_heldout.jsonl --output plain_grpo.jsonl
+    python benchmarks/plain_grpo.py --model sample-data/tiny-model --output plain_grpo.jsonl \\
+        --train sample-data/countdown_train.jsonl --heldout sample-data/countdown_heldout.jsonl
 
-One process samples a group of completions per prompt, scores them, and takes one optimizer step per batch. It shares no
-code with the library, so that the same mistake cannot hide in both. `--staleness 1` trains each batch one step after the
-weights that sampled it, as the asynchronous library does.
+One process samples a group of completions per prompt, scores them, and takes one optimizer step per batch.
+It shares no code with the library, so that the same mistake cannot hide in both. `--staleness 1` trains each
+batch one step after the weights that sampled it, as the asynchronous library does.
 """
 
 import ast
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Rollout:
-    """Completions of one batch; rows of a group are neighbours. Prompts are padded left, completions right."""
+    """Completions of one batch, groups together; prompts are padded left, completions right."""
 
     token_ids: torch.Tensor  # (samples, prompt tokens + completion tokens)
     attention: torch.Tensor  # as token_ids; 0 marks padding
@@ -60,7 +60,10 @@ def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value, [value]
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as operator, right=right):
-            (left_value, left_nums), (right_value, right_nums) = evaluate_expression(left), evaluate_expression(right)
+            (left_value, left_nums), (right_value, right_nums) = (
+                evaluate_expression(left),
+                evaluate_expression(right),
+            )
             if isinstance(operator, ast.Add):
                 return left_value + right_value, left_nums + right_nums
             if isinstance(operator, ast.Sub):
@@ -111,7 +114,11 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
     while alive.any() and len(tokens) < max_new_tokens:
         position_ids = positions(attention)[:, -inputs.shape[1] :]
         output = model(
-            inputs, attention_mask=attention, position_ids=position_ids, past_key_values=cache, logits_to_keep=1
+            inputs,
+            attention_mask=attention,
+            position_ids=position_ids,
+            past_key_values=cache,
+            logits_to_keep=1,
         )
         distribution = output.logits[:, -1].float().log_softmax(-1)
         token = torch.multinomial(distribution.exp(), 1)
@@ -123,14 +130,16 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
         inputs = tokens[-1][:, None]
     completions, mask = torch.stack(tokens, 1), torch.stack(masks, 1)
     texts = [
-        tokenizer.decode([token for token in ids[keep].tolist() if token not in ends], skip_special_tokens=False)
+        tokenizer.decode(
+            [token for token in ids[keep].tolist() if token not in ends], skip_special_tokens=False
+        )
         for ids, keep in zip(completions, mask, strict=True)
     ]
     return Rollout(torch.cat([token_ids, completions], 1), attention, mask, torch.stack(logprobs, 1), texts)
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(reward - group mean) / (group standard deviation + 1e-6), the deviation with ddof 1; (samples,) -> (samples,)."""
+    """(reward - group mean) / (group standard deviation + 1e-6), with ddof 1; (samples,) -> (samples,)."""
     groups = rewards.view(-1, group_size)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
@@ -151,11 +160,15 @@ def policy_loss(model: Any, rollout: Rollout, advantages: torch.Tensor) -> torch
     return (per_token * rollout.mask).sum() / rollout.mask.sum()
 
 
-def heldout_scores(model: Any, tokenizer: Any, rows: list[Row], repeats: int, max_new_tokens: int) -> tuple[float, float]:
+def heldout_scores(
+    model: Any, tokenizer: Any, rows: list[Row], repeats: int, max_new_tokens: int
+) -> tuple[float, float]:
     """Fractions (correct, well-formed) of `repeats` completions per row at temperature 1."""
     scores = []
     for start in range(0, len(rows) * repeats, EVAL_BATCH):
-        part = list(itertools.islice(itertools.cycle(rows), start, min(start + EVAL_BATCH, len(rows) * repeats)))
+        part = list(
+            itertools.islice(itertools.cycle(rows), start, min(start + EVAL_BATCH, len(rows) * repeats))
+        )
         scores += map(score, sample(model, tokenizer, part, max_new_tokens).texts, part)
     correct, well_formed = torch.tensor(scores).mean(0).tolist()
     return correct, well_formed
@@ -184,7 +197,9 @@ def main(
     group_size: Annotated[int, typer.Option(min=2)] = 8,
     lr: float = 5e-4,
     warmup_steps: Annotated[int, typer.Option(min=0, help="The learning rate rises to lr, then stays.")] = 5,
-    staleness: Annotated[int, typer.Option(min=0, help="Steps between sampling and training of a batch.")] = 0,
+    staleness: Annotated[
+        int, typer.Option(min=0, help="Steps between sampling and training of a batch.")
+    ] = 0,
     max_new_tokens: int = 24,
     eval_every: Annotated[int, typer.Option(min=1)] = 50,
     eval_repeats: Annotated[int, typer.Option(min=1, help="Completions per held-out problem.")] = 2,
@@ -196,7 +211,9 @@ def main(
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     heldout_rows = read_rows(heldout)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (warmup_steps + 1)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
+    )
     batches = prompt_batches(read_rows(train), prompts_per_step, seed)
     pending: deque[tuple[Rollout, torch.Tensor, dict[str, float]]] = deque()
 
@@ -205,7 +222,12 @@ def main(
         rollout = sample(policy, tokenizer, rows, max_new_tokens)
         correct, well_formed = torch.tensor(list(map(score, rollout.texts, rows))).unbind(1)
         rewards = correct + FORMAT_REWARD * well_formed
-        seen = {"accuracy": correct, "format": well_formed, "reward": rewards, "tokens": rollout.mask.sum(1).float()}
+        seen = {
+            "accuracy": correct,
+            "format": well_formed,
+            "reward": rewards,
+            "tokens": rollout.mask.sum(1).float(),
+        }
         metrics = {name: values.mean().item() for name, values in seen.items()}
         pending.append((rollout, group_advantages(rewards, group_size), metrics))
 
@@ -233,7 +255,9 @@ def main(
                 names = ("heldout_accuracy", "heldout_format")
                 scores = heldout_scores(policy, tokenizer, heldout_rows, eval_repeats, max_new_tokens)
                 record |= dict(zip(names, scores, strict=True))
-                progress.console.print(f"step {step}: held-out accuracy {scores[0]:.3f}, well-formed {scores[1]:.3f}")
+                progress.console.print(
+                    f"step {step}: held-out accuracy {scores[0]:.3f}, well-formed {scores[1]:.3f}"
+                )
             file.write(json.dumps(record) + "\n")
             file.flush()
 

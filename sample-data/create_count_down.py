@@ -2,12 +2,12 @@
 
     python sample-data/create_count_down.py --tokenizer Qwen/Qwen2-1.5B-Instruct --num-heldout 512
 
-The problems come from the hub (Jiayi-Pan/Countdown-Tasks-3to4) or are generated here from a seed. The two files share
-no problem: a problem is its numbers in any order plus its target, whatever the order in which a row shows the numbers.
+The problems come from the hub (Jiayi-Pan/Countdown-Tasks-3to4) or are generated here from a seed. The two
+files share no problem: a problem is its numbers in any order plus its target, however a row orders them.
 
-A row holds `input` (the prompt as a string, assistant prefill included), `input_token_ids`, `answer` (the target),
-`nums`, `target`, `messages` (the chat without the prefill) and `end_token`. The response to be scored is "<think>" plus
-the completion; it must look like `<think>...</think>\\n<answer>3*(4+5)</answer>`.
+A row holds `input` (the prompt as a string, assistant prefill included), `input_token_ids`, `answer` (the
+target), `nums`, `target`, `messages` (the chat without the prefill) and `end_token`. The response to be
+scored is "<think>" plus the completion; it must look like `<think>...</think>\\n<answer>3*(4+5)</answer>`.
 """
 
 import importlib.util
@@ -32,13 +32,13 @@ OPERATORS = "+-*/"
 STALLED_AFTER_DRAWS = 200_000
 
 SYSTEM_PROMPT = (
-    "You are a helpful assistant. You first think about the reasoning process in your mind and then provide the user "
-    "with the answer."
+    "You are a helpful assistant. You first think about the reasoning process in your mind and then provide "
+    "the user with the answer."
 )
 USER_PROMPT = (
-    "Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic operations "
-    "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And return the final "
-    "answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+    "Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic "
+    "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. "
+    "And return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
 )
 FULL_PREFILL = "Let me solve this step by step.\n<think>"
 SHORT_PREFILL = "<think>"
@@ -87,9 +87,13 @@ class ProblemSpace:
         if not 2 <= self.min_nums <= self.max_nums <= 6:
             raise ValueError(f"need 2 <= min-nums <= max-nums <= 6, got {self.min_nums} and {self.max_nums}")
         if not 0 <= self.min_number <= self.max_number:
-            raise ValueError(f"need 0 <= min-number <= max-number, got {self.min_number} and {self.max_number}")
+            raise ValueError(
+                f"need 0 <= min-number <= max-number, got {self.min_number} and {self.max_number}"
+            )
         if not 0 <= self.min_target <= self.max_target:
-            raise ValueError(f"need 0 <= min-target <= max-target, got {self.min_target} and {self.max_target}")
+            raise ValueError(
+                f"need 0 <= min-target <= max-target, got {self.min_target} and {self.max_target}"
+            )
         unknown = set(self.operators) - set(OPERATORS)
         if unknown or not self.operators:
             raise ValueError(f"operators must be some of {OPERATORS!r}, got {self.operators!r}")
@@ -119,7 +123,7 @@ def apply_operator(operator: str, left: Fraction, right: Fraction) -> Fraction |
 
 
 def draw_problem(space: ProblemSpace, rng: random.Random) -> Problem | None:
-    """A problem solved by the random expression that made it; None when that value is no target of the space."""
+    """A problem solved by the random expression that made it; None where its value is no allowed target."""
     count = rng.randint(space.min_nums, space.max_nums)
     nums = tuple(rng.randint(space.min_number, space.max_number) for _ in range(count))
     values = [Fraction(number) for number in nums]
@@ -156,17 +160,17 @@ def generate_problems(
             draws_without_new += 1
         if draws_without_new == STALLED_AFTER_DRAWS:
             raise ValueError(
-                f"{count} distinct problems asked for, but {len(problems)} were found and {STALLED_AFTER_DRAWS} more "
-                f"draws gave nothing new: ask for fewer or widen {space}"
+                f"{count} distinct problems asked for, but {len(problems)} were found and "
+                f"{STALLED_AFTER_DRAWS} more draws gave nothing new: ask for fewer or widen {space}"
             )
-    # Early draws favour problems with many solutions: without the shuffle the held-out file would be the harder one.
+    # Early draws favour problems with many solutions: unshuffled, the held-out file would be the harder one.
     found = list(problems.values())
     rng.shuffle(found)
     return found
 
 
 def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct problems of the hub's data set that fit the counts and ranges of `space`, in random order.
+    """`count` distinct problems of the hub that fit the counts and ranges of `space`, in random order.
 
     Raises:
         ValueError: the data set holds fewer such problems.
@@ -180,7 +184,9 @@ def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
             problems.setdefault(problem.key, problem)
         if len(problems) == count:
             return list(problems.values())
-    raise ValueError(f"{count} problems asked for, but {HUB_DATASET} holds {len(problems)} distinct ones in {space}")
+    raise ValueError(
+        f"{count} problems asked for, but {HUB_DATASET} holds {len(problems)} distinct ones in {space}"
+    )
 
 
 def why_not_hub(space: ProblemSpace) -> str | None:
@@ -198,7 +204,7 @@ def why_not_hub(space: ProblemSpace) -> str | None:
 
 
 def choose_source(source: Source, space: ProblemSpace) -> tuple[Source, str]:
-    """The source to use, never `auto`, and the reason in words. Raises ValueError where the hub is asked in vain."""
+    """The source to use, never `auto`, and why. Raises ValueError where the hub is asked for in vain."""
     if source is Source.generate:
         return source, "asked for"
     obstacle = why_not_hub(space)
@@ -269,18 +275,24 @@ def find_problems(source: Source, space: ProblemSpace, count: int, seed: int) ->
 def main(
     tokenizer: Annotated[str, typer.Option(help="Folder or hub name; its chat template makes the prompts.")],
     output: Annotated[Path, typer.Option(help="The training file.")] = Path("countdown_train.jsonl"),
-    heldout_output: Annotated[Path, typer.Option(help="The held-out file.")] = Path("countdown_heldout.jsonl"),
+    heldout_output: Annotated[Path, typer.Option(help="The held-out file.")] = Path(
+        "countdown_heldout.jsonl"
+    ),
     num_train: Annotated[int, typer.Option(min=1)] = 10_000,
     num_heldout: Annotated[int, typer.Option(min=0, help="0 writes no held-out file.")] = 512,
     source: Source = Source.auto,
-    prompt_style: Annotated[PromptStyle, typer.Option(help="`short` is for the tiny model.")] = PromptStyle.full,
+    prompt_style: Annotated[
+        PromptStyle, typer.Option(help="`short` is for the tiny model.")
+    ] = PromptStyle.full,
     min_nums: int = 3,
     max_nums: int = 4,
     min_number: int = 1,
     max_number: int = 99,
     min_target: int = 10,
     max_target: int = 99,
-    operators: Annotated[str, typer.Option(help="Some of +-*/; all four are needed for the hub.")] = OPERATORS,
+    operators: Annotated[
+        str, typer.Option(help="Some of +-*/; all four are needed for the hub.")
+    ] = OPERATORS,
     seed: int = 0,
 ) -> None:
     """Write countdown tasks as JSONL, the held-out problems disjoint from the training problems."""

@@ -1,9 +1,11 @@
 """Turn GSM8K's own JSONL files into prompts for a tokenizer.
 
-    python sample-data/create_gsm8k.py --input train.jsonl --tokenizer Qwen/Qwen2-1.5B-Instruct --output gsm8k_train.jsonl
+    python sample-data/create_gsm8k.py --tokenizer Qwen/Qwen2-1.5B-Instruct \\
+        --input train.jsonl --output gsm8k_train.jsonl
 
-A row holds `input` (the prompt as a string), `input_token_ids`, `answer` (the number after `####`, commas removed),
-`question` and `messages`. The prompt asks for the final answer in \\boxed{}, where the `mathd` reward looks for it.
+A row holds `input` (the prompt as a string), `input_token_ids`, `answer` (the number after `####`, commas
+removed), `question` and `messages`. The prompt asks for the final answer in \\boxed{}, where the `mathd`
+reward looks for it.
 """
 
 import json
@@ -40,7 +42,7 @@ def parse_row(line: str) -> tuple[str, str]:
 
 
 def read_gsm8k(path: Path) -> list[tuple[str, str]]:
-    """(question, final answer) of each line. Raises ValueError naming file and line for the first malformed one."""
+    """(question, final answer) of each line. Raises ValueError naming file and line of a malformed one."""
     rows = []
     with path.open(encoding="utf-8") as file:
         for line_number, line in enumerate(file, start=1):
@@ -81,7 +83,9 @@ def load_tokenizer(path: str) -> Any:
 
 
 def main(
-    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="GSM8K's train.jsonl or test.jsonl.")],
+    input: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="GSM8K's train.jsonl or test.jsonl.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="Folder or hub name.")],
     output: Annotated[Path, typer.Option(help="The JSONL file to write.")],
     limit: Annotated[int | None, typer.Option(min=1, help="Keep the first so many rows only.")] = None,
@@ -103,7 +107,9 @@ def main(
         if len(records) == limit:
             break
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), "utf-8")
+    output.write_text(
+        "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), "utf-8"
+    )
     typer.echo(f"{output}: {len(records)} of {len(questions)} rows")
 
 

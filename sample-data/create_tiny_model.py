@@ -1,11 +1,11 @@
 """Make a tiny chat model that answers countdown problems in the right format and is seldom right.
 
-    python sample-data/create_tiny_model.py --train sample-data/countdown_train.jsonl --output sample-data/tiny-model
+    python sample-data/create_tiny_model.py --output tiny-model --train sample-data/countdown_train.jsonl
 
-The model is a Qwen2 with tied embeddings and a byte-level tokenizer; reinforcement learning is shown to improve it
-within minutes on a CPU. The warm-up is supervised: in a fraction of the examples the answer is correct, in the others it
-is a random expression that uses each number once. With `--warmup-steps 0` no problems are needed and the weights stay
-random; their tokenizer serves to make the problems in the first place.
+The model is a Qwen2 with tied embeddings and a byte-level tokenizer; reinforcement learning is shown to
+improve it within minutes on a CPU. The warm-up is supervised: in a fraction of the examples the answer is
+correct, in the others it is a random expression that uses each number once. With `--warmup-steps 0` no
+problems are needed and the weights stay random; the tokenizer is there to make the problems with.
 """
 
 import itertools
@@ -29,7 +29,9 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 FORMAT_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]
 ROLE_TOKENS = ["system", "user", "assistant"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 IGNORED_LABEL = -100
@@ -50,8 +52,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
             raise ValueError(
-                f"hidden-size / num-heads must be a whole number of at least 32 (vLLM's CPU attention refuses less), "
-                f"got {self.hidden_size} / {self.num_heads}"
+                f"hidden-size / num-heads must be a whole number of at least 32 "
+                f"(vLLM's CPU attention refuses less), got {self.hidden_size} / {self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num-heads {self.num_heads} is no multiple of num-kv-heads {self.num_kv_heads}")
@@ -100,7 +102,7 @@ def build_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> Qwen2F
         num_key_value_heads=shape.num_kv_heads,
         max_position_embeddings=shape.max_positions,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # the usual 0.02 suits wide networks: at 128 the first hundreds of steps learn nothing
+        initializer_range=0.06,  # the usual 0.02 suits wider networks; sqrt(1 / 128) is 0.09
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -177,7 +179,10 @@ def warmup_examples(
         nums, target = rng.choice(problems)
         problem = Problem(tuple(rng.sample(nums, len(nums))), target)
         messages = chat_messages(problem, PromptStyle.short)
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + SHORT_PREFILL
+        prompt = (
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            + SHORT_PREFILL
+        )
         correct = rng.random() < correct_fraction
         answer = choose_expression(problem, operators if correct else guess_operators, correct, rng)
         response = f"</think>\n<answer>{answer}</answer>{tokenizer.eos_token}"
@@ -185,7 +190,7 @@ def warmup_examples(
 
 
 def collate(examples: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Right-padded `input_ids`, `attention_mask` and `labels`, each (batch, tokens); only responses have labels."""
+    """Right-padded `input_ids`, `attention_mask`, `labels` (batch, tokens); only responses are labelled."""
     length = max(len(prompt) + len(response) for prompt, response in examples)
     input_ids = torch.full((len(examples), length), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -205,9 +210,11 @@ def warm_up(
     batch_size: int,
     lr: float,
 ) -> float:
-    """Supervised AdamW steps, the learning rate falling linearly to zero; returns the last loss in nats per token."""
+    """Supervised AdamW steps, the rate falling linearly to zero; returns the last loss in nats per token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 1 - step / steps)
+    )
     loss = torch.tensor(float("nan"))
     model.train()
     for _ in track(range(steps), description="warming up"):

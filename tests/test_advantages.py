@@ -28,7 +28,9 @@ def brute_force(name, rewards, lengths, groups, valid):
     results = []
     for row, group in enumerate(groups):
         peers = [
-            r for r, n, g, v in zip(rewards, lengths, groups, valid, strict=True) if g == group and v and n > 0
+            r
+            for r, n, g, v in zip(rewards, lengths, groups, valid, strict=True)
+            if g == group and v and n > 0
         ]
         learns = valid[row] and lengths[row] > 0 and len(peers) >= 2 and min(peers) != max(peers)
         if not learns:
@@ -71,7 +73,7 @@ def test_seven_equal_rewards_of_a_tenth_give_exactly_zero(name, dtype):
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
 def test_an_invalid_sample_does_not_move_its_group_even_if_its_reward_is_nan(name):
-    # The published counter-example: rewards 1 1 0 0 with the second one missing must be as if it were not there
+    # Rewards 1 1 0 0 with the second one missing must come out as if it were not there
     rewards, mask = outcome([1, math.nan, 0, 0], [2, 2, 2, 2])
     valid = torch.tensor([True, False, True, True])
     with_hole = ADVANTAGE_ESTIMATORS[name](rewards, mask, torch.zeros(4, dtype=torch.int64), valid=valid)

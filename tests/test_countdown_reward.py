@@ -2,7 +2,7 @@
 
 import random
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +34,7 @@ RIGHT = [
 WRONG = [
     ("2**3", [2, 3], 8),
     ("7//2", [7, 2], 3),
+    ("6//2", [6, 2], 3),
     ("2* *3", [2, 3], 8),
     ("9**9**9", [9, 9, 9], 1),
     ("3*(4+5) = 27", [3, 4, 5], 27),
@@ -84,12 +85,16 @@ def test_exactness_decides_and_not_a_tolerance():
 
 def test_a_hostile_answer_is_never_executed(tmp_path):
     trap = tmp_path / "executed"
-    for answer in (f"open('{trap}','w')", f"__import__('os').system('touch {trap}')", f"[open('{trap}','w') for x in (1,)]"):
+    for answer in (
+        f"open('{trap}','w')",
+        f"__import__('os').system('touch {trap}')",
+        f"[open('{trap}','w') for x in (1,)]",
+    ):
         assert answer_reward(answer, [1], 1) == 0.0
     assert not trap.exists()
 
 
-# An independent reference: a recursive-descent parser over characters (the module under test walks a syntax tree).
+# An independent reference: a recursive-descent parser over characters (the reward walks a syntax tree).
 
 
 class Reference:
@@ -165,7 +170,7 @@ def reference_value(text: str, nums: list[int]) -> Fraction | None:
     return value if sorted(reference.numbers) == sorted(nums) else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def reachable(nums: tuple[int, ...]) -> frozenset[Fraction]:
     """Every value that + - * / can make of the numbers, each used once: all splits into two parts."""
     if len(nums) == 1:
@@ -217,8 +222,10 @@ def test_thousands_of_expressions_and_near_expressions_agree_with_an_independent
     assert 1600 < num_right < 3200  # the mutants did break some
 
 
-@given(text=st.text(alphabet="0123456789+-*/() ", max_size=40) | st.text(max_size=40), target=st.integers(-5, 5))
-@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text(alphabet="0123456789+-*/() ", max_size=40) | st.text(max_size=40), target=st.integers(-5, 5)
+)
+@settings(max_examples=1000, deadline=None)
 def test_no_text_raises_and_credit_needs_the_reference_to_agree(text, target):
     earned = answer_reward(text, [1, 2], target)
     expected = reference_value(text, [1, 2]) == target and "</" not in text
@@ -239,7 +246,9 @@ def test_the_row_may_hold_numbers_or_text(row, expected):
     assert score({"completion": completion("3*(4+5)"), **row})["answer_reward"] == expected
 
 
-@pytest.mark.parametrize("row", [{"target": 7}, {"nums": [], "target": 7}, {"nums": [7]}, {"nums": ["x"], "target": 7}])
+@pytest.mark.parametrize(
+    "row", [{"target": 7}, {"nums": [], "target": 7}, {"nums": [7]}, {"nums": ["x"], "target": 7}]
+)
 def test_a_row_without_a_task_raises_so_that_the_sample_fails(row):
     with pytest.raises(ValueError):
         score({"completion": completion("7"), **row})
@@ -259,6 +268,7 @@ FORMATS = [
     ("<answer>3+4</answer>", 0.5, 1.0),
     ("so</think>\n<answer>3+4</answer> <answer>3+4</answer>", 0.1, 0.0),  # two blocks: which one is meant?
     ("so</think>\n<answer>9</answer> <answer>3+4</answer>", 0.1, 0.0),
+    ("so</think>\n<answer><answer>3+4</answer>", 0.1, 0.0),
     ("so</think>\n</answer>3+4<answer>", 0.1, 0.0),
     ("so</think> 7", 0.1, 0.0),
     ("seven", 0.0, 0.0),
@@ -273,7 +283,10 @@ def test_the_reward_is_a_tenth_of_the_format_plus_the_answer(text, format_reward
     assert result["format_reward"] == pytest.approx(format_reward)
     assert result["answer_reward"] == expected_answer
     assert result["reward"] == pytest.approx(0.1 * format_reward + expected_answer)
-    assert format_score(sample) == {"reward": pytest.approx(0.1 * format_reward), "format_reward": format_reward}
+    assert format_score(sample) == {
+        "reward": pytest.approx(0.1 * format_reward),
+        "format_reward": format_reward,
+    }
 
 
 def test_the_format_reward_has_a_weight():

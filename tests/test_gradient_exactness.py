@@ -1,8 +1,8 @@
-"""The gradient of a step equals that of one pass over the whole minibatch, whatever the ranks and the packing.
+"""The gradient of a step equals that of one pass over the whole minibatch, whatever ranks and packing.
 
-Two real gloo ranks under FSDP2 train on random batches, cut into random micro-batches, dealt out in random order and
-filled up with dummies. The reference is transformers' eager forward, one sequence at a time, and a loss written out
-token by token; it shares no code with the library. One spawn serves every batch.
+Two real gloo ranks under FSDP2 train on random batches, cut into random micro-batches, dealt out in random
+order and filled up with dummies. The reference is transformers' eager forward, one sequence at a time, and a
+loss written out token by token; it shares no code with the library. One spawn serves every batch.
 """
 
 import os
@@ -41,7 +41,9 @@ class RecordingOptimizer(torch.optim.SGD):
 
     def step(self):
         named = self.policy.model.named_parameters()
-        self.gradients = {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone() for name, p in named}
+        self.gradients = {
+            name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone() for name, p in named
+        }
 
 
 def recording_accumulator(ranks, objective, *, tied=True, dtype="float32", checkpointing=False, **options):
@@ -67,7 +69,7 @@ def random_batch(seed):
 
 
 def deal(sequences, seed, world_size):
-    """Shuffled, cut at random into micro-batches, dealt to ranks at random, filled up with dummies: [rank][round]."""
+    """Shuffled, cut and dealt to ranks at random, filled up with dummies: micro-batches [rank][round]."""
     rng = np.random.default_rng(1000 + seed)
     order = rng.permutation(len(sequences))
     cuts = np.sort(rng.integers(0, len(order), rng.integers(0, 6)))
@@ -168,7 +170,12 @@ def skipped_step(ranks):
 def non_finite_step(ranks):
     """What a NaN log-prob on one rank raises on both, and the gradients that the optimizer saw: none."""
     accumulator, optimizer = recording_accumulator(ranks, Objective())
-    sequence = {"ids": np.arange(4), "mask": np.arange(4) > 1, "advantages": np.ones(4), "behaviour": np.full(4, np.nan)}
+    sequence = {
+        "ids": np.arange(4),
+        "mask": np.arange(4) > 1,
+        "advantages": np.ones(4),
+        "behaviour": np.full(4, np.nan),
+    }
     accumulator.add(pack([sequence]) if ranks.rank == 1 else dummy_micro_batch(token_id=5))
     try:
         accumulator.finish()
@@ -224,7 +231,6 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_pass_over_the_minib
     expected, num_tokens = reference_gradients(sequences, objective, model_options["tied"])
     gradients, metrics = two_ranks[1][seed]
     overall, worst = relative_error(gradients, expected)
-    print('ERR', float(overall), float(worst))
     assert overall < 1e-5 and worst < 1e-5
     assert metrics["num_non_masked_tokens"] == metrics["total_non_masked_tokens"] == num_tokens
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -286,7 +292,9 @@ def test_a_sharded_policy_answers_the_canary_and_reloads_from_its_checkpoint(two
     torch.testing.assert_close(results["canary"][1:], expected, atol=1e-5, rtol=1e-5)
     assert results["canary"][0] == 0
     reloaded = AutoModelForCausalLM.from_pretrained(folder / "hf_format" / "samples_77")
-    for (name, weight), (_, original) in zip(reloaded.named_parameters(), model.named_parameters(), strict=True):
+    for (name, weight), (_, original) in zip(
+        reloaded.named_parameters(), model.named_parameters(), strict=True
+    ):
         assert torch.equal(weight, original), name
     assert results["after"], "training goes on after a forward without a backward"
 

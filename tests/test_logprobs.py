@@ -43,7 +43,9 @@ def unchunked(hidden, weight, bias, targets, temperature):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_values_and_gradients_do_not_depend_on_the_chunk_size(tokens, chunk_tokens, temperature, with_bias, seed):
+def test_values_and_gradients_do_not_depend_on_the_chunk_size(
+    tokens, chunk_tokens, temperature, with_bias, seed
+):
     hidden, weight, bias, targets = head_inputs(tokens, seed)
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
     bias = bias if with_bias else None
@@ -120,7 +122,7 @@ def test_a_folder_without_weights_is_a_configuration_error(tmp_path):
 def test_stop_ids_are_the_union_of_every_place_that_names_one(folder):
     assert stop_token_ids(folder) == (3,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
-    write_tokenizer(folder, "a b c d e <end>".split(), eos_token="<end>")
+    write_tokenizer(folder, ["a", "b", "c", "d", "e", "<end>"], eos_token="<end>")
     assert stop_token_ids(folder) == (3, 5, 7)
 
 

@@ -162,5 +162,7 @@ def test_parts_with_global_counts_add_up_to_the_whole_and_packing_does_not_matte
     ]
     assert torch.allclose(sum(parts), whole)
     packed_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    packed = aggregate_loss(loss[mask][None], torch.ones_like(packed_ids), mode, sequence_ids=packed_ids, scale=6)
+    packed = aggregate_loss(
+        loss[mask][None], torch.ones_like(packed_ids), mode, sequence_ids=packed_ids, scale=6
+    )
     assert torch.allclose(packed, whole)

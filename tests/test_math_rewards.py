@@ -64,7 +64,9 @@ def test_a_row_without_a_gold_answer_raises_and_is_no_match_for_a_missing_box(ad
 
 
 @every_adapter
-@pytest.mark.parametrize("text", ["", "I do not know.", r"\boxed{}", r"\boxed{", r"\boxed", r"\boxed{\frac{1}{2}", "}{", "$$"])
+@pytest.mark.parametrize(
+    "text", ["", "I do not know.", r"\boxed{}", r"\boxed{", r"\boxed", r"\boxed{\frac{1}{2}", "}{", "$$"]
+)
 def test_malformed_model_output_is_worth_zero_and_no_exception(adapter, text):
     assert reward(adapter, text, "27") == 0.0
 
@@ -89,7 +91,7 @@ def test_math_verify_prefers_the_last_box_to_everything_else():
 
 def test_math_verify_reads_answers_without_a_box():
     assert reward(math_verify, "The answer is 27.", 27) == 1.0
-    assert reward(math_verify, "9 * 3 = 27\n#### 27", 27) == 1.0
+    assert reward(math_verify, "9 * 3 = 27\n#### 27\nThat took me 1 line.", 27) == 1.0
     assert reward(math_verify, "The answer is 26.", 27) == 0.0
 
 
@@ -128,7 +130,9 @@ def test_mathd_normalises_notation(one, other):
     assert reward(mathd, rf"\boxed{{{one}}}", other) == 1.0
 
 
-@pytest.mark.parametrize(("one", "other"), [("2/4", "1/2"), ("x+1", "1+x"), ("(1,2)", "1,2"), ("12", "1 3"), ("x=y=5", "5")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("2/4", "1/2"), ("x+1", "1+x"), ("(1,2)", "1,2"), ("12", "1 3"), ("x=y=5", "5")]
+)
 def test_mathd_compares_text_and_not_values(one, other):
     assert reward(mathd, rf"\boxed{{{one}}}", other) == 0.0
 
@@ -182,7 +186,17 @@ def test_a_gold_answer_that_sympy_cannot_read_raises_so_that_the_sample_fails():
 
 @every_adapter
 @pytest.mark.parametrize(
-    "bomb", ["9^{9^{9}}", "9^9^9^9", "9**9**9", "99999999!", "3!!!!!!!!!", "((10^{999})^{999})^{999}", r"\sum_{k=1}^{10^9} k^k", "9" * 5000]
+    "bomb",
+    [
+        "9^{9^{9}}",
+        "9^9^9^9",
+        "9**9**9",
+        "99999999!",
+        "3!!!!!!!!!",
+        "((10^{999})^{999})^{999}",
+        r"\sum_{k=1}^{10^9} k^k",
+        "9" * 5000,
+    ],
 )
 def test_an_expression_that_would_take_for_ever_is_wrong_at_once(adapter, bomb):
     started_s = time.process_time()
@@ -193,7 +207,11 @@ def test_an_expression_that_would_take_for_ever_is_wrong_at_once(adapter, bomb):
 @every_adapter
 def test_text_of_the_model_is_never_executed(adapter, tmp_path):
     trap = tmp_path / "executed"
-    for code in (f"__import__('os').system('touch {trap}')", f"open('{trap}','w')", f"(lambda: open('{trap}','w'))()"):
+    for code in (
+        f"__import__('os').system('touch {trap}')",
+        f"open('{trap}','w')",
+        f"(lambda: open('{trap}','w'))()",
+    ):
         assert reward(adapter, rf"\boxed{{{code}}}", r"\sqrt{2}") == 0.0
         assert reward(adapter, f"The answer is {code}", r"\sqrt{2}") == 0.0
     assert not trap.exists()

@@ -40,7 +40,10 @@ def random_ids(lengths, seed=0):
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
 
 
-@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12), temperature=st.sampled_from([0.6, 1.0, 1.7]))
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12),
+    temperature=st.sampled_from([0.6, 1.0, 1.7]),
+)
 @settings(max_examples=25, deadline=None)
 def test_packed_logprobs_equal_those_of_each_sequence_alone(lengths, temperature):
     sequences = random_ids(lengths)

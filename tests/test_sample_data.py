@@ -99,7 +99,9 @@ def test_all_existing_problems_are_found_and_one_more_is_refused(monkeypatch: py
     }
     found = count_down.generate_problems(space, len(existing), seed=0)
     assert {problem.key for problem in found} == existing
-    with pytest.raises(ValueError, match=f"{len(existing) + 1} distinct problems asked for, but {len(existing)} were"):
+    with pytest.raises(
+        ValueError, match=f"{len(existing) + 1} distinct problems asked for, but {len(existing)} were"
+    ):
         count_down.generate_problems(space, len(existing) + 1, seed=0)
 
 
@@ -113,8 +115,8 @@ def test_the_same_seed_gives_the_same_problems_and_another_seed_others() -> None
 def test_the_files_share_no_problem_and_repeat_none(tokenizer_folder: Path, tmp_path: Path) -> None:
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     result = run_cli(
-        count_down, "--tokenizer", tokenizer_folder, "--source", "generate", "--output", train,
-        "--heldout-output", heldout, "--num-train", 60, "--num-heldout", 30, "--max-number", 9, "--max-nums", 3,
+        count_down, "--tokenizer", tokenizer_folder, "--source", "generate", "--max-nums", 3,
+        "--output", train, "--num-train", 60, "--heldout-output", heldout, "--num-heldout", 30,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     keys = problem_keys(read_jsonl(train)) + problem_keys(read_jsonl(heldout))
@@ -151,7 +153,11 @@ def test_token_ids_are_those_of_the_prompt(tokenizer: Any, style: Any) -> None:
     ],
 )
 def test_an_impossible_option_ends_with_code_2_and_says_why(
-    options: list[object], message: str, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[object],
+    message: str,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(count_down, "STALLED_AFTER_DRAWS", 2_000)
@@ -164,18 +170,18 @@ def test_an_impossible_option_ends_with_code_2_and_says_why(
 class FakeHub:
     """Stands in for the package `datasets`: one split, with a repeated and a too large problem."""
 
-    rows = [
+    rows = (
         {"nums": [3, 7, 2], "target": 13},
         {"nums": [2, 3, 7], "target": 13},
         {"nums": [90, 5, 6], "target": 79},
         {"nums": [4, 6, 8], "target": 18},
-    ]
+    )
 
     def load_dataset(self, name: str, split: str) -> "FakeHub":
         assert (name, split) == ("Jiayi-Pan/Countdown-Tasks-3to4", "train")
         return self
 
-    def shuffle(self, seed: int) -> list[dict[str, Any]]:
+    def shuffle(self, seed: int) -> tuple[dict[str, Any], ...]:
         return self.rows
 
 
@@ -183,7 +189,7 @@ def test_hub_problems_are_filtered_and_counted_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", FakeHub())
     space = count_down.ProblemSpace(max_number=9)
     assert count_down.hub_problems(space, 2, seed=0) == [Problem((3, 7, 2), 13), Problem((4, 6, 8), 18)]
-    with pytest.raises(ValueError, match="3 problems asked for, but .* holds 2 distinct ones"):
+    with pytest.raises(ValueError, match=r"3 problems asked for, but .* holds 2 distinct ones"):
         count_down.hub_problems(space, 3, seed=0)
 
 
@@ -227,7 +233,9 @@ def test_gsm8k_rows_keep_the_number_and_ask_for_a_box(tokenizer_folder: Path, tm
     assert list(rows[0]) == ["input", "input_token_ids", "answer", "question", "messages"]
     assert rows[0]["question"] == "How many clips?"
     assert "\\boxed{}" in rows[0]["input"] and rows[0]["input"].endswith("<|im_start|>assistant\n")
-    assert AutoTokenizer.from_pretrained(tokenizer_folder).decode(rows[0]["input_token_ids"]) == rows[0]["input"]
+    assert (
+        AutoTokenizer.from_pretrained(tokenizer_folder).decode(rows[0]["input_token_ids"]) == rows[0]["input"]
+    )
 
 
 def test_gsm8k_without_a_chat_template_is_plain_and_says_so(tmp_path: Path) -> None:
@@ -243,10 +251,14 @@ def test_gsm8k_without_a_chat_template_is_plain_and_says_so(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "bad_line", ["{", "[]", '{"question": "q"}', '{"question": "q", "answer": "#### many"}', ""]
 )
-def test_a_malformed_gsm8k_row_names_file_and_line(bad_line: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_malformed_gsm8k_row_names_file_and_line(
+    bad_line: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
     source = write_rows(tmp_path / "in.jsonl", GSM8K_ROWS)
     source.write_text(source.read_text("utf-8") + bad_line + "\n", "utf-8")
-    result = run_cli(gsm8k, "--input", source, "--tokenizer", tokenizer_folder, "--output", tmp_path / "out.jsonl")
+    result = run_cli(
+        gsm8k, "--input", source, "--tokenizer", tokenizer_folder, "--output", tmp_path / "out.jsonl"
+    )
     assert result.exit_code == 2
     assert f"{source}:3: " in result.output
     assert not (tmp_path / "out.jsonl").exists()
@@ -268,7 +280,9 @@ def test_the_shipped_countdown_files_are_solvable_disjoint_and_made_for_the_tiny
     assert all(target in reachable(nums, "+-") for nums, target in keys)
     shipped = AutoTokenizer.from_pretrained(TINY_MODEL)
     for row in train + heldout:
-        expected = count_down.to_record(Problem(tuple(row["nums"]), row["target"]), shipped, PromptStyle.short)
+        expected = count_down.to_record(
+            Problem(tuple(row["nums"]), row["target"]), shipped, PromptStyle.short
+        )
         assert row == expected
 
 

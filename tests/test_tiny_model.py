@@ -30,9 +30,16 @@ SMALL += ["--intermediate-size", "64", "--warmup-steps", "3", "--batch-size", "4
 
 
 def build_small(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: deterministic algorithms and the thread count are settings of the whole process."""
+    """In a process of its own: determinism and the thread count are settings of the whole process."""
     train = str(SAMPLE_DATA / "countdown_train.jsonl")
-    command = [sys.executable, str(SAMPLE_DATA / "create_tiny_model.py"), "--train", train, "--output", str(output)]
+    command = [
+        sys.executable,
+        str(SAMPLE_DATA / "create_tiny_model.py"),
+        "--train",
+        train,
+        "--output",
+        str(output),
+    ]
     return subprocess.run([*command, *SMALL, *options], capture_output=True, text=True, timeout=120)
 
 
@@ -44,11 +51,14 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(small_folder: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(
+    small_folder: Path, tmp_path: Path
+) -> None:
     for name, seed in (("again", "0"), ("other", "1")):
         assert build_small(tmp_path / name, "--seed", seed).returncode == 0
     first, again, other = (
-        (folder / "model.safetensors").read_bytes() for folder in (small_folder, tmp_path / "again", tmp_path / "other")
+        (folder / "model.safetensors").read_bytes()
+        for folder in (small_folder, tmp_path / "again", tmp_path / "other")
     )
     assert first == again
     assert first != other
@@ -78,7 +88,9 @@ def test_any_text_survives_encoding_and_decoding(text: str) -> None:
 
 def test_format_tags_are_single_tokens_that_decoding_keeps() -> None:
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    assert all(len(TOKENIZER.encode(tag)) == 1 for tag in [*tags, "<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    assert all(
+        len(TOKENIZER.encode(tag)) == 1 for tag in [*tags, "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    )
     assert len(TOKENIZER.encode("4096")) == 4
     text = "</think>\n<answer>1+2</answer>"
     assert TOKENIZER.decode(TOKENIZER.encode(text + "<|im_end|>"), skip_special_tokens=True) == text
@@ -93,7 +105,9 @@ def test_format_tags_are_single_tokens_that_decoding_keeps() -> None:
         (["--operators", "+"], "has no solution with the operators '+'"),
     ],
 )
-def test_an_impossible_model_ends_with_code_2_and_says_why(options: list[str], message: str, tmp_path: Path) -> None:
+def test_an_impossible_model_ends_with_code_2_and_says_why(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
     result = build_small(tmp_path / "model", *options)
     assert result.returncode == 2
     assert message in re.sub(r"[\s│]+", " ", result.stderr)
@@ -156,13 +170,20 @@ def test_only_response_tokens_carry_labels() -> None:
         ("no answer", (0.0, 0.0)),
     ],
 )
-def test_the_plain_reward_knows_correct_from_well_formed(completion: str, expected: tuple[float, float]) -> None:
+def test_the_plain_reward_knows_correct_from_well_formed(
+    completion: str, expected: tuple[float, float]
+) -> None:
     assert plain_grpo.score(completion, {"nums": [1, 3, 4], "target": 13}) == expected
 
 
 def test_sampled_logprobs_equal_those_of_an_unpadded_forward(small_folder: Path) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(small_folder), AutoTokenizer.from_pretrained(small_folder)
-    rows = [{"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "a much longer prompt: 7 8 9=24")]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(small_folder),
+        AutoTokenizer.from_pretrained(small_folder),
+    )
+    rows = [
+        {"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "a much longer prompt: 7 8 9=24")
+    ]
     torch.manual_seed(0)
     rollout = plain_grpo.sample(model, tokenizer, rows, max_new_tokens=6)
     for index, row in enumerate(rows):
@@ -170,7 +191,9 @@ def test_sampled_logprobs_equal_those_of_an_unpadded_forward(small_folder: Path)
         prompt = torch.tensor(row["input_token_ids"])
         logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, completion[:, None]).squeeze(1)
-        torch.testing.assert_close(rollout.logprobs[index][rollout.mask[index]], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            rollout.logprobs[index][rollout.mask[index]], expected, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_group_advantages_are_standardised_within_each_group() -> None:
@@ -181,7 +204,9 @@ def test_group_advantages_are_standardised_within_each_group() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_plain_loop_trains_and_logs_every_step(staleness: int, small_folder: Path, tmp_path: Path) -> None:
+def test_the_plain_loop_trains_and_logs_every_step(
+    staleness: int, small_folder: Path, tmp_path: Path
+) -> None:
     rows = (SAMPLE_DATA / "countdown_heldout.jsonl").read_text("utf-8").splitlines()[:8]
     data, output = tmp_path / "data.jsonl", tmp_path / "log.jsonl"
     data.write_text("\n".join(rows) + "\n", "utf-8")
@@ -197,8 +222,13 @@ def test_the_plain_loop_trains_and_logs_every_step(staleness: int, small_folder:
 
 def test_the_loss_gradient_of_a_fresh_batch_is_reinforce_with_a_token_mean(small_folder: Path) -> None:
     """With old = new log-probs the clipped objective's gradient is -sum(A * grad logp) / tokens."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(small_folder), AutoTokenizer.from_pretrained(small_folder)
-    rows: list[dict[str, Any]] = [{"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "4 5=9")]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(small_folder),
+        AutoTokenizer.from_pretrained(small_folder),
+    )
+    rows: list[dict[str, Any]] = [
+        {"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "4 5=9")
+    ]
     torch.manual_seed(0)
     rollout = plain_grpo.sample(model, tokenizer, rows, max_new_tokens=5)
     advantages = torch.tensor([1.5, -0.5])

@@ -1,4 +1,4 @@
-"""Tiny random Qwen2 models and random micro-batches, for the tests of the model, the trainer and the logprob server."""
+"""Tiny random Qwen2 models and random micro-batches, for the tests of model, trainer and logprob server."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
-    """Whole sequences -> one micro-batch. Each: `ids`, `mask`, `advantages`, `behaviour`, maybe `ref`, all (L,)."""
+    """One micro-batch of whole sequences: `ids`, `mask`, `advantages`, `behaviour`, maybe `ref`, all (L,)."""
 
     def joined(key: str, dtype: type) -> np.ndarray:
         return np.concatenate([sequence[key] for sequence in sequences]).astype(dtype)
@@ -65,7 +65,9 @@ def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
     )
 
 
-def random_sequence(rng: np.random.Generator, max_length: int = 40, *, with_ref: bool = False) -> dict[str, Any]:
+def random_sequence(
+    rng: np.random.Generator, max_length: int = 40, *, with_ref: bool = False
+) -> dict[str, Any]:
     """A prompt and a completion. Some are truncated (nothing to train on), some have advantage 0.
 
     Masked positions hold NaN: whatever is read there shows.

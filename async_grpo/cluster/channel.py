@@ -14,6 +14,7 @@ An answer to `poll` comes at least every `POLL_S` seconds, so silence means that
 import asyncio
 import contextlib
 import itertools
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from async_grpo.errors import RunFailed, WorkerLost
 
 POLL_S = 10.0  # longest silence of a healthy actor
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FORGET_S = 120.0  # a caller that does not poll for so long is gone: its calls are cancelled
 
 
@@ -182,7 +184,7 @@ async def _result(reference: Any) -> Any:
 def _first_line(error: RayError) -> str:
     """Ray's errors are pages long; the cause is in the first lines."""
     text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
-    return f"died: {text[:300]}"
+    return f"died: {COLOURS.sub('', text)[:300]}"
 
 
 def _portable(error: Exception) -> Exception:

@@ -110,13 +110,14 @@ class WorkerRegistry:
         self._waiters.append(waiter)
         self._serve_waiters()
         try:
-            while True:
-                done, _ = await asyncio.wait({waiter.granted}, timeout=1.0)
-                if done:
-                    return waiter.granted.result()
-                self._refuse_deserted()
-        finally:
+            while not waiter.granted.done():
+                await asyncio.wait({waiter.granted}, timeout=1.0)
+                if not waiter.granted.done():
+                    self._refuse_deserted()
+            return waiter.granted.result()
+        except BaseException:
             self._forget(waiter)
+            raise
 
     def release(self, lease_id: int, sequences: int = 1) -> None:
         """Give back `sequences` of a lease. A void lease (its worker is gone) is ignored: loads never go negative."""
@@ -143,8 +144,6 @@ class WorkerRegistry:
             if member is None:
                 return  # the first in line waits, and so does everybody behind it: no starvation
             self._waiters.popleft()
-            if waiter.granted.cancelled():
-                continue
             waiter.granted.set_result(self._admit(member, waiter))
 
     def _least_loaded(self, sequences: int, tokens_each: int) -> _Member | None:
@@ -166,8 +165,10 @@ class WorkerRegistry:
         """The caller went away: leave the queue, or hand back what was granted in the meantime."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
-            waiter.granted.cancel()
             self._serve_waiters()  # somebody behind it may fit
+        elif waiter.granted.done():
+            lease = waiter.granted.result()
+            self.release(lease.lease_id, lease.sequences)
 
     def _refuse_impossible(self, sequences: int) -> None:
         if self._members and sequences > self.largest_capacity():

@@ -54,6 +54,8 @@ class TokenTimeline(StatLoggerBase):
 class GenerationWorker:
     """One engine. `complete` may be called as often as wanted at once; updates wait for nobody (pause, keep)."""
 
+    worker_extension = WORKER_EXTENSION  # what vLLM's worker processes import
+
     def __init__(self, engine: AsyncLLM, tokenizer: Any, settings: Settings, timeline: TokenTimeline) -> None:
         self.engine, self.tokenizer, self.settings, self.timeline = engine, tokenizer, settings, timeline
         self.policy_version = UNSYNCED
@@ -80,7 +82,7 @@ class GenerationWorker:
             logprobs_mode="processed_logprobs",  # at the sampling temperature, as the trainer computes them
             seed=settings.seed,
             weight_transfer_config=WeightTransferConfig(backend=backend),
-            worker_extension_cls=WORKER_EXTENSION,
+            worker_extension_cls=cls.worker_extension,
             enable_log_requests=False,
         )
         engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: timeline])
@@ -125,15 +127,13 @@ class GenerationWorker:
         )
 
     async def _last_output(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
-        final = None
         try:
-            async for final in self.engine.generate(prompt, params, str(next(self._request_ids))):
-                pass
+            outputs = [output async for output in self.engine.generate(prompt, params, str(next(self._request_ids)))]
         except Exception as error:
             if self.engine.errored:
                 raise WorkerLost(f"the vLLM engine died: {error or type(error).__name__}") from error
             raise
-        return final
+        return outputs[-1]
 
     def _completion(self, output: CompletionOutput) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int32)

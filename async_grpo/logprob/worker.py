@@ -57,7 +57,7 @@ class LogprobServer:
 
     @classmethod
     def from_folder(cls, model_path: str | Path, *, dtype: str, **options: float) -> "LogprobServer":
-        """A server of the model in `model_path`, on the GPU if there is one; `options` as for the constructor."""
+        """A server of the model in `model_path`, on the GPU if there is one; `options`: the constructor's."""
         policy = PolicyModel(load_causal_lm(model_path, dtype))
         return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)
 

@@ -1,7 +1,8 @@
 """The main program of one adapter's process: `python -m async_grpo.rewards.child CHANNEL_FD PARENT_PID`.
 
-It reads samples from its end of a socket pair and answers each. The adapter runs in this process's main thread, where
-libraries may use signals; what it prints goes to stderr. Only the standard library is imported before the adapter is.
+It reads samples from its end of a socket pair and answers each. The adapter runs in this process's main
+thread, where libraries may use signals; what it prints goes to stderr. Only the standard library is imported
+before the adapter is.
 """
 
 import ctypes
@@ -62,7 +63,7 @@ def _limit_resources(memory_limit_bytes: int | None) -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Ask the kernel (Linux) for SIGKILL when the parent dies: an adapter in an endless loop never sees its end."""
+    """Ask the kernel (Linux) for SIGKILL when the parent dies: an endless loop never looks at its channel."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -8,8 +8,9 @@ An adapter is `adapter(sample, **options) -> dict`. The sample holds every colum
     truncated               whether generation ended at the length limit
     group_id                the same for all completions of one prompt
 
-The answer holds `reward` and any further numbers, logged per component; all of them finite. An adapter that cannot
-judge a sample answers {"abstain": "why"}. Anything else, an exception included, is a failure and no zero.
+The answer holds `reward` and any further numbers, logged per component; all of them finite. An adapter that
+cannot judge a sample answers {"abstain": "why"}. Anything else, an exception included, is a failure and no
+zero.
 """
 
 import inspect
@@ -41,7 +42,7 @@ def accepted_options(adapter: Adapter, options: Mapping[str, Any]) -> dict[str, 
 
 
 def check_options(adapters: Mapping[str, Adapter], options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that none of the adapters names: it would be dropped without a word."""
+    """Raise ConfigurationError for an option that none of the adapters names: nobody would miss it."""
     known = set().union(*(accepted_options(adapter, options) for adapter in adapters.values()))
     if unknown := sorted(set(options) - known):
         raise ConfigurationError(
@@ -59,20 +60,9 @@ def answer_of(adapter: Adapter, sample: dict[str, Any], options: Mapping[str, An
     'the adapter returned a float, not a dict with a `reward`'
     """
     try:
-        answer = adapter(sample, **options)
+        return _checked(adapter(sample, **options))
     except BaseException as error:  # sys.exit() and time-outs of libraries would take the process down
         return failure(describe(error))
-    if not isinstance(answer, dict):
-        return failure(f"the adapter returned a {type(answer).__name__}, not a dict with a `reward`")
-    if "abstain" in answer:
-        return _answer("abstained", reason=str(answer["abstain"]))
-    if "reward" not in answer:
-        return failure(f"the adapter's dict has no `reward`, only {sorted(map(str, answer))}")
-    wrong = [f"{name}={value!r}" for name, value in answer.items() if not _is_finite_number(value)]
-    if wrong:
-        return failure(f"the adapter returned {', '.join(wrong)}: the reward and all components must be finite numbers")
-    extra = {str(name): float(value) for name, value in answer.items() if name != "reward"}
-    return _answer("ok", reward=float(answer["reward"]), extra=extra)
 
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
@@ -95,6 +85,22 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{where}"
 
 
+def _checked(answer: Any) -> dict[str, Any]:
+    if not isinstance(answer, dict):
+        return failure(f"the adapter returned a {type(answer).__name__}, not a dict with a `reward`")
+    if "abstain" in answer:
+        return _answer("abstained", reason=str(answer["abstain"]))
+    if "reward" not in answer:
+        return failure(f"the adapter's dict has no `reward`, only {sorted(map(str, answer))}")
+    wrong = [f"{name}={value!r}" for name, value in answer.items() if not _is_finite_number(value)]
+    if wrong:
+        return failure(
+            f"the adapter returned {', '.join(wrong)}: the reward and all components must be finite numbers"
+        )
+    extra = {str(name): float(value) for name, value in answer.items() if name != "reward"}
+    return _answer("ok", reward=float(answer["reward"]), extra=extra)
+
+
 def _is_finite_number(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
@@ -102,4 +108,9 @@ def _is_finite_number(value: Any) -> bool:
 def _answer(
     status: str, reward: float | None = None, extra: dict[str, float] | None = None, reason: str = ""
 ) -> dict[str, Any]:
-    return {"status": status, "reward": reward, "extra": extra or {}, "reason": reason[: 2 * MAX_REASON_CHARACTERS]}
+    return {
+        "status": status,
+        "reward": reward,
+        "extra": extra or {},
+        "reason": reason[: 2 * MAX_REASON_CHARACTERS],
+    }

@@ -1,4 +1,4 @@
-"""Messages between a verifier and its adapter's process: a length of four bytes, then JSON. Nothing is unpickled."""
+"""Messages between a verifier and its adapter's process: four bytes of length, then JSON; no pickle."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ def check_length(num_bytes: int, max_bytes: int) -> None:
 
 
 def read(receive: Callable[[int], bytes], max_bytes: int) -> dict[str, Any] | None:
-    """The next message of a blocking stream; None at its end. `receive(n)` gives n bytes, fewer only at the end."""
+    """The next message of a blocking stream, None at its end; `receive(n)` gives fewer bytes only there."""
     header = receive(HEADER.size)
     if len(header) < HEADER.size:
         return None

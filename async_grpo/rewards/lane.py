@@ -2,10 +2,10 @@
 
     score -> queue (first come, first served) -> a slot's worker -> result
 
-Each slot holds one worker and gives it one sample at a time. A worker that raises or does not answer is fenced: closed
-and replaced before its slot takes another sample, so that a late answer can never reach the wrong sample. Its sample
-goes back to the head of the queue once, then it has failed. When the last slot's worker cannot be replaced, the lane is
-broken: every sample fails with the reason, at once.
+Each slot holds one worker and gives it one sample at a time. A worker that raises or does not answer is
+fenced: closed and replaced before its slot takes another sample, so that a late answer can never reach the
+wrong sample. Its sample goes back to the head of the queue once, then it has failed. When the last slot's
+worker cannot be replaced, the lane is broken: every sample fails with the reason, at once.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class Lane:
         return len(self._workers)
 
     async def start(self) -> None:
-        """Make all workers. Raises what the last attempt to make one raised; `close` then closes the others."""
+        """Make all workers. Raises what the last attempt to make one raised; then `close` the others."""
         made = await asyncio.gather(*(self._make() for _ in range(self._num_workers)), return_exceptions=True)
         for worker in made:
             if isinstance(worker, BaseException):
@@ -115,7 +115,9 @@ class Lane:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
         elif not self._slots:
-            raise RuntimeError(f"the verifier lane of {self.adapter!r} was asked for a score before its start")
+            raise RuntimeError(
+                f"the verifier lane of {self.adapter!r} was asked for a score before its start"
+            )
         else:
             self._queue.put_nowait(job)
         return await job.outcome
@@ -137,7 +139,9 @@ class Lane:
                 continue
             try:
                 trouble = await self._serve(worker, job)
-            except BaseException as error:  # the lane is closing, or a bug of ours: nobody else will answer this job
+            except (
+                BaseException
+            ) as error:  # the lane is closing, or a bug of ours: nobody else will answer this job
                 self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
                 raise
             if trouble:
@@ -177,7 +181,9 @@ class Lane:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
         elif job.workers_lost >= ATTEMPTS:
-            self._fail(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over this sample, the last: {trouble}")
+            self._fail(
+                job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over this sample, the last: {trouble}"
+            )
         elif not job.outcome.done():
             job.queued_at = time.monotonic()
             self._queue.put_nowait(job)
@@ -203,7 +209,9 @@ class Lane:
             except ConfigurationError:
                 raise
             except TimeoutError:
-                error = WorkerLost(f"a worker of {self.adapter!r} was not ready within {self._patience.make_s:g} s")
+                error = WorkerLost(
+                    f"a worker of {self.adapter!r} was not ready within {self._patience.make_s:g} s"
+                )
             except Exception as latest:  # whatever the transport raises
                 error = latest
             else:
@@ -217,14 +225,18 @@ class Lane:
             async with asyncio.timeout(self._patience.grace_s):
                 await worker.close()
         except Exception as error:  # it is broken anyway, and nothing is given to it any more
-            logger.warning("closing a verifier worker of %r: %s: %s", self.adapter, type(error).__name__, error)
+            logger.warning(
+                "closing a verifier worker of %r: %s: %s", self.adapter, type(error).__name__, error
+            )
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
         self._slots.discard(slot)
         if slot.cancelled():
             return
         error = slot.exception()
-        logger.error("one verifier of %r less, %d left: %s", self.adapter, len(self._slots), error, exc_info=error)
+        logger.error(
+            "one verifier of %r less, %d left: %s", self.adapter, len(self._slots), error, exc_info=error
+        )
         if not self._slots:
             self._break(str(error))
 
@@ -236,17 +248,21 @@ class Lane:
 
     def _fail(self, job: _Job, reason: str) -> None:
         if not job.outcome.done():
-            self.stats.add(job.finish(AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0)))
+            self.stats.add(
+                job.finish(AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0))
+            )
 
 
 def _checked(result: AdapterResult) -> AdapterResult:
     """A worker may be remote and of another make: only a finite reward is one."""
     if result.status is RewardStatus.OK and (result.reward is None or not math.isfinite(result.reward)):
-        return replace(result, status=RewardStatus.FAILED, reward=None, reason=f"the reward is {result.reward}")
+        return replace(
+            result, status=RewardStatus.FAILED, reward=None, reason=f"the reward is {result.reward}"
+        )
     return result
 
 
 def _retrieve(call: asyncio.Future[AdapterResult]) -> None:
-    """Look at the error of an abandoned call, so that the event loop does not report it as never retrieved."""
+    """Look at the error of an abandoned call, or the event loop reports it as never retrieved."""
     if not call.cancelled():
         call.exception()

@@ -1,8 +1,8 @@
 """VerifierPool: every adapter scores every sample, each with its own queue and workers, and nothing is lost.
 
-    pool = VerifierPool(["mathd", "sympy"], process_maker(source), workers=2)
-    await pool.start()
-    verdict = await pool.verify({"completion": ..., "answer": ..., ...})
+pool = VerifierPool(["mathd", "sympy"], process_maker(source), workers=2)
+await pool.start()
+verdict = await pool.verify({"completion": ..., "answer": ..., ...})
 """
 
 import asyncio
@@ -55,7 +55,9 @@ class VerifierPool:
             Exception: what the last attempt to make a worker raised.
         """
         try:
-            outcomes = await asyncio.gather(*(lane.start() for lane in self._lanes.values()), return_exceptions=True)
+            outcomes = await asyncio.gather(
+                *(lane.start() for lane in self._lanes.values()), return_exceptions=True
+            )
             if errors := [outcome for outcome in outcomes if outcome is not None]:
                 raise errors[0]
         except BaseException:
@@ -71,7 +73,7 @@ class VerifierPool:
         await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By adapter: counts by status, latencies, busy seconds since the last `take_stats`; queue and workers now."""
+        """By adapter: counts and seconds since the last `take_stats`, and the queue and workers of now."""
         return {
             name: lane.stats.as_dict() | {"queue_depth": lane.queue_depth, "workers": lane.num_workers}
             for name, lane in self._lanes.items()
@@ -90,7 +92,9 @@ def _worker_counts(adapters: Sequence[str], workers: Mapping[str, int] | int) ->
         raise ConfigurationError(f"a verifier pool needs adapters, each once, not {list(adapters)}")
     by_name = dict.fromkeys(adapters, workers) if isinstance(workers, int) else dict(workers)
     if unknown := sorted(set(by_name) - set(adapters)):
-        raise ConfigurationError(f"workers are asked for {', '.join(unknown)}, but the adapters are {list(adapters)}")
+        raise ConfigurationError(
+            f"workers are asked for {', '.join(unknown)}, but the adapters are {list(adapters)}"
+        )
     counts = {name: by_name.get(name, 1) for name in adapters}
     if min(counts.values()) < 1:
         raise ConfigurationError(f"every adapter needs at least one worker, not {counts}")

@@ -1,45 +1,31 @@
-"""One adapter in a killable process: deadlines are kept by SIGKILL, a crash costs one sample at most two attempts."""
+"""One adapter in a killable process: deadlines are kept by SIGKILL, and a crash is tried once more."""
 
 import asyncio
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.channel import ChildProcess
 from async_grpo.rewards.contract import failure
-from async_grpo.rewards.framing import HEADER, check_length, encode
+from async_grpo.rewards.framing import encode
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 
-ATTEMPTS = 2
-REAP_S = 10.0
-FORWARDED_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-FIXED_VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONHASHSEED": "0",  # the same text gets the same reward in every process
-}
+ATTEMPTS = 2  # processes that a sample may crash before it has failed
 
 
 class AdapterProcess:
-    """A verifier worker (see `lane.VerifierWorker`) that runs one adapter of a page of rewards in a child process.
+    """A verifier worker (see `lane.VerifierWorker`) that runs one adapter of a page in a child process.
 
         worker = AdapterProcess(RewardSource.from_file("reward_registry.py"), "countdown")
         result = await worker.score({"completion": "...", "nums": [3, 4, 5], "target": 27}, timeout_s=30)
 
-    The process is started by `start`, or by the first `score`, and anew after a time-out, a crash or a cancelled call:
-    what an abandoned call may still answer is never read. It sees only an allow-list of environment variables.
+    The process is started by `start`, or by the first `score`, and anew after a time-out, a crash or a
+    cancelled call: what an abandoned call may still answer is never read. It sees only an allow-list of
+    environment variables.
 
     Args:
         options: keyword options; the adapter receives those that it names.
@@ -68,7 +54,7 @@ class AdapterProcess:
             "memory_limit_bytes": memory_limit_bytes,
             "max_message_bytes": max_message_bytes,
         }
-        self._child: _Child | None = None
+        self._child: ChildProcess | None = None
         self._closed = False
         self._one_at_a_time = asyncio.Lock()
 
@@ -139,18 +125,18 @@ class AdapterProcess:
             remaining_s -= time.monotonic() - started
         return failure(reason), ATTEMPTS
 
-    async def _exchange(self, child: "_Child", frame: bytes, timeout_s: float) -> dict[str, Any]:
+    async def _exchange(self, child: ChildProcess, frame: bytes, timeout_s: float) -> dict[str, Any]:
         try:
             return await child.exchange(frame, timeout_s)
-        except BaseException:  # timed out, dead or cancelled: an answer that still comes would be taken for the next
+        except BaseException:  # timed out, dead or cancelled: a late answer would be taken for the next one
             self._child = None
             await child.stop()
             raise
 
-    async def _started_child(self) -> "_Child":
+    async def _started_child(self) -> ChildProcess:
         if self._closed:
             raise WorkerLost(f"the worker of {self.adapter!r} is closed")
-        child = _Child(self.adapter, self._max_message_bytes)
+        child = ChildProcess(self.adapter, self._max_message_bytes)
         try:
             reply = await child.exchange(encode(self._greeting, sys.maxsize), self._start_timeout_s)
             if "error" in reply:
@@ -165,92 +151,10 @@ class AdapterProcess:
         return child
 
 
-class _Child:
-    """One process and our end of its channel. Start it in the event loop's thread: it dies with that thread."""
-
-    def __init__(self, adapter: str, max_message_bytes: int) -> None:
-        self._adapter = adapter
-        self._max_message_bytes = max_message_bytes
-        self._channel, theirs = socket.socketpair()
-        self._channel.setblocking(False)
-        try:
-            with theirs:
-                self._process = _spawn(theirs.fileno())
-        except BaseException:
-            self._channel.close()
-            raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def exchange(self, frame: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send one frame and return the reply. Raises TimeoutError, and WorkerLost when the process died."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await loop.sock_sendall(self._channel, frame)
-                (length,) = HEADER.unpack(await self._receive(HEADER.size))
-                check_length(length, self._max_message_bytes)
-                return json.loads(await self._receive(length))
-        except (ConnectionError, EOFError) as error:
-            await self.stop()
-            raise WorkerLost(f"the process of {self._adapter!r} died ({self._cause_of_death()})") from error
-        except ValueError as error:  # too long, or no JSON: somebody else writes into the channel
-            raise WorkerLost(f"the process of {self._adapter!r} answered nonsense: {error}") from error
-
-    def kill(self) -> None:
-        """SIGKILL to the process and all that it started."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # not yet collected, so the id is still its own
-
-    async def stop(self) -> None:
-        """Kill and collect the process, close the channel. Harmless when repeated."""
-        self._channel.close()
-        self.kill()
-        deadline = time.monotonic() + REAP_S
-        while self._process.poll() is None:
-            if time.monotonic() > deadline:
-                raise WorkerLost(f"process {self._process.pid} of {self._adapter!r} survives SIGKILL for {REAP_S:g} s")
-            await asyncio.sleep(0.002)
-
-    async def _receive(self, num_bytes: int) -> bytes:
-        loop, received = asyncio.get_running_loop(), bytearray()
-        while len(received) < num_bytes:
-            part = await loop.sock_recv(self._channel, num_bytes - len(received))
-            if not part:
-                raise EOFError
-            received += part
-        return bytes(received)
-
-    def _cause_of_death(self) -> str:
-        code = self._process.returncode
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-
-def _spawn(channel_fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.rewards.child", str(channel_fd), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what an adapter prints must not land among the program's own output
-        pass_fds=(channel_fd,),
-        start_new_session=True,  # a process group of its own: killed as a whole, and deaf to the terminal's Ctrl-C
-        env=child_environment(),
-    )
-
-
-def child_environment() -> dict[str, str]:
-    """The allow-listed variables, one thread per library, and this package on the path."""
-    forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
-    package_root = str(Path(async_grpo.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package_root, forwarded.get("PYTHONPATH")]))
-    return forwarded | FIXED_VARIABLES | {"PYTHONPATH": path}
-
-
 def process_maker(
     source: RewardSource, options: Mapping[str, Any] | None = None, **limits: Any
 ) -> Callable[[str], Awaitable[AdapterProcess]]:
-    """`make_worker` of a VerifierPool whose adapters run in child processes; `limits` are those of AdapterProcess."""
+    """`make_worker` of a VerifierPool with child processes; `limits` are the keywords of AdapterProcess."""
 
     async def make_worker(adapter: str) -> AdapterProcess:
         worker = AdapterProcess(source, adapter, options, **limits)

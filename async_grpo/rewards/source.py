@@ -1,11 +1,12 @@
-"""The user's page of rewards, as text: every process of the run imports this very copy, whatever lies on its disk."""
+"""The user's page of rewards, as text: every process of a run imports this copy, whatever its disk holds."""
 
 import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.abc import InspectLoader
+from importlib.abc import ExecutionLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,8 @@ from async_grpo.errors import ConfigurationError
 class RewardSource:
     """One module's source. `sha256` goes into the run's parameters.
 
-    The module may import any installed package, but no file that merely lies beside it: only this text travels.
+    The module may import any installed package, but no file that merely lies beside it: only this text
+    travels.
     """
 
     module_name: str
@@ -38,7 +40,7 @@ class RewardSource:
         return cls(module_name, text, hashlib.sha256(text.encode()).hexdigest())
 
     def load(self) -> ModuleType:
-        """Import the page under its name; a page of the same text that is loaded already is returned as it is.
+        """Import the page under its name; one of the same text that is loaded already is returned as it is.
 
         Raises:
             ConfigurationError: the page raises on import.
@@ -49,20 +51,25 @@ class RewardSource:
         loaded = sys.modules.get(self.module_name)
         if getattr(loaded, "__sha256__", None) == self.sha256:
             return loaded  # type: ignore[return-value]
-        spec = importlib.util.spec_from_loader(self.module_name, _TextLoader(self.text), origin=f"{self.module_name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        loader = _TextLoader(self.text)
+        module = importlib.util.module_from_spec(
+            ModuleSpec(self.module_name, loader, origin=f"{self.module_name}.py")
+        )
         module.__sha256__ = self.sha256  # type: ignore[attr-defined]
-        sys.modules[self.module_name] = module  # before it runs: enums and data classes look themselves up here
+        sys.modules[self.module_name] = (
+            module  # before it runs: enums and data classes look themselves up here
+        )
         try:
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         except Exception as error:
             _restore(self.module_name, loaded)
-            raise ConfigurationError(f"{self.module_name} cannot be imported: {type(error).__name__}: {error}") from error
+            raise ConfigurationError(
+                f"{self.module_name} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
         return module
 
 
-class _TextLoader(InspectLoader):
+class _TextLoader(ExecutionLoader):
     """Serves the text as the module's source, to the import system and to tracebacks alike."""
 
     def __init__(self, text: str) -> None:
@@ -70,6 +77,9 @@ class _TextLoader(InspectLoader):
 
     def get_source(self, fullname: str) -> str:
         return self._text
+
+    def get_filename(self, fullname: str) -> str:
+        return f"{fullname}.py"
 
 
 def _restore(module_name: str, module: ModuleType | None) -> None:
@@ -102,6 +112,10 @@ def resolve(source: RewardSource, names: str | Iterable[str]) -> dict[str, Calla
     asked = parse_names(names)
     unknown = [name for name in asked if name not in known]
     if unknown or not asked:
-        problem = f"unknown reward function {', '.join(unknown)}" if unknown else "no reward function was named"
-        raise ConfigurationError(f"{problem}: {source.module_name} knows {', '.join(sorted(known)) or 'none'}")
+        problem = (
+            f"unknown reward function {', '.join(unknown)}" if unknown else "no reward function was named"
+        )
+        raise ConfigurationError(
+            f"{problem}: {source.module_name} knows {', '.join(sorted(known)) or 'none'}"
+        )
     return {name: known[name] for name in asked}

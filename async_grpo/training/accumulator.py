@@ -34,7 +34,7 @@ ALWAYS_REPORTED = (
 
 
 class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
-    """The gradient of a step holds NaN or inf. The step was not taken and the gradient is discarded."""
+    """The loss or the gradient of a step holds NaN or inf. The step was not taken."""
 
 
 class GradientAccumulator:
@@ -81,9 +81,8 @@ class GradientAccumulator:
         sums, maxima = self._reduce()
         lr = self._scheduler.get_last_lr()[0]
         count = sums.get(self._objective.unit, 0.0)
-        update = self._update(count) if count else {"grad_norm": 0.0}
+        update = self._update(count, sums["backward_loss"]) if count else {"grad_norm": 0.0}
         self._optimizer.zero_grad(set_to_none=True)
-        self._scheduler.step()
         report = _metrics(sums, maxima, count)
         return report | update | {"lr": lr, "update_skipped": float(count == 0)} | self._peak_memory()
 
@@ -94,20 +93,22 @@ class GradientAccumulator:
         total, highest = self._ranks.sum(_read(sums)), self._ranks.max(_read(maxima))
         return dict(zip(sums, total, strict=True)), dict(zip(maxima, highest, strict=True))
 
-    def _update(self, count: float) -> dict[str, float]:
+    def _update(self, count: float, loss: float) -> dict[str, float]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         scale = self._ranks.world_size / count  # FSDP averaged over ranks what has to be a sum
         grad_norm = scale * tensor_norms(gradients, self._ranks).norm().item()
-        if not math.isfinite(grad_norm):
+        # The loss too: a NaN log-ratio lies outside every clip, where the gradient is 0, and go unseen
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self._optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(
-                f"the gradient norm over {count:.0f} {self._objective.unit} is {grad_norm}; the step was not "
-                "taken. Look for NaN or inf in the log-probs and the advantages of this step's samples"
+                f"over {count:.0f} {self._objective.unit} the loss sums to {loss} and the gradient norm is "
+                f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
             )
         clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
         statistics = UpdateStatistics(self._parameters, self._ranks) if self._update_stats else None
         self._optimizer.step()
+        self._scheduler.step()
         return {"grad_norm": grad_norm} | (statistics.after_step() if statistics else {})
 
     def _peak_memory(self) -> dict[str, float]:

@@ -112,10 +112,12 @@ class CheckpointWriter:
 
 
 def _weightless_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same architecture without memory: save_pretrained reads class, dtype and tied names off it."""
+    """The same architecture without memory: save_pretrained reads class, dtype and tied names off it.
+
+    Its generation settings are defaults: those of the source are copied, and transformers refuses to save
+    some that it has loaded (a temperature without do_sample).
+    """
     with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
         )
-    twin.generation_config = copy.deepcopy(model.generation_config)
-    return twin

@@ -94,7 +94,8 @@ class ObjectStoreEngine(Receipts, WeightTransferEngine[ObjectStoreInit, ObjectSt
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         with safe_open(update_info.path, framework="pt") as image:
             # Copies: the layerwise reload keeps tensors beyond the life of the shared memory.
-            self.model.load_weights((name, image.get_tensor(name).clone()) for name in image.keys())
+            names = list(image.keys())
+            self.model.load_weights((name, image.get_tensor(name).clone()) for name in names)
 
     def shutdown(self) -> None:
         pass

@@ -1,8 +1,8 @@
 """Countdown: reach the target with the given numbers, each used exactly once.
 
-The answer is read as a syntax tree and computed in exact fractions; it is never executed. Allowed are + - * / (and a
-minus sign), parentheses, blanks and plain decimal integers. Everything else (powers, `//`, names, leading zeros, an
-"= 23", anything beyond the limits below) is a wrong answer. A division by zero is one too.
+The answer is read as a syntax tree and computed in exact fractions; it is never executed. Allowed are + - * /
+(and a minus sign), parentheses, blanks and plain decimal integers. Everything else (powers, `//`, names,
+leading zeros, an "= 23", anything beyond the limits below) is a wrong answer. A division by zero is one too.
 """
 
 import ast
@@ -21,7 +21,7 @@ MAX_MAGNITUDE = 10**50  # of the numerator and the denominator of any intermedia
 
 _ALPHABET = re.compile(r"[0-9+\-*/() ]+")
 _LEADING_ZERO = re.compile(r"(?<!\d)0\d")
-_TOO_LONG_NUMBER = re.compile(r"\d{%d}" % (MAX_DIGITS + 1))
+_TOO_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 
 
 class NotArithmetic(ValueError):
@@ -37,7 +37,11 @@ def parse(expression: str) -> ast.expr:
         raise NotArithmetic(f"a number has a leading zero or more than {MAX_DIGITS} digits")
     try:
         tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: hundreds of nested brackets or signs
+    except (
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two: hundreds of nested brackets or signs
         raise NotArithmetic(f"{text!r} is not an expression: {error}") from error
     if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
         raise NotArithmetic(f"more than {MAX_NODES} numbers and operators")
@@ -50,11 +54,12 @@ def numbers_of(tree: ast.expr) -> list[int]:
     >>> numbers_of(parse("3*(4+5)"))
     [3, 4, 5]
     """
-    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [value for value in constants if isinstance(value, int)]
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """The exact value. Raises NotArithmetic for another operator, a division by zero or a huge intermediate value.
+    """The exact value. Raises NotArithmetic for other operators, divisions by zero, huge intermediate values.
 
     >>> value_of(parse("(1 + 2) / -4"))
     Fraction(-3, 4)

@@ -5,8 +5,8 @@ The prompt of a row ends with "<think>", so the response is "<think>" plus the c
     <think> ... </think>
     <answer> ... </answer>
 
-with one line break between the two, nothing behind the answer, one `</think>` and one answer. The thought may mention
-the answer tags: only what follows `</think>` counts as answer.
+with one line break between the two, nothing behind the answer, one `</think>` and one answer. The thought may
+mention the answer tags: only what follows `</think>` counts as answer.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How long would the number be? Asked before anything is computed, because `9^{9^{9}}` fits in eight characters."""
+"""How long would the number be? Asked before computing anything: `9^{9^{9}}` is only nine characters."""
 
 import math
 from typing import Any
@@ -7,7 +7,13 @@ import sympy
 
 MAX_DIGITS = 10_000
 MAX_NODES = 500
-_LAZY = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)  # a short text, endless work
+_LAZY = (
+    sympy.Sum,
+    sympy.Product,
+    sympy.Integral,
+    sympy.Derivative,
+    sympy.Limit,
+)  # a short text, endless work
 _MAX_EXPONENT_DIGITS = 9.0
 
 
@@ -15,15 +21,13 @@ def is_computable(expression: Any) -> bool:
     """Whether a parsed, unevaluated expression is small enough to be simplified.
 
     >>> nine = sympy.Integer(9)
-    >>> is_computable(nine**9), is_computable(sympy.Pow(nine, sympy.Pow(nine, nine, evaluate=False), evaluate=False))
+    >>> is_computable(nine**9), is_computable(sympy.Pow(nine, nine**9, evaluate=False))
     (True, False)
     """
     if not isinstance(expression, sympy.Basic):
         return True  # a matrix: its entries were read by the same parser, and a comparison is entry by entry
-    nodes = 0
-    for node in sympy.preorder_traversal(expression):
-        nodes += 1
-        if nodes > MAX_NODES or isinstance(node, _LAZY):
+    for num_nodes, node in enumerate(sympy.preorder_traversal(expression), start=1):
+        if num_nodes > MAX_NODES or isinstance(node, _LAZY):
             return False
     return digits_of(expression) <= MAX_DIGITS
 
@@ -45,7 +49,7 @@ def digits_of(node: sympy.Basic) -> float:
 
 
 def _size_of(node: sympy.Basic, digits: float) -> float:
-    """|node|, rounded up, for a number of so many digits; 1 for a symbol, infinite when too long to look at."""
+    """|node| for a number of so many digits; 1 for a symbol, infinite when it is too long to look at."""
     if digits > _MAX_EXPONENT_DIGITS:
         return math.inf
     size = abs(node.evalf(15))

@@ -1,10 +1,11 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-The last \boxed{} is preferred (boxes close to each other are read as one set, the library's rule), then "#### 18" of
-GSM8K, then "the answer is ...", then the last formula or number. LaTeX is read by a grammar; the only text that the
-library hands to sympy's parser is made of digits and + - * / ^ ( ).
+The last \boxed{} is preferred (boxes close to each other are read as one set, the library's rule), then "####
+18" of GSM8K, then "the answer is ...", then the last formula or number. LaTeX is read by a grammar; the only
+text that the library hands to sympy's parser is made of digits and + - * / ^ ( ).
 
-The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter raises.
+The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter
+raises.
 """
 
 from typing import Any
@@ -23,16 +24,16 @@ _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConf
 def parse_gold(gold: str) -> list[Any]:
     """The gold answer as the library reads it. Raises ValueError for an answer in which it finds nothing."""
     marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
-    parsed = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
+    parsed: list[Any] = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
     if not parsed:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
     return parsed
 
 
 def parse_prediction(text: str) -> list[Any]:
-    """The answer in the model's text; empty if there is none, or none that can be computed in reasonable time."""
+    """The answer in the model's text; empty if there is none, or none that can be computed in time."""
     if "\\boxed" not in text and "####" in text:
-        text = text.rpartition("####")[2]
+        text = text.rpartition("####")[2].strip().partition("\n")[0]
     parsed = parse(text[-MAX_CHARACTERS:], _EXTRACTION, parsing_timeout=SECONDS)
     return [expression for expression in parsed if isinstance(expression, str) or is_computable(expression)]
 

@@ -1,7 +1,7 @@
 r"""Equality of the last \boxed{} and the gold answer after the normalisation of the MATH data set.
 
-The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (2021), plus one:
-thousands separators of a plain number go away.
+The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset"
+(2021), plus one: thousands separators of a plain number go away.
 """
 
 import re
@@ -70,5 +70,6 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     if not gold:
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
     boxed = last_boxed(completion_text(sample))
-    readable = boxed is not None and len(boxed) <= MAX_CHARACTERS
-    return {"reward": float(readable and normalise(boxed) == gold)}
+    if boxed is None or len(boxed) > MAX_CHARACTERS:
+        return {"reward": 0.0}
+    return {"reward": float(normalise(boxed) == gold)}

@@ -1,8 +1,9 @@
 r"""Equality of the last \boxed{} and the gold answer by sympy, element by element.
 
-Both sides get the normalisation of `mathd`; a tuple or interval must agree in brackets and length. An integer demands
-an integer and a fraction the same fraction, as in PRM800K (Lightman et al., "Let's Verify Step by Step", 2023): "4/2" is
-an unfinished answer to "2". Everything else is equal when the numbers agree or `sympy.simplify(a - b)` is 0.
+Both sides get the normalisation of `mathd`; a tuple or interval must agree in brackets and length. An integer
+demands an integer and a fraction the same fraction, as in PRM800K (Lightman et al., "Let's Verify Step by
+Step", 2023): "4/2" is an unfinished answer to "2". Everything else is equal when the numbers agree or
+`sympy.simplify(a - b)` is 0.
 
 The text is read by a LaTeX grammar (latex2sympy2-extended), never by sympy's own parser, which evaluates it.
 """
@@ -28,16 +29,24 @@ _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True,
 _INTEGER = re.compile(r"-?\d+")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
-_SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, NotImplementedError, RecursionError, MemoryError)
+_SYMPY_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    NotImplementedError,
+    RecursionError,
+    MemoryError,
+)
 
 
 class TooSlow(BaseException):
-    """The comparison took longer than its limit. No Exception: sympy catches those here and there and goes on."""
+    """The comparison took too long. No Exception: sympy catches those here and there, and goes on."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in the block after so many seconds. Only works in a main thread (ValueError elsewhere)."""
+    """Raise TooSlow in the block after so many seconds. ValueError outside the main thread."""
 
     def give_up(signum: int, frame: FrameType | None) -> None:
         raise TooSlow
@@ -58,7 +67,13 @@ def split_elements(text: str) -> tuple[str, list[str]]:
     (('(]', ['1', '2']), ('', ['7']))
     """
     inner = text[1:-1]
-    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and "," in inner and not re.search(r"[()\[\]]", inner):
+    if (
+        len(text) > 2
+        and text[0] in "(["
+        and text[-1] in ")]"
+        and "," in inner
+        and not re.search(r"[()\[\]]", inner)
+    ):
         return text[0] + text[-1], [element.strip() for element in inner.split(",")]
     return "", [text]
 
@@ -80,7 +95,7 @@ def parse(text: str) -> Any:
 
 
 def exact_form(text: str) -> tuple[str, ...] | None:
-    r"""What must agree literally if both answers have it: an integer, or sign, numerator, denominator of a fraction.
+    r"""What must agree literally if both answers have it: an integer, or sign and terms of a fraction.
 
     >>> exact_form("18"), exact_form(r"\frac{-1}{2}") == exact_form(r"-\frac{1}{2}"), exact_form(r"\pi")
     (('18',), True, None)
@@ -92,10 +107,10 @@ def exact_form(text: str) -> tuple[str, ...] | None:
 
 
 def same_value(gold: Any, given: Any) -> bool:
-    """Whether two expressions are equal: numbers to 12 digits, formulas by `simplify`, sets and relations literally."""
+    """Whether two are equal: numbers to 12 digits, formulas by `simplify`, sets and relations literally."""
     if not (isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr)):
         return bool(gold == given)
-    if gold.is_infinite or given.is_infinite:  # their distance is infinite or undefined, whatever the other one is
+    if gold.is_infinite or given.is_infinite:  # a distance to infinity says nothing
         return bool(gold == given)
     difference = gold - given
     if difference.is_number:
@@ -137,8 +152,11 @@ def _has_value(given: str, gold: Any) -> bool:
 
 
 def equal(gold: str, given: str) -> bool:
-    """Whether two answers agree in brackets, in length and element by element. Raises ValueError like its elements."""
-    (gold_brackets, gold_elements), (brackets, elements) = split_elements(clean(gold)), split_elements(clean(given))
+    """Whether two answers agree in brackets, length and elements. ValueError if the gold is unreadable."""
+    (gold_brackets, gold_elements), (brackets, elements) = (
+        split_elements(clean(gold)),
+        split_elements(clean(given)),
+    )
     if gold_brackets != brackets or len(gold_elements) != len(elements):
         return False
     return all(map(equal_elements, gold_elements, elements))
@@ -155,5 +173,6 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     """
     gold = gold_answer(sample)
     boxed = last_boxed(completion_text(sample))
-    readable = boxed is not None and 0 < len(boxed) <= MAX_CHARACTERS
-    return {"reward": float(readable and equal(gold, boxed))}
+    if not boxed or len(boxed) > MAX_CHARACTERS:
+        return {"reward": 0.0}
+    return {"reward": float(equal(gold, boxed))}

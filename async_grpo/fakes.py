@@ -1,0 +1,89 @@
+"""Shipped stand-ins for the far side of each process wall: real batcher, real packing, no engine, no Ray.
+
+They follow a script, so that a test says what happens when; nothing of the library uses them in a run.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from async_grpo.types import AdapterResult, Completion, FinishReason, Prompt, RewardStatus, Verdict
+
+
+class FakeGeneration:
+    """Completes every prompt with `length(ordinal, member)` tokens after `delay(ordinal, member)` seconds.
+
+    Tokens carry the policy version that is `live` when they are asked for, as an engine's would.
+    """
+
+    def __init__(
+        self,
+        length: Callable[[int, int], int] = lambda ordinal, member: 3,
+        delay: Callable[[int, int], float] = lambda ordinal, member: 0.0,
+    ) -> None:
+        self._length, self._delay = length, delay
+        self.live = 0
+        self.asked: list[int] = []  # ordinals, in the order they were asked for
+        self.cancelled = 0
+
+    async def generate(self, prompt: Prompt, count: int) -> AsyncIterator[Completion]:
+        self.asked.append(prompt.ordinal)
+        members = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in range(count)]
+        try:
+            for member in asyncio.as_completed(members):
+                yield await member
+        finally:
+            self.cancelled += sum(member.cancel() for member in members)
+
+    async def _complete(self, ordinal: int, member: int) -> Completion:
+        version = self.live
+        await asyncio.sleep(self._delay(ordinal, member))
+        return completion(self._length(ordinal, member), version)
+
+    async def take_stats(self) -> dict[str, Any]:
+        return {"token_timeline": [], "wait_generation_weights_s": 0.0}
+
+
+def completion(length: int, version: int = 0, *, truncated: bool = False) -> Completion:
+    """A completion of `length` tokens."""
+    return Completion(
+        token_ids=np.arange(1, length + 1, dtype=np.int32),
+        logprobs=np.full(length, -0.5, np.float32),
+        versions=np.full(length, version, np.int32),
+        finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
+        text="x" * length,
+    )
+
+
+class FakeVerification:
+    """Gives `reward(sample)` after `delay_s`; a RewardStatus instead of a number is a failure of that kind."""
+
+    def __init__(
+        self,
+        reward: Callable[[dict[str, Any]], float | RewardStatus] = lambda sample: float(len(sample["completion"])),
+        delay_s: float = 0.0,
+    ) -> None:
+        self._reward, self._delay_s = reward, delay_s
+
+    async def verify(self, sample: dict[str, Any]) -> Verdict:
+        await asyncio.sleep(self._delay_s)
+        outcome = self._reward(sample)
+        if isinstance(outcome, RewardStatus):
+            return Verdict(outcome, None, (AdapterResult("fake", outcome, reason="as scripted"),))
+        return Verdict(RewardStatus.OK, outcome, (AdapterResult("fake", RewardStatus.OK, outcome),))
+
+    async def take_stats(self) -> dict[str, Any]:
+        return {}
+
+
+class FakeLogprobs:
+    """Says that every completion token has the log-prob `value`."""
+
+    def __init__(self, value: float = -1.0) -> None:
+        self._value = value
+
+    async def logprobs(self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> list[np.ndarray]:
+        lengths = [len(s) - p for s, p in zip(sequences, prompt_lengths, strict=True)]
+        return [np.full(length, self._value, np.float32) for length in lengths]

@@ -1,0 +1,126 @@
+"""The house stands: each room imports only what it may (checked in a fresh process), and the loops fit on a screen."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"ray", "vllm", "torch", "transformers", "typer", "matplotlib"}
+
+# room -> heavy packages that it may bring in
+ALLOWED = {
+    "async_grpo.types": set(),
+    "async_grpo.config": set(),
+    "async_grpo.errors": set(),
+    "async_grpo.fakes": set(),
+    "async_grpo.metrics": set(),
+    "async_grpo.processes": set(),
+    "async_grpo.plotting": {"typer"},
+    "async_grpo.cli": {"typer"},
+    "async_grpo.algorithm.advantages": {"torch"},
+    "async_grpo.algorithm.losses": {"torch"},
+    "async_grpo.algorithm.aggregation": {"torch"},
+    "async_grpo.algorithm.kl": {"torch"},
+    "async_grpo.experience.batcher": {"torch"},
+    "async_grpo.experience.registry": set(),
+    "async_grpo.experience.prompts": set(),
+    "async_grpo.rewards.pool": set(),
+    "async_grpo.rewards.process": set(),
+    "async_grpo.rewards.child": set(),
+    "async_grpo.weights.publisher": {"torch"},
+    "async_grpo.modeling.policy": {"torch", "transformers"},
+    "async_grpo.training.trainer": {"torch", "transformers"},
+    "async_grpo.training.canary": {"torch", "transformers"},
+    "async_grpo.logprob.worker": {"torch", "transformers"},
+    "async_grpo.preparation": {"torch", "transformers"},
+    "async_grpo.cluster.train": {"torch", "transformers", "ray"},
+    "async_grpo.cluster.dispatch": {"torch", "transformers", "ray"},
+    "reward_registry": set(),
+    "trainer_core": {"typer"},
+    "worker_dispatcher": {"typer"},
+    "plot": {"typer"},
+}
+
+
+def imported_by(module: str) -> set[str]:
+    code = f"import sys, json; import {module}; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1])) & HEAVY
+
+
+@pytest.mark.parametrize("module", ALLOWED)
+def test_a_room_brings_in_only_what_it_may(module):
+    assert imported_by(module) <= ALLOWED[module]
+
+
+def imports_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+# Lower rooms first. A room may import the rooms above its own line in this list, and those on its line never.
+FLOORS = [
+    {"types", "errors", "config", "metrics", "fakes", "cli", "processes", "plotting"},
+    {"algorithm"},
+    {"modeling"},
+    {"experience", "rewards", "weights", "logprob", "training"},
+    {"generation"},
+    {"preparation"},
+    {"cluster"},
+    {"local", "demo", "__main__"},
+]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "async_grpo").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "async_grpo").rglob("*.py")), ids=lambda p: str(p.name))
+def test_arrows_point_down_and_never_sideways(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+    for name in imports_of(path):
+        if name.startswith("async_grpo."):
+            other = name.split(".")[1]
+            other_floor = next(i for i, rooms in enumerate(FLOORS) if other in rooms)
+            same_line = floor == 0 or floor == len(FLOORS) - 1  # the vocabulary and the launchers know each other
+            assert other == room or other_floor < floor or (same_line and other_floor == floor), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("package", "rooms"), [("ray", {"cluster"}), ("vllm", {"generation", "weights"}), ("typer", {"cli", "plotting", "__main__"})]
+)
+def test_each_heavy_package_has_its_own_room(package, rooms):
+    for path in (ROOT / "async_grpo").rglob("*.py"):
+        if any(name.split(".")[0] == package for name in imports_of(path)):
+            assert room_of(path) in rooms, f"{path} imports {package}"
+
+
+@pytest.mark.parametrize(
+    ("path", "functions"),
+    [
+        ("async_grpo/experience/batcher.py", {"rollout_loop", "rollout", "_generate_and_score"}),
+        ("async_grpo/training/trainer.py", {"run", "_accumulate_until_step_end", "_take_step"}),
+    ],
+)
+def test_the_two_loops_fit_on_a_screen(path, functions):
+    tree = ast.parse((ROOT / path).read_text())
+    sizes = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in functions
+    }
+    assert sizes.keys() == functions and sum(sizes.values()) <= 50, sizes

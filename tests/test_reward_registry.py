@@ -1,0 +1,195 @@
+"""The user's page: cheap to import, complete, and the same text in every process."""
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.contract import accepted_options, answer_of, check_options
+from async_grpo.rewards.process import AdapterProcess
+from async_grpo.rewards.source import RewardSource, parse_names, resolve
+from async_grpo.types import RewardStatus
+from reward_registry import REWARD_ADAPTERS, RewardType
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "reward_registry.py"
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_the_page_is_cheap():
+    loaded = modules_after("import reward_registry")
+    assert not loaded & {
+        "sympy",
+        "math_verify",
+        "latex2sympy2_extended",
+        "numpy",
+        "torch",
+        "ray",
+        "vllm",
+        "asyncio",
+    }
+
+
+@pytest.mark.parametrize("module", ["pool", "process", "child", "source", "combine", "lane"])
+def test_the_room_imports_neither_ray_nor_vllm_nor_torch(module):
+    loaded = modules_after(f"import async_grpo.rewards.{module}")
+    assert not loaded & {"ray", "vllm", "torch", "transformers", "sympy"}
+
+
+def test_the_process_of_an_adapter_starts_with_the_standard_library_alone():
+    assert not modules_after("import async_grpo.rewards.child") & {"numpy", "asyncio", "async_grpo.types"}
+
+
+def test_the_shipped_adapters_import_neither_ray_nor_vllm_nor_torch():
+    names = ("countdown", "format", "mathd", "math_verify", "sympy")
+    loaded = modules_after("; ".join(f"import async_grpo.rewards.adapters.{name}" for name in names))
+    assert "sympy" in loaded and not loaded & {"ray", "vllm", "torch", "transformers"}
+
+
+def test_every_reward_type_has_its_adapter():
+    assert set(REWARD_ADAPTERS) == set(RewardType)
+    assert [kind.value for kind in RewardType] == ["math_verify", "mathd", "sympy", "countdown", "format"]
+    assert REWARD_ADAPTERS["mathd"] is REWARD_ADAPTERS[RewardType.MATHD]  # type: ignore[index]
+
+
+EXAMPLES = {
+    "math_verify": ({"completion": r"\boxed{\frac{2}{4}}", "answer": "0.5"}, 1.0),
+    "mathd": ({"completion": r"\boxed{\dfrac12}", "answer": "1/2"}, 1.0),
+    "sympy": ({"completion": r"\boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"}, 1.0),
+    "countdown": (
+        {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
+        1.1,
+    ),
+    "format": ({"completion": "so</think>\n<answer>7</answer>"}, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_shipped_reward_works_on_the_page_and_in_its_process(name):
+    sample, expected = EXAMPLES[name]
+    full = sample | {"sample_text": "...", "completion_token_ids": [1, 2], "truncated": False, "group_id": 3}
+    assert REWARD_ADAPTERS[RewardType(name)](full)["reward"] == pytest.approx(expected)
+
+    async def in_a_process():
+        worker = AdapterProcess(RewardSource.from_file(PAGE), name)
+        try:
+            return await worker.score(full, 50)
+        finally:
+            await worker.close()
+
+    result = asyncio.run(in_a_process())
+    assert result.status is RewardStatus.OK, result.reason
+    assert result.reward == pytest.approx(expected)
+
+
+def test_the_page_travels_as_text_and_is_known_by_its_hash(tmp_path):
+    page = tmp_path / "my_rewards.py"
+    page.write_text("def half(sample):\n    return {'reward': 0.5}\nREWARD_ADAPTERS = {'half': half}\n")
+    source = RewardSource.from_file(page)
+    assert (source.module_name, source.sha256) == (
+        "my_rewards",
+        hashlib.sha256(page.read_bytes()).hexdigest(),
+    )
+    page.unlink()  # what happens to the file after the start of the run changes nothing
+
+    async def main():
+        worker = AdapterProcess(source, "half")
+        try:
+            return await worker.score({}, 50)
+        finally:
+            await worker.close()
+
+    assert asyncio.run(main()).reward == 0.5
+
+
+def test_a_page_is_loaded_once_and_anew_when_its_text_changes():
+    first = RewardSource.from_text("changing_page", "VALUE = 1").load()
+    assert RewardSource.from_text("changing_page", "VALUE = 1").load() is first
+    second = RewardSource.from_text("changing_page", "VALUE = 2").load()
+    assert (first.VALUE, second.VALUE) == (1, 2) and sys.modules["changing_page"] is second
+
+
+def test_a_page_that_raises_is_the_users_mistake_and_leaves_no_half_module():
+    with pytest.raises(
+        ConfigurationError, match="broken_page cannot be imported: ZeroDivisionError: division by zero"
+    ):
+        RewardSource.from_text("broken_page", "1 / 0").load()
+    assert "broken_page" not in sys.modules
+    with pytest.raises(ConfigurationError, match="SyntaxError"):
+        RewardSource.from_text("broken_page", "def").load()
+
+
+def test_a_missing_page_is_the_users_mistake(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read the page of rewards"):
+        RewardSource.from_file(tmp_path / "absent.py")
+
+
+@pytest.mark.parametrize(
+    "names", ["mathd,countdown", " mathd , countdown,", ["mathd", "countdown"], list(RewardType)[1:4:2]]
+)
+def test_names_come_as_a_list_or_comma_separated(names):
+    assert list(resolve(RewardSource.from_file(PAGE), names)) == ["mathd", "countdown"]
+
+
+@pytest.mark.parametrize("names", ["", " , ", []])
+def test_naming_no_reward_is_an_error_that_lists_the_known_ones(names):
+    with pytest.raises(
+        ConfigurationError, match="no reward function was named.*countdown, format, math_verify, mathd, sympy"
+    ):
+        resolve(RewardSource.from_file(PAGE), names)
+
+
+def test_an_unknown_reward_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(
+        ConfigurationError, match="unknown reward function mathx, y: .*countdown, format, math_verify"
+    ):
+        resolve(RewardSource.from_file(PAGE), "mathx,mathd,y")
+
+
+def test_a_page_without_adapters_is_an_error():
+    with pytest.raises(ConfigurationError, match="no dict REWARD_ADAPTERS"):
+        resolve(RewardSource.from_text("empty_page", ""), "mathd")
+
+
+def test_a_name_given_twice_counts_once():
+    assert parse_names("sympy,mathd,sympy") == ("sympy", "mathd")
+
+
+def test_an_option_that_no_reward_takes_is_an_error():
+    def weighed(sample, weight=1.0, *, url="x"):
+        return {"reward": weight}
+
+    check_options({"weighed": weighed}, {"weight": 2.0, "url": "y"})
+    with pytest.raises(ConfigurationError, match="no reward function of weighed takes the option wieght"):
+        check_options({"weighed": weighed}, {"wieght": 2.0})
+    assert accepted_options(weighed, {"url": "y", "other": 1}) == {"url": "y"}
+    assert accepted_options(lambda sample, **options: {}, {"url": "y", "other": 1}) == {
+        "url": "y",
+        "other": 1,
+    }
+
+
+def test_any_real_number_is_a_reward():
+    answer = answer_of(lambda sample: {"reward": Fraction(1, 4), "count": 3, "flag": True}, {}, {})
+    assert answer == {"status": "ok", "reward": 0.25, "extra": {"count": 3.0, "flag": 1.0}, "reason": ""}
+
+
+def test_the_ten_lines_of_the_pages_docstring_work():
+    lines = PAGE.read_text().split('"""')[1].splitlines()
+    example = [line[4:] for line in lines if line.startswith("    ")]
+    page = "from enum import Enum\n" + "\n".join(example)
+    adapters = resolve(RewardSource.from_text("docstring_page", page), "short")
+    assert adapters["short"]({"completion_token_ids": [1] * 99}) == {"reward": 1.0, "num_tokens": 99}
+    assert adapters["short"]({"completion_token_ids": [1] * 99}, max_tokens=98)["reward"] == 0.0

@@ -1,0 +1,215 @@
+"""The loop's order of calls, with fakes that follow a script, and the ranks' life around it."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.types import StepEnd, dummy_micro_batch
+
+BATCH = dummy_micro_batch(token_id=1)
+
+
+class Script:
+    """Every role of the trainer at once: writes down who was asked for what."""
+
+    def __init__(self, micro_batches_per_step, wait_s=0.0, work_s=0.0):
+        self.calls, self.lines = [], []
+        self.wait_s, self.work_s = wait_s, work_s
+        self.messages = []
+        for step, count in enumerate(micro_batches_per_step, start=1):
+            self.messages += [BATCH] * count
+            self.messages.append(
+                StepEnd(step, num_groups=2, num_samples=8 * step, stats={"avg_reward": 0.5 * step})
+            )
+
+    def start(self):
+        self.calls.append("start")
+
+    def next_message(self, rank):
+        time.sleep(self.wait_s)
+        return self.messages.pop(0)
+
+    def add(self, batch):
+        assert batch is BATCH
+        time.sleep(self.work_s)
+        self.calls.append("add")
+
+    def finish(self):
+        self.calls.append("finish")
+        return {"grad_norm": 1.5}
+
+    def publish(self, model, version, *, self_test):
+        assert model == "the policy"
+        self.calls.append(f"publish {version}" + " with self-test" * self_test)
+        return {"seconds_transferring": 0.25}
+
+    def on_step(self, step):
+        self.calls.append(f"hook {step}")
+        return {"heldout_reward": 0.1 * step}
+
+    def write(self, line):
+        self.calls.append("write")
+        self.lines.append(line)
+
+    def save_if_due(self, policy, samples):
+        self.calls.append(f"save if due at {samples}")
+
+    def save_final(self, policy, samples):
+        self.calls.append(f"final save at {samples}")
+
+
+@pytest.fixture
+def ranks():
+    with distributed_run("cpu") as ranks:
+        yield ranks
+
+
+def trainer(script, ranks, num_steps, progress=None, **roles):
+    default = dict.fromkeys(("accumulator", "source", "publisher", "metrics", "checkpoints", "hook"), script)
+    progress = progress or Progress()
+    return Trainer(
+        policy="the policy", ranks=ranks, num_steps=num_steps, progress=progress, **(default | roles)
+    )
+
+
+def test_two_steps_in_order(ranks):
+    script = Script([3, 1])
+    trainer(script, ranks, 2).run()
+    assert script.calls == [
+        *["publish 0 with self-test", "start"],
+        *["add", "add", "add", "finish", "publish 1", "hook 1", "write", "save if due at 8"],
+        *["add", "finish", "publish 2", "hook 2", "write", "save if due at 24"],
+        "final save at 24",
+    ]
+
+
+def test_a_line_joins_what_every_room_had_to_say(ranks):
+    script = Script([1, 1])
+    trainer(script, ranks, 2).run()
+    line = script.lines[1]
+    expected = {
+        "step": 2,
+        "policy_version": 2,
+        "samples_in_batch": 16,
+        "groups_in_batch": 2,
+        "total_samples_accumulated": 24,
+        "avg_reward": 1.0,
+        "grad_norm": 1.5,
+        "heldout_reward": 0.2,
+        "seconds_transferring": 0.25,
+    }
+    assert {name: line[name] for name in expected} == expected
+    assert line["samples_per_second"] == pytest.approx(16 / line["time_per_batch"])
+
+
+def test_a_run_goes_on_from_where_its_progress_stands(ranks):
+    script = Script([1])
+    trainer(script, ranks, 6, Progress(version=5, samples=100)).run()
+    assert script.calls[0] == "publish 5 with self-test" and "publish 6" in script.calls
+    assert script.calls[-1] == "final save at 108"
+
+
+def test_waiting_and_computing_are_told_apart_and_intervals_are_wall_clock(ranks):
+    script = Script([2], wait_s=0.05, work_s=0.02)
+    before = time.time()
+    trainer(script, ranks, 1).run()
+    line = script.lines[0]
+    assert line["seconds_waiting_for_experience"] >= 3 * 0.05  # two micro-batches and the end of the step
+    assert 2 * 0.02 <= line["seconds_computing"] < line["time_per_batch"] - 3 * 0.05 + 0.001
+    intervals = line["compute_intervals"]
+    assert len(intervals) == 3  # two micro-batches and the optimizer step
+    assert before <= intervals[0][0] and intervals[-1][1] <= time.time() + 0.001
+    assert all(start <= end for start, end in intervals)
+    assert sum(end - start for start, end in intervals) == pytest.approx(line["seconds_computing"], abs=1e-3)
+
+
+def test_only_rank_0_writes(ranks):
+    class NobodyWrites:
+        def write(self, line):
+            raise AssertionError("rank 1 wrote a line")
+
+    script = Script([1])
+    trainer(script, dataclasses.replace(ranks, rank=1), 1, metrics=NobodyWrites()).run()
+    assert "finish" in script.calls
+
+
+def test_an_error_of_the_source_ends_the_run_without_a_checkpoint(ranks):
+    script = Script([1])
+    script.messages = [BATCH]
+    with pytest.raises(IndexError):
+        trainer(script, ranks, 1).run()
+    assert script.calls[-1] == "add"
+
+
+def test_a_process_alone_is_a_world_of_one():
+    with distributed_run("auto") as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+        assert ranks.sum([1.5, 2.0]) == ranks.mean([1.5, 2.0]) == ranks.max([1.5, 2.0]) == [1.5, 2.0]
+        assert ranks.sum([]) == []
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_process_group_is_left_also_after_an_error():
+    with pytest.raises(ZeroDivisionError), distributed_run("cpu"):
+        _ = 1 / 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ConfigurationError, match="choose auto, cpu or cuda"), distributed_run("tpu"):
+        pass
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="has no GPU"), distributed_run("cuda"):
+            pass
+
+
+def test_synchronize_on_a_cpu_does_nothing():
+    Ranks(0, 1, torch.device("cpu")).synchronize()
+
+
+CHILD = """
+import time
+from async_grpo.training.distributed import die_with_parent
+die_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_rank_dies_with_its_launcher():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert parent.stdout.readline().strip() == "ready"
+    parent.kill()
+    parent.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    still_there = is_running(child)
+    if still_there:
+        os.kill(child, signal.SIGKILL)
+    assert not still_there
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,547 @@
+"""The pool with scripted workers, once with real processes: nothing dropped or scored twice, no hang."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.combine import combine
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.process import process_maker
+from async_grpo.rewards.source import RewardSource
+from async_grpo.types import AdapterResult, RewardStatus
+
+OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
+SILENT = "silent"  # never answers, but obeys a cancellation
+DEAF = "deaf"  # never answers and ignores cancellations
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(20):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+class ScriptedWorker:
+    """Follows the sample's own script: sample["acts"] has one act per attempt, the last one for good.
+
+    An act is a reward, a RewardStatus, an exception, an asyncio.Event to wait for, SILENT or DEAF.
+    """
+
+    def __init__(self, adapter: str, journal: list[tuple[str, int]]) -> None:
+        self.adapter, self.journal = adapter, journal
+        self.busy = self.closed = False
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        assert not self.busy and not self.closed, "a worker got a second sample, or one after its end"
+        self.busy = True
+        self.journal.append((self.adapter, sample["id"]))
+        try:
+            return await self._act(sample)
+        finally:
+            self.busy = False
+
+    async def _act(self, sample: dict[str, Any]) -> AdapterResult:
+        acts = sample["acts"][self.adapter] if isinstance(sample["acts"], dict) else sample["acts"]
+        act = acts.pop(0) if len(acts) > 1 else acts[0]
+        if isinstance(act, asyncio.Event):
+            await act.wait()
+            act = 1.0
+        if act == SILENT:
+            await asyncio.sleep(1000)
+        while act == DEAF and not self.closed:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                continue
+        if isinstance(act, BaseException):
+            raise act
+        if isinstance(act, RewardStatus):
+            return AdapterResult(self.adapter, act, reason=f"sample {sample['id']}")
+        return AdapterResult(self.adapter, OK, act, extra={"id": sample["id"]})
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Workshop:
+    """Makes scripted workers; raises `mishap` instead after the first `healthy` ones."""
+
+    def __init__(self, healthy: int = 10**6, mishap: Exception | None = None) -> None:
+        self.made: list[ScriptedWorker] = []
+        self.journal: list[tuple[str, int]] = []
+        self.healthy, self.mishap, self.num_mishaps = healthy, mishap, 0
+
+    async def make(self, adapter: str) -> ScriptedWorker:
+        if len(self.made) >= self.healthy and self.mishap is not None:
+            self.num_mishaps += 1
+            raise self.mishap
+        self.made.append(ScriptedWorker(adapter, self.journal))
+        return self.made[-1]
+
+
+def with_pool(
+    test: Callable[[VerifierPool], Coroutine[Any, Any, None]],
+    workshop: Workshop,
+    adapters: tuple[str, ...] = ("a",),
+    **options: Any,
+) -> None:
+    options = {"timeout_s": 5.0, "grace_s": 0.2, "backoff_s": (0.0, 0.01)} | options
+
+    async def main() -> None:
+        pool = VerifierPool(adapters, workshop.make, **options)
+        await pool.start()
+        try:
+            await test(pool)
+        finally:
+            await pool.close()
+        leftover = {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+        assert not any("verifier" in name for name in leftover)
+        assert all(worker.closed for worker in workshop.made)
+
+    run(main())
+
+
+def sample(number: int, *acts: Any) -> dict[str, Any]:
+    return {"id": number, "acts": list(acts)}
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def result(status: RewardStatus, reward: float | None = None) -> AdapterResult:
+    return AdapterResult("a", status, reward)
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "reward"),
+    [
+        ([result(OK, 0.0)], OK, 0.0),
+        ([result(OK, 0.0), result(OK, 1.1), result(OK, -1.0)], OK, 1.1),
+        ([result(OK, -2.0), result(ABSTAINED)], OK, -2.0),
+        ([result(ABSTAINED), result(ABSTAINED)], ABSTAINED, None),
+        ([result(OK, 1.0), result(FAILED)], FAILED, None),
+        ([result(OK, 1.0), result(TIMED_OUT)], TIMED_OUT, None),
+        ([result(TIMED_OUT), result(FAILED), result(ABSTAINED)], FAILED, None),
+    ],
+)
+def test_the_best_reward_wins_unless_one_is_unknown(results, status, reward):
+    verdict = combine(results)
+    assert (verdict.status, verdict.reward, verdict.results) == (status, reward, tuple(results))
+
+
+def test_combining_nothing_is_an_error():
+    with pytest.raises(ValueError, match="at least one"):
+        combine([])
+
+
+def test_all_adapters_score_each_sample_at_the_same_time():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        gate = asyncio.Event()
+        verification = asyncio.create_task(pool.verify(sample(1, gate)))
+        await until(lambda: len(workshop.journal) == 3)  # nobody answered yet
+        gate.set()
+        verdict = await verification
+        assert [r.adapter for r in verdict.results] == ["a", "b", "c"]
+        assert (verdict.status, verdict.reward) == (OK, 1.0)
+
+    with_pool(test, workshop, ("a", "b", "c"))
+
+
+def test_samples_are_taken_in_the_order_in_which_they_came():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        verdicts = await asyncio.gather(*(pool.verify(sample(number, float(number))) for number in range(20)))
+        assert [verdict.reward for verdict in verdicts] == list(range(20))
+        assert [number for _, number in workshop.journal] == list(range(20))
+
+    with_pool(test, workshop)
+
+
+def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        gate = asyncio.Event()
+        acts = {"slow": [gate], "quick": [1.0]}
+        verifications = [
+            asyncio.create_task(pool.verify({"id": number, "acts": acts})) for number in range(5)
+        ]
+        await until(lambda: ("quick", 4) in workshop.journal)
+        assert Counter(adapter for adapter, _ in workshop.journal) == {"quick": 5, "slow": 1}
+        gate.set()
+        assert all(verdict.status is OK for verdict in await asyncio.gather(*verifications))
+
+    with_pool(test, workshop, ("slow", "quick"))
+
+
+def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        gate = asyncio.Event()
+        first = asyncio.create_task(pool.verify(sample(1, gate)))
+        await until(lambda: workshop.journal)
+        second = asyncio.create_task(pool.verify(sample(2, 1.0)))
+        await asyncio.sleep(0.3)  # longer than timeout_s, but shorter than timeout_s + grace_s
+        gate.set()
+        (fast,), (waited,) = (await first).results, (await second).results
+        assert fast.queue_s < 0.2 < waited.queue_s <= waited.latency_s
+        assert waited.status is OK and waited.attempts == 1
+
+    with_pool(test, workshop, timeout_s=0.1, grace_s=5.0)
+
+
+@pytest.mark.parametrize("trouble", [WorkerLost("gone"), OSError("no route"), SILENT, DEAF])
+def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_another(trouble):
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        verdict = await pool.verify(sample(1, trouble, 0.5))
+        assert (verdict.status, verdict.reward, verdict.results[0].attempts) == (OK, 0.5, 2)
+        assert len(workshop.made) == 2
+        assert workshop.made[0].closed and not workshop.made[1].closed
+        stats = pool.stats()["a"]
+        assert (stats["ok"], stats["failed"], stats["retries"], stats["workers_lost"], stats["workers"]) == (
+            1,
+            0,
+            1,
+            1,
+            1,
+        )
+
+    with_pool(test, workshop, timeout_s=0.05, grace_s=0.05)
+
+
+def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        poison, good = await asyncio.gather(
+            pool.verify(sample(1, WorkerLost("gone"))), pool.verify(sample(2, 1.0))
+        )
+        assert (poison.status, poison.reward) == (FAILED, None)
+        assert (
+            poison.results[0].reason
+            == "2 workers of 'a' were lost over this sample, the last: WorkerLost: gone"
+        )
+        assert poison.results[0].attempts == 2
+        assert good.reward == 1.0
+        assert len(workshop.made) == 3
+
+    with_pool(test, workshop)
+
+
+def test_a_retried_sample_keeps_its_place_at_the_head_of_the_queue():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        await asyncio.gather(
+            pool.verify(sample(1, WorkerLost("gone"), 1.0)), *(pool.verify(sample(n, 1.0)) for n in (2, 3))
+        )
+        assert [number for _, number in workshop.journal] == [1, 1, 2, 3]
+
+    with_pool(test, workshop)
+
+
+def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_reason_and_nobody_hangs():
+    workshop = Workshop(healthy=1, mishap=OSError("the node is gone"))
+
+    async def test(pool: VerifierPool) -> None:
+        verdicts = await asyncio.gather(*(pool.verify(sample(n, WorkerLost("gone"), 1.0)) for n in range(5)))
+        late = await pool.verify(sample(9, 1.0))
+        for verdict in (*verdicts, late):
+            assert verdict.status is FAILED
+            assert (
+                "no worker of 'a' can be made any more: OSError: the node is gone"
+                in verdict.results[0].reason
+            )
+        assert workshop.num_mishaps == 2  # one per back-off, no more
+        assert [verdict.results[0].attempts for verdict in (*verdicts, late)] == [1, 0, 0, 0, 0, 0]
+        assert pool.stats()["a"]["failed"] == 6
+
+    with_pool(test, workshop)
+
+
+def test_a_pool_goes_on_with_the_workers_that_are_left():
+    workshop = Workshop(healthy=2, mishap=OSError("the node is gone"))
+
+    async def test(pool: VerifierPool) -> None:
+        verdicts = await asyncio.gather(
+            pool.verify(sample(0, WorkerLost("gone"), 1.0)),
+            *(pool.verify(sample(n, 1.0)) for n in range(1, 9)),
+        )
+        await until(lambda: pool.stats()["a"]["workers"] == 1)
+        assert all(verdict.status is OK for verdict in verdicts)
+        assert (await pool.verify(sample(9, 1.0))).status is OK
+
+    with_pool(test, workshop, workers=2)
+
+
+def test_a_worker_that_never_gets_ready_counts_as_not_made():
+    async def make(adapter: str) -> ScriptedWorker:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    async def main() -> None:
+        pool = VerifierPool(["a"], make, make_timeout_s=0.05, backoff_s=(0.0, 0.0))
+        with pytest.raises(WorkerLost, match="not ready within 0.05 s"):
+            await pool.start()
+
+    run(main())
+
+
+def test_a_start_that_fails_leaves_no_worker_behind():
+    workshop = Workshop(healthy=3, mishap=ConfigurationError("unknown reward function"))
+
+    async def main() -> None:
+        pool = VerifierPool(["a", "b"], workshop.make, workers=2)
+        with pytest.raises(ConfigurationError, match="unknown reward function"):
+            await pool.start()
+
+    run(main())
+    assert len(workshop.made) == 3 and all(worker.closed for worker in workshop.made)
+    assert workshop.num_mishaps == 1  # a user's mistake is not tried again
+
+
+def test_a_cancelled_verification_gives_the_worker_back_and_its_answer_reaches_nobody():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        gate = asyncio.Event()
+        first = asyncio.create_task(pool.verify(sample(1, gate)))
+        await until(lambda: workshop.journal)
+        first.cancel()
+        second = asyncio.create_task(pool.verify(sample(2, 0.25)))
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        (own,) = (await second).results
+        assert (own.reward, own.extra) == (0.25, {"id": 2})
+        assert (
+            len(workshop.made) == 1 and not workshop.made[0].closed
+        )  # the same worker, none the worse for it
+        assert pool.stats()["a"]["ok"] == 1
+
+    with_pool(test, workshop)
+
+
+def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        gate = asyncio.Event()
+        first, second, third = (asyncio.create_task(pool.verify(sample(n, gate))) for n in (1, 2, 3))
+        await until(lambda: workshop.journal)
+        second.cancel()
+        gate.set()
+        await asyncio.gather(first, third)
+        assert [number for _, number in workshop.journal] == [1, 3]
+
+    with_pool(test, workshop)
+
+
+def test_a_worker_that_ignores_a_cancellation_is_fenced():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        first = asyncio.create_task(pool.verify(sample(1, DEAF)))
+        await until(lambda: workshop.journal)
+        first.cancel()
+        assert (await pool.verify(sample(2, 1.0))).reward == 1.0
+        assert workshop.made[0].closed and len(workshop.made) == 2
+
+    with_pool(test, workshop, grace_s=0.05)
+
+
+def test_a_failure_of_the_adapter_is_no_failure_of_its_worker():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        for status in (FAILED, TIMED_OUT, ABSTAINED):
+            verdict = await pool.verify(sample(1, status))
+            assert (verdict.status, verdict.reward, verdict.results[0].attempts) == (status, None, 1)
+        assert len(workshop.made) == 1
+
+    with_pool(test, workshop)
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_a_failure_wherever_it_comes_from(reward):
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        verdict = await pool.verify(sample(1, reward))
+        assert (verdict.status, verdict.reward) == (FAILED, None)
+
+    with_pool(test, workshop)
+
+
+def test_closing_fails_what_waits_and_ends_what_runs():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        verifications = [asyncio.create_task(pool.verify(sample(n, SILENT))) for n in range(3)]
+        await until(lambda: workshop.journal)
+        await pool.close()
+        for verdict in await asyncio.gather(*verifications):
+            assert verdict.status is FAILED and "closed" in verdict.results[0].reason
+        assert (await pool.verify(sample(9, 1.0))).status is FAILED
+
+    with_pool(test, workshop)
+
+
+def test_closing_is_bounded_even_if_a_worker_ignores_everything():
+    class Immortal(ScriptedWorker):
+        async def close(self) -> None:
+            self.closed = True  # for the fake's own check
+            await asyncio.sleep(1000)
+
+    async def main() -> None:
+        async def make(adapter: str) -> Immortal:
+            return Immortal(adapter, [])
+
+        pool = VerifierPool(["a"], make, grace_s=0.05)
+        await pool.start()
+        verification = asyncio.create_task(pool.verify(sample(1, DEAF)))
+        await asyncio.sleep(0.02)
+        await pool.close()
+        assert (await verification).status is FAILED
+
+    run(main())
+
+
+def test_verifying_before_the_start_is_an_error():
+    with pytest.raises(RuntimeError, match="before its start"):
+        run(VerifierPool(["a"], Workshop().make).verify(sample(1, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "workers", "message"),
+    [
+        ([], 1, "needs adapters"),
+        (["a", "a"], 1, "each once"),
+        (["a"], 0, "at least one worker"),
+        (["a"], {"a": 0}, "at least one worker"),
+        (["a"], {"b": 1}, "asked for b, but the adapters are"),
+    ],
+)
+def test_impossible_settings_are_refused_with_their_values(adapters, workers, message):
+    with pytest.raises(ConfigurationError, match=message):
+        VerifierPool(adapters, Workshop().make, workers=workers)
+
+
+def test_the_number_of_workers_can_differ_by_adapter():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        assert {name: lane["workers"] for name, lane in pool.stats().items()} == {"a": 3, "b": 1}
+
+    with_pool(test, workshop, ("a", "b"), workers={"a": 3})
+
+
+def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        for acts in ([1.0], [0.0], [FAILED], [TIMED_OUT], [ABSTAINED], [1.0]):
+            await pool.verify(sample(1, *acts))
+        gate = asyncio.Event()
+        running, waiting = (asyncio.create_task(pool.verify(sample(n, gate))) for n in (7, 8))
+        await until(lambda: workshop.journal[-1] == ("a", 7))
+        taken = pool.take_stats()["a"]
+        assert [taken[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)] == [3, 1, 1, 1]
+        assert (taken["queue_depth"], taken["workers"], taken["retries"]) == (1, 1, 0)
+        assert 0 < taken["latency_p50_s"] <= taken["latency_p95_s"] <= taken["latency_max_s"]
+        assert taken["busy_s"] > 0
+        gate.set()
+        await asyncio.gather(running, waiting)
+        anew = pool.stats()["a"]
+        assert (anew["ok"], anew["failed"], anew["queue_depth"]) == (2, 0, 0)
+        assert pool.stats() == pool.stats()  # looking does not reset
+
+    with_pool(test, workshop)
+
+
+def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
+    rng = random.Random(0)
+    workshop = Workshop()
+    num_samples = 300
+
+    def acts_of(number: int) -> list[Any]:
+        troubles = [WorkerLost("gone"), OSError("broken pipe"), SILENT, DEAF]
+        kind = rng.random()
+        if kind < 0.1:
+            return [rng.choice(troubles), float(number)]
+        if kind < 0.13:
+            return [rng.choice(troubles[:2])]
+        return [float(number)] if kind < 0.9 else [rng.choice([FAILED, TIMED_OUT, ABSTAINED])]
+
+    async def test(pool: VerifierPool) -> None:
+        samples = [sample(number, *acts_of(number)) for number in range(num_samples)]
+        expected = [s["acts"][-1] for s in samples]
+        tasks = [asyncio.create_task(pool.verify(s)) for s in samples]
+        cancelled = set(rng.sample(range(num_samples), 30))
+        for number in sorted(cancelled):
+            await asyncio.sleep(0.001)
+            tasks[number].cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        num_verdicts = 0
+        for number, (outcome, act) in enumerate(zip(outcomes, expected, strict=True)):
+            if isinstance(outcome, asyncio.CancelledError):
+                assert number in cancelled
+                continue
+            num_verdicts += 1
+            if isinstance(act, float):
+                assert outcome.reward == act and outcome.results[0].extra == {"id": number}
+            else:
+                assert outcome.status is (act if isinstance(act, RewardStatus) else FAILED)
+        stats = pool.stats()["a"]
+        assert sum(stats[status.value] for status in RewardStatus) == num_verdicts  # nothing scored twice
+        assert max(Counter(workshop.journal).values()) <= 2
+        assert stats["workers"] == 4 and stats["queue_depth"] == 0
+
+    with_pool(test, workshop, workers=4, timeout_s=0.02, grace_s=0.02)
+
+
+def test_with_real_processes_rewards_survive_a_killed_process():
+    source = RewardSource.from_file(Path(__file__).parents[1] / "reward_registry.py")
+
+    async def main() -> None:
+        workers = []
+        make = process_maker(source)
+
+        async def remembered(adapter: str) -> Any:
+            workers.append(await make(adapter))
+            return workers[-1]
+
+        pool = VerifierPool(["countdown", "format"], remembered, workers=2)
+        await pool.start()
+        right = {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27}
+        wrong = right | {"completion": "so</think>\n<answer>3+4+5</answer>"}
+        verifications = [asyncio.create_task(pool.verify(right if n % 2 else wrong)) for n in range(40)]
+        os.kill(workers[0].pid, signal.SIGKILL)
+        verdicts = await asyncio.gather(*verifications)
+        assert [verdict.reward for verdict in verdicts] == pytest.approx([0.1, 1.1] * 20)
+        no_task = await pool.verify({"completion": "so"})
+        assert no_task.status is FAILED
+        by_adapter = {r.adapter: r for r in no_task.results}
+        assert "needs a list `nums`" in by_adapter["countdown"].reason and by_adapter["format"].status is OK
+        await pool.close()
+        assert all(worker.pid is None for worker in workers)
+
+    run(main())

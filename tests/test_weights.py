@@ -1,0 +1,170 @@
+"""The transaction of a weight sync and its proof, with a scripted engine in place of vLLM."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load
+from torch import nn
+
+from async_grpo.errors import WeightsDidNotLand
+from async_grpo.weights.manifest import check_received, record, tensor_digest
+from async_grpo.weights.memfd import shared_bytes
+from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage
+from async_grpo.weights.perturbation import perturbed
+from async_grpo.weights.publisher import Canary, Publisher
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=40), data=st.data())
+def test_a_digest_notices_every_changed_element(values, data):
+    tensor = torch.tensor(values, dtype=torch.float32)
+    where = data.draw(st.integers(0, len(values) - 1))
+    changed = tensor.clone().view(torch.int32)
+    changed[where] ^= 1 << data.draw(st.integers(0, 30))
+    assert tensor_digest(tensor) != tensor_digest(changed.view(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_a_digest_speaks_of_the_values_in_order_not_of_the_memory_layout(dtype):
+    tensor = torch.arange(-6, 6).reshape(3, 4).to(dtype)
+    assert tensor_digest(tensor.t().contiguous().t()) == tensor_digest(tensor)
+    assert tensor_digest(tensor.t()) != tensor_digest(tensor)
+
+
+def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
+    monkeypatch.setattr("async_grpo.weights.manifest._CHUNK", 7)
+    words = torch.randint(-(2**31), 2**31 - 1, (53,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    golden = 0x9E3779B97F4A7C15
+    expected = sum(word * ((i * golden) % 2**64 | 1) for i, word in enumerate(words.tolist())) % 2**64
+    assert tensor_digest(words) % 2**64 == expected
+
+
+def test_a_receipt_is_compared_by_name_shape_dtype_and_bits():
+    sent = {"a": record(torch.ones(2, 3)), "b": record(torch.zeros(4))}
+    check_received(sent, dict(sent), "g0")
+    with pytest.raises(WeightsDidNotLand, match="missing: b"):
+        check_received(sent, {"a": sent["a"]}, "g0")
+    with pytest.raises(WeightsDidNotLand, match="unexpected: c"):
+        check_received(sent, {**sent, "c": sent["a"]}, "g0")
+    for other in (torch.ones(3, 2), torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3) + 1e-7):
+        with pytest.raises(WeightsDidNotLand, match="1 of 2 tensors as sent; differing: a"):
+            check_received(sent, {**sent, "a": record(other)}, "g0")
+
+
+def test_shared_bytes_are_readable_by_path_and_gone_afterwards():
+    payload = np.arange(100_000, dtype=np.uint8)
+    with shared_bytes(memoryview(payload), "test") as path:
+        assert Path(path).read_bytes() == payload.tobytes()
+    assert not Path(path).exists()
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(nn.functional.one_hot(ids.long() % 8, 8).float())))
+
+
+def logprobs(model: nn.Module, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        rows = model(torch.tensor(ids)).log_softmax(-1)
+    return rows[torch.arange(len(ids)), torch.tensor(ids).long() % 5].numpy()
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+
+
+class FakeLink:
+    """Engines of its own, which may lose one tensor on the way or silently not use it."""
+
+    def __init__(self, loses: str | None = None, ignores: str | None = None) -> None:
+        self.engine, self.loses, self.ignores = TwoLayers(), loses, ignores
+        self.log: list[tuple] = []
+
+    def put(self, chunk: np.ndarray) -> np.ndarray:
+        return chunk.copy()
+
+    def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
+        self.log.append(("deliver", package.version, len(package.chunks)))
+        tensors = {n: t for chunk in package.chunks for n, t in load(chunk.tobytes()).items() if n != self.loses}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name != self.ignores:
+                    self.engine.get_parameter(name).copy_(tensor)
+        return {"g0": ({n: record(t) for n, t in tensors.items()}, logprobs(self.engine, package.canary_ids))}
+
+    def commit(self, package: WeightPackage, landed: list[str]) -> None:
+        self.log.append(("commit", package.version, landed))
+
+
+def publisher(link: FakeLink | None, **options) -> Publisher:
+    return Publisher(link, named, Canary(Canary.text(40, 32), logprobs), torch.float32, **options)
+
+
+def test_a_self_test_comes_first_and_only_the_real_weights_are_committed():
+    link, model = FakeLink(), TwoLayers()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    publisher(link).publish(model, 0, self_test=True)
+    assert link.log == [("deliver", SELF_TEST, 1), ("deliver", 0, 1), ("commit", 0, ["g0"])]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_chunks_keep_to_their_size():
+    link = FakeLink()
+    publisher(link, chunk_bytes=100).publish(TwoLayers(), 3)
+    assert link.log[0] == ("deliver", 3, 3)  # 256 | 32 + 160 | 20 bytes
+
+
+@pytest.mark.parametrize("name", ["first.weight", "first.bias", "second.weight", "second.bias"])
+def test_a_tensor_lost_on_the_way_is_named(name):
+    with pytest.raises(WeightsDidNotLand, match=f"missing: {name}"):
+        publisher(FakeLink(loses=name)).publish(TwoLayers(), 0)
+
+
+@pytest.mark.parametrize("name", ["first.weight", "first.bias", "second.weight", "second.bias"])
+def test_the_self_test_catches_any_tensor_that_arrives_but_is_not_used(name):
+    """The engine starts from the same checkpoint: without the self-test nothing would differ yet."""
+    publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=False)
+    with pytest.raises(WeightsDidNotLand, match="received the start-up self-test bit by bit, yet computes other"):
+        publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=True)
+
+
+def test_nan_log_probs_are_no_proof():
+    class Nan(FakeLink):
+        def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
+            return {w: (m, lp * np.nan) for w, (m, lp) in super().deliver(package).items()}
+
+    with pytest.raises(WeightsDidNotLand, match="differ by up to nan"):
+        publisher(Nan()).publish(TwoLayers(), 0)
+
+
+def test_other_ranks_gather_along_but_send_nothing():
+    gathered = []
+
+    def gathering(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named(model):
+            gathered.append(name)
+            yield name, tensor
+
+    silent = Publisher(None, gathering, Canary(Canary.text(40, 32), logprobs), torch.float32)
+    silent.publish(TwoLayers(), 0, self_test=True)
+    assert len(gathered) == 8  # the self-test's four and the real four
+
+
+def test_the_perturbation_changes_every_tensor_visibly_and_puts_it_back():
+    model = TwoLayers()
+    nn.init.zeros_(model.first.bias)
+    before = [p.clone() for p in model.parameters()]
+    with perturbed(model):
+        for original, parameter in zip(before, model.parameters(), strict=True):
+            assert (parameter - original).abs().mean() > 0.05
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
