@@ -275,7 +275,7 @@ def test_a_process_killed_between_two_samples_costs_no_sample():
         ("None", "returned a NoneType, not a dict"),
         ("{}", "no `reward`"),
         ("{'score': 1.0}", "no `reward`, only ['score']"),
-        ("{'reward': None}", "reward=None"),
+        ("{'reward': None}", "reward=None: only finite numbers are allowed"),
         ("{'reward': '1.0'}", "reward='1.0'"),
         ("{'reward': nan}", "reward=nan"),
         ("{'reward': inf}", "reward=inf"),

@@ -237,6 +237,7 @@ def test_no_text_raises_and_credit_needs_the_reference_to_agree(text, target):
     [
         ({"nums": [3, 4, 5], "target": 27}, 1.0),
         ({"nums": ["3", "4", "5"], "target": "27"}, 1.0),
+        ({"nums": [3.0, 4, 5], "target": 27.0}, 1.0),
         ({"nums": [3, 4, 5], "answer": 27}, 1.0),
         ({"nums": [3, 4, 5], "answer": "27"}, 1.0),
         ({"nums": [3, 4, 5], "answer": "27", "target": 26}, 0.0),  # `target` goes before `answer`

@@ -146,7 +146,7 @@ def test_names_come_as_a_list_or_comma_separated(names):
 @pytest.mark.parametrize("names", ["", " , ", []])
 def test_naming_no_reward_is_an_error_that_lists_the_known_ones(names):
     with pytest.raises(
-        ConfigurationError, match="no reward function was named.*countdown, format, math_verify, mathd, sympy"
+        ConfigurationError, match="no reward function is named.*countdown, format, math_verify, mathd, sympy"
     ):
         resolve(RewardSource.from_file(PAGE), names)
 
@@ -193,3 +193,10 @@ def test_the_ten_lines_of_the_pages_docstring_work():
     adapters = resolve(RewardSource.from_text("docstring_page", page), "short")
     assert adapters["short"]({"completion_token_ids": [1] * 99}) == {"reward": 1.0, "num_tokens": 99}
     assert adapters["short"]({"completion_token_ids": [1] * 99}, max_tokens=98)["reward"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["json.py", "my-rewards.py"])
+def test_a_page_must_not_pose_as_another_module(name, tmp_path):
+    (tmp_path / name).write_text("REWARD_ADAPTERS = {}")
+    with pytest.raises(ConfigurationError, match="rename it"):
+        RewardSource.from_file(tmp_path / name)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +132,16 @@ def test_warmup_expressions_use_each_number_once_and_mean_what_they_claim(
     assert set(text) <= set("0123456789()") | set(operators)
 
 
+def test_warmup_expressions_reach_every_value_that_brackets_can_reach() -> None:
+    reached = set()
+    for (a, b, c), p, q in itertools.product(itertools.permutations((2, 3, 7)), "+-*", "+-*"):
+        reached |= {eval(f"({a}{p}{b}){q}{c}"), eval(f"{a}{p}({b}{q}{c})")}
+    expressions = tiny_model.all_expressions((2, 3, 7), "+-*")
+    assert set(expressions.values()) == reached
+    assert {"2-3+7", "2-(3+7)", "2-(3-7)", "(2-3)*7"} <= set(expressions)
+    assert not {"(2-3)+7", "2+(3+7)", "(2*3)+7"} & set(expressions)
+
+
 def test_warmup_answers_are_correct_or_random_as_asked_and_always_well_formed() -> None:
     problems = [tiny_model.Problem((2, 3, 7), 13), tiny_model.Problem((1, 5, 9), 46)]
     by_text = {f"{'+'.join(sorted(map(str, p.nums)))}={p.target}": p for p in problems}
@@ -194,6 +206,33 @@ def test_sampled_logprobs_equal_those_of_an_unpadded_forward(small_folder: Path)
         torch.testing.assert_close(
             rollout.logprobs[index][rollout.mask[index]], expected, atol=1e-5, rtol=1e-5
         )
+
+
+class ScriptedModel:
+    """Says the given token of each row at each step, whatever it reads."""
+
+    def __init__(self, like: Any, steps: list[list[int]]) -> None:
+        self.config, self.generation_config, self.steps = like.config, like.generation_config, iter(steps)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        tokens = torch.tensor(next(self.steps))
+        logits = torch.nn.functional.one_hot(tokens, self.config.vocab_size) * 1e4
+        return SimpleNamespace(logits=logits[:, None])
+
+
+def test_a_completion_ends_at_its_first_end_token_and_that_token_counts(small_folder: Path) -> None:
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(small_folder),
+        AutoTokenizer.from_pretrained(small_folder),
+    )
+    end, other_end = model.generation_config.eos_token_id
+    one, two = tokenizer.encode("12")
+    scripted = ScriptedModel(model, [[one, one], [end, two], [two, other_end], [two, two]])
+    rollout = plain_grpo.sample(scripted, tokenizer, [{"input_token_ids": [one]}] * 2, max_new_tokens=9)
+    assert rollout.mask.tolist() == [[True, True, False], [True, True, True]]
+    pad = tokenizer.pad_token_id
+    assert rollout.token_ids[:, 1:].tolist() == [[one, end, pad], [one, two, other_end]]
+    assert rollout.texts == ["1", "12"]
 
 
 def test_group_advantages_are_standardised_within_each_group() -> None:

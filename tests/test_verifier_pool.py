@@ -235,10 +235,7 @@ def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored()
             pool.verify(sample(1, WorkerLost("gone"))), pool.verify(sample(2, 1.0))
         )
         assert (poison.status, poison.reward) == (FAILED, None)
-        assert (
-            poison.results[0].reason
-            == "2 workers of 'a' were lost over this sample, the last: WorkerLost: gone"
-        )
+        assert poison.results[0].reason == "2 workers of 'a' were lost over it, the last: WorkerLost: gone"
         assert poison.results[0].attempts == 2
         assert good.reward == 1.0
         assert len(workshop.made) == 3
@@ -299,7 +296,7 @@ def test_a_worker_that_never_gets_ready_counts_as_not_made():
 
     async def main() -> None:
         pool = VerifierPool(["a"], make, make_timeout_s=0.05, backoff_s=(0.0, 0.0))
-        with pytest.raises(WorkerLost, match="not ready within 0.05 s"):
+        with pytest.raises(WorkerLost, match="no worker of 'a' was ready within 0.05 s"):
             await pool.start()
 
     run(main())

@@ -21,6 +21,7 @@ from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, Settings, Verdict, WorkerInfo
+from async_grpo.weights.manifest import record
 from async_grpo.weights.package import WeightPackage
 
 
@@ -255,8 +256,14 @@ class LogprobActor(WorkerActor):
         return max_tokens
 
     async def update_weights(self, package: WeightPackage) -> Any:
+        """Load a package (proximal workers only) and answer the canary under the new weights."""
+        from safetensors.torch import load
+
         chunks = await asyncio.gather(*package.chunks)
-        return await self._server.load_package(chunks, package.canary_ids)
+        tensors = {name: tensor for chunk in chunks for name, tensor in load(chunk.tobytes()).items()}
+        await self._server.load_weights(tensors.items())
+        manifest = {name: record(tensor) for name, tensor in tensors.items()}
+        return manifest, await self._server.prompt_logprobs(package.canary_ids)
 
     async def until_failure(self) -> str:
         return await asyncio.get_running_loop().create_future()  # its failures are answers to requests

@@ -1,7 +1,7 @@
 """`RayEngineLink`: weight packages through Ray's object store to every registered worker, and their receipts back."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,13 @@ class RayEngineLink:
     Args:
         registries: the registry actors whose workers follow the policy.
         timeout_s: longest time a worker may take to load one package.
+        on_commit: called with a package once its weights generate.
     """
 
-    def __init__(self, registries: Mapping[str, Any], timeout_s: float) -> None:
-        self._registries, self._timeout_s = registries, timeout_s
+    def __init__(
+        self, registries: Mapping[str, Any], timeout_s: float, on_commit: Callable[[WeightPackage], None]
+    ) -> None:
+        self._registries, self._timeout_s, self._on_commit = registries, timeout_s, on_commit
 
     def put(self, chunk: np.ndarray) -> Any:
         return ray.put(chunk)
@@ -54,7 +57,7 @@ class RayEngineLink:
         return receipts
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """Tell the registries that the package is the current one."""
+        """Tell the registries that the package is the current one, and then whoever asked."""
         ray.get(
             [
                 registry.end_sync.remote(package, [w for w in landed if self._owners[w] is registry])
@@ -62,6 +65,64 @@ class RayEngineLink:
             ],
             timeout=self._timeout_s,
         )
+        self._on_commit(package)
+
+
+class RayEngineControl:
+    """`EngineControl` over Ray: the generation workers, driven step by step by vLLM's trainer engine.
+
+    Args:
+        registry: of the generation workers.
+        on_commit: called with the package once its weights generate.
+    """
+
+    def __init__(self, registry: Any, timeout_s: float, on_commit: Callable[[WeightPackage], None]) -> None:
+        self._registry, self._timeout_s, self._on_commit = registry, timeout_s, on_commit
+        self._handles: dict[str, Any] = {}
+        self._world_sizes: dict[str, int] = {}
+
+    def begin(self) -> dict[str, int]:
+        members, _, _ = self._get(self._registry.roll_call.remote())
+        self._handles = self._get(self._registry.begin_sync.remote())
+        self._world_sizes = {info.worker_id: info.world_size for info in members if info.worker_id in self._handles}
+        return self._world_sizes
+
+    def pause(self) -> None:
+        self._each("pause")
+
+    def resume(self, version: int) -> None:
+        self._each("resume", version)
+
+    def receipts(self, package: WeightPackage) -> dict[str, Receipt]:
+        return self._each("receipt", package.canary_ids)
+
+    def commit(self, package: WeightPackage, landed: list[str]) -> None:
+        self._get(self._registry.end_sync.remote(package, landed))
+        self._on_commit(package)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Every engine joins the group after the ones before it: rank 0 is the trainer."""
+        answers, offset = [], init_info["rank_offset"]
+        for worker_id, handle in self._handles.items():
+            answers.append(handle.transfer.remote("init_weight_transfer", {**init_info, "rank_offset": offset}))
+            offset += self._world_sizes[worker_id]
+        self._get(answers)
+
+    def start_weight_update(self) -> None:
+        self._each("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._each("receive_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._each("finish_weight_update")
+
+    def _each(self, method: str, *args: Any) -> dict[str, Any]:
+        answers = self._get([handle.transfer.remote(method, *args) for handle in self._handles.values()])
+        return dict(zip(self._handles, answers, strict=True))
+
+    def _get(self, references: Any) -> Any:
+        return ray.get(references, timeout=self._timeout_s)
 
 
 def _cause(error: Exception) -> str:

@@ -21,7 +21,7 @@ from async_grpo.cluster.head import (
     open_run,
     start_batcher,
 )
-from async_grpo.cluster.link import RayEngineLink
+from async_grpo.cluster.link import RayEngineControl, RayEngineLink
 from async_grpo.config import RunConfig
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
@@ -37,6 +37,8 @@ from async_grpo.training.optimizer import OptimizerSettings, build_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import Settings
+from async_grpo.weights.nccl import EngineControl, NCCLPublisher
+from async_grpo.weights.package import WeightPackage
 from async_grpo.weights.publisher import Canary, EngineLink, Publisher
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ def train(config: RunConfig, prepared: Prepared) -> None:
             _train_as_head(config, prepared, ranks)
         else:
             batcher = find_batcher(config.start_timeout_s)
-            _run_loop(config, prepared, ranks, Experience(config, batcher, ranks), link=None, metrics=None)
+            _run_loop(config, prepared, ranks, Experience(config, batcher, ranks), engines=None, metrics=None)
 
 
 def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
@@ -69,12 +71,12 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     plan = batcher_plan(config, ranks.world_size)
     batcher = start_batcher(run, config, plan, prepared.questions, (prepared.rewards, names), roles)
     experience = Experience(config, batcher, ranks, prepared)
-    link = _Link(run, config, experience, follows_policy="proximal" in roles)
+    engines = Engines(run, config, experience, roles)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
     await_workers(run, config, roles)
     try:
-        _run_loop(config, prepared, ranks, experience, link, metrics)
+        _run_loop(config, prepared, ranks, experience, engines, metrics)
     finally:
         metrics.close()
     close_run(run, f"{config.num_steps} steps are done")
@@ -85,7 +87,7 @@ def _run_loop(
     prepared: Prepared,
     ranks: Ranks,
     experience: "Experience",
-    link: EngineLink | None,
+    engines: "Engines | None",
     metrics: MetricsWriter | None,
 ) -> None:
     settings = prepared.settings
@@ -95,7 +97,7 @@ def _run_loop(
         policy=policy,
         accumulator=_accumulator(config, policy, ranks),
         source=experience,
-        publisher=_publisher(policy, settings, link),
+        publisher=_publisher(config, policy, settings, ranks, engines),
         metrics=metrics,
         checkpoints=CheckpointWriter(
             config.output_path,
@@ -145,23 +147,39 @@ def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> Gradie
     )
 
 
-def _publisher(policy: PolicyModel, settings: Settings, link: EngineLink | None) -> Publisher:
+def _publisher(
+    config: RunConfig, policy: PolicyModel, settings: Settings, ranks: Ranks, engines: "Engines | None"
+) -> Publisher | NCCLPublisher:
+    """Engine links exist on rank 0 alone; the other ranks take part in the gathering."""
     length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
-    return Publisher(link, named_full_tensors, canary, torch_dtype(settings.dtype))
+    wire_dtype = torch_dtype(settings.dtype)
+    if settings.transport == "nccl":
+        control = engines.control() if engines else None
+        return NCCLPublisher(
+            control, named_full_tensors, canary, wire_dtype, rank=ranks.rank, timeout_s=config.sync_timeout_s
+        )
+    return Publisher(engines.link() if engines else None, named_full_tensors, canary, wire_dtype)
 
 
-class _Link(RayEngineLink):
-    """The engines' link that also tells the batcher which version is live."""
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """How rank 0 reaches the engines, by either transport; the batcher is told which version is live."""
 
-    def __init__(self, run: OpenRun, config: RunConfig, experience: "Experience", *, follows_policy: bool) -> None:
-        registries = run.registries if follows_policy else {"generation": run.generation}
-        super().__init__(registries, config.sync_timeout_s)
-        self._experience = experience
+    run: OpenRun
+    config: RunConfig
+    experience: "Experience"
+    roles: Sequence[str]
 
-    def commit(self, package: Any, landed: list[str]) -> None:
-        super().commit(package, landed)
-        self._experience.weights_live(package.version)
+    def link(self) -> EngineLink:
+        follows = self.run.registries if "proximal" in self.roles else {"generation": self.run.generation}
+        return RayEngineLink(follows, self.config.sync_timeout_s, self._live)
+
+    def control(self) -> EngineControl:
+        return RayEngineControl(self.run.generation, self.config.sync_timeout_s, self._live)
+
+    def _live(self, package: WeightPackage) -> None:
+        self.experience.weights_live(package.version)
 
 
 class Experience(RemoteExperience):

@@ -180,9 +180,37 @@ class GenerationWorker:
             raise WorkerLost("the processes of one engine received different weights")
         return {name: TensorRecord(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in receipts[0].items()}
 
+    # The same update in single steps, for a transfer that the trainer's own engine drives (NCCL) ------------------
+
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's transfer group (NCCL only)."""
+        """Join the trainer's transfer group."""
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+
+    async def pause(self) -> None:
+        await self._update_lock.acquire()
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def start_weight_update(self) -> None:
+        self._unfit = "an update of its weights did not finish"
+        await self.engine.start_weight_update()
+
+    async def receive_weights(self, update_info: dict[str, Any]) -> None:
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info))
+
+    async def finish_weight_update(self) -> None:
+        await self.engine.finish_weight_update()
+        self._unfit = None
+
+    async def resume(self, version: int) -> None:
+        """Go on with `version`; an engine whose update did not finish resumes only to refuse its requests."""
+        await self.engine.update_weight_version(str(version))
+        self.policy_version = version
+        await self.engine.resume_generation()
+        self._update_lock.release()
+
+    async def receipt(self, canary_ids: np.ndarray) -> tuple[Manifest, np.ndarray]:
+        """What the last update delivered, and the canary's log-probs under it."""
+        return await self._receipt(), await self.prompt_logprobs(canary_ids)
 
     async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first one is 0."""

@@ -94,6 +94,14 @@ class LogprobServer:
                 self._thread, _copy_weights, self._policy, named_tensors
             )
 
+    async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) float32 log-probs of a fixed text at temperature 1, the first one 0: the answer to a landing check."""
+        loop = asyncio.get_running_loop()
+        request = _Request(token_ids, 1, loop.create_future())
+        async with self._policy_in_use:
+            (answer,) = await loop.run_in_executor(self._thread, self._forward, [request], 1.0)
+        return np.concatenate([np.zeros(1, np.float32), answer])
+
     async def close(self) -> None:
         """Fail what still waits and take no more. A forward under way ends on its own, not waited for."""
         self._closed = True
@@ -153,7 +161,7 @@ class LogprobServer:
         """One forward; its error is the answer of exactly the requests that were in it."""
         loop = asyncio.get_running_loop()
         try:
-            answers = await loop.run_in_executor(self._thread, self._forward, batch)
+            answers = await loop.run_in_executor(self._thread, self._forward, batch, self._temperature)
         except Exception as error:
             self._fail(error, *batch)
             return
@@ -162,7 +170,7 @@ class LogprobServer:
                 request.answer.set_result(answer)
 
     @torch.no_grad()
-    def _forward(self, batch: list[_Request]) -> list[np.ndarray]:
+    def _forward(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
         """Completion log-probs of each request of one packed batch; runs in the worker thread."""
         bounds = np.cumsum([0, *map(len, batch)])
         input_ids = np.concatenate([request.token_ids for request in batch])
@@ -172,7 +180,7 @@ class LogprobServer:
             torch.tensor(input_ids, dtype=torch.int64, device=device),
             torch.tensor(bounds),
             torch.tensor(is_completion, device=device),
-            self._temperature,
+            temperature,
         )
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]

@@ -24,6 +24,7 @@ FIXED_VARIABLES = {
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONHASHSEED": "0",  # the same text gets the same reward in every process
+    "CUDA_VISIBLE_DEVICES": "",  # the accelerators belong to the trainers and the engines
 }
 
 

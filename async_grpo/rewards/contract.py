@@ -81,8 +81,11 @@ def describe(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    message = str(error)[:MAX_REASON_CHARACTERS]
-    return f"{type(error).__name__}: {message}{where}"
+    return _cut(f"{type(error).__name__}: {_cut(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
+
+
+def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
+    return text if len(text) <= length else text[:length] + " ..."
 
 
 def _checked(answer: Any) -> dict[str, Any]:
@@ -94,9 +97,7 @@ def _checked(answer: Any) -> dict[str, Any]:
         return failure(f"the adapter's dict has no `reward`, only {sorted(map(str, answer))}")
     wrong = [f"{name}={value!r}" for name, value in answer.items() if not _is_finite_number(value)]
     if wrong:
-        return failure(
-            f"the adapter returned {', '.join(wrong)}: the reward and all components must be finite numbers"
-        )
+        return failure(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
     extra = {str(name): float(value) for name, value in answer.items() if name != "reward"}
     return _answer("ok", reward=float(answer["reward"]), extra=extra)
 
@@ -108,9 +109,5 @@ def _is_finite_number(value: Any) -> bool:
 def _answer(
     status: str, reward: float | None = None, extra: dict[str, float] | None = None, reason: str = ""
 ) -> dict[str, Any]:
-    return {
-        "status": status,
-        "reward": reward,
-        "extra": extra or {},
-        "reason": reason[: 2 * MAX_REASON_CHARACTERS],
-    }
+    reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
+    return {"status": status, "reward": reward, "extra": extra or {}, "reason": reason}

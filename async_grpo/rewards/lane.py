@@ -115,9 +115,7 @@ class Lane:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
         elif not self._slots:
-            raise RuntimeError(
-                f"the verifier lane of {self.adapter!r} was asked for a score before its start"
-            )
+            raise RuntimeError(f"the verifier lane of {self.adapter!r} was used before its start")
         else:
             self._queue.put_nowait(job)
         return await job.outcome
@@ -139,9 +137,7 @@ class Lane:
                 continue
             try:
                 trouble = await self._serve(worker, job)
-            except (
-                BaseException
-            ) as error:  # the lane is closing, or a bug of ours: nobody else will answer this job
+            except BaseException as error:  # closing, or a bug of ours: nobody else will answer this job
                 self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
                 raise
             if trouble:
@@ -181,9 +177,7 @@ class Lane:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
         elif job.workers_lost >= ATTEMPTS:
-            self._fail(
-                job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over this sample, the last: {trouble}"
-            )
+            self._fail(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {trouble}")
         elif not job.outcome.done():
             job.queued_at = time.monotonic()
             self._queue.put_nowait(job)
@@ -210,7 +204,7 @@ class Lane:
                 raise
             except TimeoutError:
                 error = WorkerLost(
-                    f"a worker of {self.adapter!r} was not ready within {self._patience.make_s:g} s"
+                    f"no worker of {self.adapter!r} was ready within {self._patience.make_s:g} s"
                 )
             except Exception as latest:  # whatever the transport raises
                 error = latest
@@ -225,18 +219,14 @@ class Lane:
             async with asyncio.timeout(self._patience.grace_s):
                 await worker.close()
         except Exception as error:  # it is broken anyway, and nothing is given to it any more
-            logger.warning(
-                "closing a verifier worker of %r: %s: %s", self.adapter, type(error).__name__, error
-            )
+            logger.warning("closing a worker of %r: %s: %s", self.adapter, type(error).__name__, error)
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
         self._slots.discard(slot)
         if slot.cancelled():
             return
         error = slot.exception()
-        logger.error(
-            "one verifier of %r less, %d left: %s", self.adapter, len(self._slots), error, exc_info=error
-        )
+        logger.error("a verifier of %r less, %d left", self.adapter, len(self._slots), exc_info=error)
         if not self._slots:
             self._break(str(error))
 
@@ -248,17 +238,15 @@ class Lane:
 
     def _fail(self, job: _Job, reason: str) -> None:
         if not job.outcome.done():
-            self.stats.add(
-                job.finish(AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0))
-            )
+            failed = AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0)
+            self.stats.add(job.finish(failed))
 
 
 def _checked(result: AdapterResult) -> AdapterResult:
     """A worker may be remote and of another make: only a finite reward is one."""
     if result.status is RewardStatus.OK and (result.reward is None or not math.isfinite(result.reward)):
-        return replace(
-            result, status=RewardStatus.FAILED, reward=None, reason=f"the reward is {result.reward}"
-        )
+        reason = f"the reward is {result.reward}"
+        return replace(result, status=RewardStatus.FAILED, reward=None, reason=reason)
     return result
 
 

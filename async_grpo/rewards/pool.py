@@ -1,8 +1,10 @@
 """VerifierPool: every adapter scores every sample, each with its own queue and workers, and nothing is lost.
 
-pool = VerifierPool(["mathd", "sympy"], process_maker(source), workers=2)
-await pool.start()
-verdict = await pool.verify({"completion": ..., "answer": ..., ...})
+    pool = VerifierPool(["mathd", "sympy"], process_maker(source), workers=2)
+    await pool.start()
+    verdict = await pool.verify({"completion": ..., "answer": ..., ...})
+
+The workers themselves are somebody else's: processes here (`process.process_maker`), actors elsewhere.
 """
 
 import asyncio
@@ -55,9 +57,8 @@ class VerifierPool:
             Exception: what the last attempt to make a worker raised.
         """
         try:
-            outcomes = await asyncio.gather(
-                *(lane.start() for lane in self._lanes.values()), return_exceptions=True
-            )
+            starts = [lane.start() for lane in self._lanes.values()]
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
             if errors := [outcome for outcome in outcomes if outcome is not None]:
                 raise errors[0]
         except BaseException:
@@ -93,7 +94,7 @@ def _worker_counts(adapters: Sequence[str], workers: Mapping[str, int] | int) ->
     by_name = dict.fromkeys(adapters, workers) if isinstance(workers, int) else dict(workers)
     if unknown := sorted(set(by_name) - set(adapters)):
         raise ConfigurationError(
-            f"workers are asked for {', '.join(unknown)}, but the adapters are {list(adapters)}"
+            f"workers asked for {', '.join(unknown)}, but the adapters are {list(adapters)}"
         )
     counts = {name: by_name.get(name, 1) for name in adapters}
     if min(counts.values()) < 1:

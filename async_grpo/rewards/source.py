@@ -30,6 +30,8 @@ class RewardSource:
     def from_file(cls, path: str | Path) -> "RewardSource":
         """Read a page such as `reward_registry.py`. Raises ConfigurationError if it cannot be read."""
         path = Path(path)
+        if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
+            raise ConfigurationError(f"the page of rewards {str(path)!r} cannot be a module: rename it")
         try:
             return cls.from_text(path.stem, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -52,20 +54,16 @@ class RewardSource:
         if getattr(loaded, "__sha256__", None) == self.sha256:
             return loaded  # type: ignore[return-value]
         loader = _TextLoader(self.text)
-        module = importlib.util.module_from_spec(
-            ModuleSpec(self.module_name, loader, origin=f"{self.module_name}.py")
-        )
+        spec = ModuleSpec(self.module_name, loader, origin=f"{self.module_name}.py")
+        module = importlib.util.module_from_spec(spec)
         module.__sha256__ = self.sha256  # type: ignore[attr-defined]
-        sys.modules[self.module_name] = (
-            module  # before it runs: enums and data classes look themselves up here
-        )
+        sys.modules[self.module_name] = module  # before it runs: data classes look themselves up here
         try:
             loader.exec_module(module)
         except Exception as error:
             _restore(self.module_name, loaded)
-            raise ConfigurationError(
-                f"{self.module_name} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+            message = f"{self.module_name} cannot be imported: {type(error).__name__}: {error}"
+            raise ConfigurationError(message) from error
         return module
 
 
@@ -113,7 +111,7 @@ def resolve(source: RewardSource, names: str | Iterable[str]) -> dict[str, Calla
     unknown = [name for name in asked if name not in known]
     if unknown or not asked:
         problem = (
-            f"unknown reward function {', '.join(unknown)}" if unknown else "no reward function was named"
+            f"unknown reward function {', '.join(unknown)}" if unknown else "no reward function is named"
         )
         raise ConfigurationError(
             f"{problem}: {source.module_name} knows {', '.join(sorted(known)) or 'none'}"

@@ -37,11 +37,7 @@ def parse(expression: str) -> ast.expr:
         raise NotArithmetic(f"a number has a leading zero or more than {MAX_DIGITS} digits")
     try:
         tree = ast.parse(text, mode="eval").body
-    except (
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # the last two: hundreds of nested brackets or signs
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: too deeply nested
         raise NotArithmetic(f"{text!r} is not an expression: {error}") from error
     if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
         raise NotArithmetic(f"more than {MAX_NODES} numbers and operators")
@@ -109,9 +105,17 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
     nums, target = sample.get("nums"), sample.get("target", sample.get("answer"))
     if not isinstance(nums, (list, tuple)) or not nums:
         raise ValueError(f"a countdown row needs a list `nums`, not {nums!r}")
-    if isinstance(target, bool) or not isinstance(target, (str, int, float)):
-        raise ValueError(f"a countdown row needs a number `target` (or `answer`), not {target!r}")
-    return [int(number) for number in nums], Fraction(target)
+    numbers = [_number(number) for number in nums]
+    if any(number.denominator != 1 for number in numbers):
+        raise ValueError(f"the `nums` of a countdown row must be whole numbers, not {nums!r}")
+    return [int(number) for number in numbers], _number(target)
+
+
+def _number(value: Any) -> Fraction:
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"`nums` and `target` (or `answer`) must be numbers, not {value!r}") from error
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:

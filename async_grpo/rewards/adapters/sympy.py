@@ -29,15 +29,7 @@ _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True,
 _INTEGER = re.compile(r"-?\d+")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
-_SYMPY_ERRORS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    NotImplementedError,
-    RecursionError,
-    MemoryError,
-)
+_SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 class TooSlow(BaseException):
@@ -67,15 +59,10 @@ def split_elements(text: str) -> tuple[str, list[str]]:
     (('(]', ['1', '2']), ('', ['7']))
     """
     inner = text[1:-1]
-    if (
-        len(text) > 2
-        and text[0] in "(["
-        and text[-1] in ")]"
-        and "," in inner
-        and not re.search(r"[()\[\]]", inner)
-    ):
-        return text[0] + text[-1], [element.strip() for element in inner.split(",")]
-    return "", [text]
+    bracketed = text[:1] in tuple("([") and text[-1:] in tuple(")]")
+    if not bracketed or "," not in inner or re.search(r"[()\[\]]", inner):
+        return "", [text]
+    return text[0] + text[-1], [element.strip() for element in inner.split(",")]
 
 
 def parse(text: str) -> Any:
@@ -153,10 +140,8 @@ def _has_value(given: str, gold: Any) -> bool:
 
 def equal(gold: str, given: str) -> bool:
     """Whether two answers agree in brackets, length and elements. ValueError if the gold is unreadable."""
-    (gold_brackets, gold_elements), (brackets, elements) = (
-        split_elements(clean(gold)),
-        split_elements(clean(given)),
-    )
+    gold_brackets, gold_elements = split_elements(clean(gold))
+    brackets, elements = split_elements(clean(given))
     if gold_brackets != brackets or len(gold_elements) != len(elements):
         return False
     return all(map(equal_elements, gold_elements, elements))

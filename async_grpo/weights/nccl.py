@@ -1,0 +1,177 @@
+"""`NCCLPublisher`: weights from GPU to GPU through vLLM's own NCCL engine, in the same transaction with the same proof.
+
+vLLM's trainer engine gathers, broadcasts and drives start/update/finish through a client of four methods; `EngineControl`
+is that client and also pauses, resumes and collects receipts. The NCCL group has a fixed membership: when the set of
+workers has changed, it is built anew before the next sync, so a late worker joins at a step's end.
+"""
+
+import concurrent.futures
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from async_grpo.errors import DeadlineExceeded
+from async_grpo.weights.manifest import TensorRecord, record
+from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage, prove_landed
+from async_grpo.weights.perturbation import perturbed
+from async_grpo.weights.publisher import TOLERANCES, Canary
+
+
+class EngineControl(Protocol):
+    """All engines of the run at once; `cluster/` has the one over Ray. Also vLLM's `VLLMWeightSyncClient`."""
+
+    def begin(self) -> Mapping[str, int]:
+        """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
+        ...
+
+    def pause(self) -> None: ...
+
+    def resume(self, version: int) -> None: ...
+
+    def receipts(self, package: WeightPackage) -> Mapping[str, Receipt]: ...
+
+    def commit(self, package: WeightPackage, landed: list[str]) -> None: ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class RecordingSource:
+    """vLLM's `WeightSource` over a policy: yields full tensors in the wire dtype and notes each one on its way out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named_full_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]],
+        wire_dtype: torch.dtype,
+    ) -> None:
+        self._model, self._named_full_tensors, self._wire_dtype = model, named_full_tensors, wire_dtype
+        self._metadata: list[Any] | None = None
+        self.sent: dict[str, TensorRecord] = {}
+
+    def metadata(self) -> list[Any]:
+        """Names, dtypes and full shapes; gathers once (a collective) and remembers."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        if self._metadata is None:
+            named = self._named_full_tensors(self._model)
+            self._metadata = [ParamMeta(name, self._wire_dtype, tuple(tensor.shape)) for name, tensor in named]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sent = {}
+        for name, tensor in self._named_full_tensors(self._model):
+            wired = tensor.detach().to(self._wire_dtype).contiguous()
+            self.sent[name] = record(wired)
+            yield name, wired
+
+
+def vllm_trainer_engine(control: EngineControl | None, source: RecordingSource, world_size: int, rank: int) -> Any:
+    """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    info = NCCLTrainerInitInfo(_own_address(), _free_port(), world_size, rank=rank)
+    return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
+
+
+class NCCLPublisher:
+    """The same face as `Publisher`. Built on every rank; only rank 0 has a control.
+
+    Args:
+        make_engine: (control, source, world size of the transfer group, rank) -> vLLM's trainer engine.
+        timeout_s: of a whole transfer: an NCCL broadcast whose peer is gone never returns by itself.
+    """
+
+    def __init__(
+        self,
+        control: EngineControl | None,
+        named_full_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]],
+        canary: Canary,
+        wire_dtype: torch.dtype,
+        *,
+        rank: int,
+        timeout_s: float,
+        tolerance: float | None = None,
+        make_engine: Callable[[EngineControl | None, RecordingSource, int, int], Any] = vllm_trainer_engine,
+    ) -> None:
+        self._control, self._named_full_tensors, self._canary = control, named_full_tensors, canary
+        self._wire_dtype, self._rank, self._timeout_s, self._make_engine = wire_dtype, rank, timeout_s, make_engine
+        self._tolerance = tolerance or TOLERANCES[str(wire_dtype).removeprefix("torch.")]
+        self._source: RecordingSource | None = None
+        self._engine: Any = None
+        self._members: Mapping[str, int] | None = None
+        self._watched = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="nccl-transfer")
+
+    def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> dict[str, float]:
+        """As `Publisher.publish`."""
+        started = time.monotonic()
+        if self_test:
+            with perturbed(model):
+                self._send(model, SELF_TEST)
+        error = self._send(model, version)
+        return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
+
+    def _send(self, model: nn.Module, version: int) -> float:
+        expected = self._canary.logprobs(model, self._canary.token_ids)
+        source = self._source = self._source or RecordingSource(model, self._named_full_tensors, self._wire_dtype)
+        if self._control is None:
+            self._engine = self._engine or self._make_engine(None, source, 0, self._rank)
+            self._engine.send_weights()  # takes part in the gathering, sends nothing
+            return 0.0
+        self._connect(self._control.begin(), source)
+        self._control.pause()
+        try:
+            self._within_deadline(self._engine.send_weights)
+        finally:
+            self._control.resume(version)
+        package = WeightPackage(version, source.sent, [], self._canary.token_ids, expected)
+        receipts = self._control.receipts(package)
+        error = prove_landed(package, receipts, self._tolerance)
+        if version != SELF_TEST:
+            self._control.commit(package, list(receipts))
+        return error
+
+    def _connect(self, members: Mapping[str, int], source: RecordingSource) -> None:
+        if self._members != members:
+            if self._engine is not None:
+                self._engine.shutdown()
+            world_size = 1 + sum(members.values())
+            self._engine = self._within_deadline(self._make_engine, self._control, source, world_size, self._rank)
+            self._members = dict(members)
+
+    def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run in a thread with a watchdog; the thread keeps the CUDA device that is current here."""
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def on_device() -> Any:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return call(*args)
+
+        try:
+            return self._watched.submit(on_device).result(self._timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the NCCL transfer did not end within {self._timeout_s:.0f} s (--sync-timeout-s): a peer is gone or "
+                "unreachable; NCCL_DEBUG=INFO tells more, --weight-transport object_store needs no NCCL"
+            ) from error
+
+
+def _own_address() -> str:
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
