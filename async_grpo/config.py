@@ -49,7 +49,7 @@ class RunConfig:
 
     reward_fns: str = option("", "Comma list of rewards (default: what the generation workers name).", "Rewards")
     reward_registry: str | None = option(None, "The page of rewards (default: reward_registry.py here).", "Rewards")
-    verifiers_per_reward: int = option(1, "Worker processes for each reward.", "Rewards")
+    verifiers_per_reward: int = option(4, "Worker processes for each reward.", "Rewards")
     reward_timeout_s: float = option(30.0, "Longest scoring of one sample; then the sample is masked.", "Rewards")
 
     advantage_estimator: str = option("grpo", "How rewards become advantages.", "Algorithm")

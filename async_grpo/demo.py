@@ -25,7 +25,7 @@ class DemoConfig:
 
     seed: int = option(37, "Seed of everything random.", "Demo")
     output_dir: str = option("runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo")
-    steps: int = option(60, "Optimizer steps.", "Demo")
+    steps: int = option(90, "Optimizer steps.", "Demo")
     max_staleness: int = option(1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo")
 
 
@@ -50,13 +50,13 @@ def run_config(config: DemoConfig) -> LocalConfig:
         run_name=f"demo-{config.seed}",
         reward_fns="countdown,format",
         batch_size=32,
-        samples_per_question=16,
+        samples_per_question=8,
         num_training_batches=config.steps,
         max_staleness=config.max_staleness,
         max_tokens_per_gpu=4096,
         max_generation_tokens=32,
         infinite_sampler_seed=config.seed,
-        learning_rate=4e-4,
+        learning_rate=2e-4,
         num_warmup_steps=5,
         kl_coef=0.001,
         nproc_per_node=2,

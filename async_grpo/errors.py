@@ -5,6 +5,7 @@
     |- WorkerLost (RuntimeError)         a generation, logprob or verifier worker died
     |- WeightsDidNotLand (RuntimeError)  an engine does not hold the weights that were sent
     |- StalenessViolated (AssertionError) a sample older than the budget reached the trainer: our bug
+    |- NonFiniteGradient (ArithmeticError) a step's loss or gradient holds NaN or inf
     |- DeadlineExceeded (TimeoutError)   a wait ended without what it waited for
     `- RunFailed (RuntimeError)          a supervised background task ended the run
 
@@ -32,6 +33,10 @@ class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
 
 class StalenessViolated(AsyncGrpoError, AssertionError):
     """A token older than `max_staleness` steps was about to be trained on."""
+
+
+class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
+    """The loss or gradient of a step holds NaN or inf. The step was not taken and the gradient is discarded."""
 
 
 class DeadlineExceeded(AsyncGrpoError, TimeoutError):

@@ -192,16 +192,16 @@ def main(
     train: Annotated[Path, typer.Option(help="JSONL of countdown problems.")],
     heldout: Annotated[Path, typer.Option(help="JSONL of held-out problems.")],
     output: Annotated[Path, typer.Option(help="One JSON object per step.")] = Path("plain_grpo.jsonl"),
-    steps: Annotated[int, typer.Option(min=0)] = 200,
-    prompts_per_step: Annotated[int, typer.Option(min=1)] = 16,
+    steps: Annotated[int, typer.Option(min=0)] = 100,
+    prompts_per_step: Annotated[int, typer.Option(min=1)] = 32,
     group_size: Annotated[int, typer.Option(min=2)] = 8,
-    lr: float = 5e-4,
+    lr: float = 2e-4,
     warmup_steps: Annotated[int, typer.Option(min=0, help="The learning rate rises to lr, then stays.")] = 5,
     staleness: Annotated[
         int, typer.Option(min=0, help="Steps between sampling and training of a batch.")
     ] = 0,
     max_new_tokens: int = 24,
-    eval_every: Annotated[int, typer.Option(min=1)] = 50,
+    eval_every: Annotated[int, typer.Option(min=1)] = 25,
     eval_repeats: Annotated[int, typer.Option(min=1, help="Completions per held-out problem.")] = 2,
     seed: int = 0,
 ) -> None:

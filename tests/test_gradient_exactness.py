@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.training.accumulator import GradientAccumulator, NonFiniteGradient
+from async_grpo.errors import NonFiniteGradient
+from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.distributed import distributed_run
@@ -188,6 +189,7 @@ def canary_and_checkpoint(ranks, folder):
     """Canary log-probs of a sharded policy, a checkpoint of it, and a training step after both."""
     policy = shard_policy(PolicyModel(tiny_model()), ranks)
     canary = canary_logprobs(policy, CANARY, temperature=0.7)
+    assert all(hasattr(p, "full_tensor") for p in policy.parameters()), "the canary left weights gathered"
     CheckpointWriter(folder, Path(folder) / "model", ranks, dtype="float32").save(policy, 77)
     policy(torch.arange(4), torch.tensor([0, 4]), torch.ones(4, dtype=torch.bool), 1.0)[0].sum().backward()
     return torch.tensor(canary), all(p.grad is not None for p in policy.parameters())
@@ -321,6 +323,19 @@ def test_a_step_leaves_nothing_behind_for_the_next(alone):
     assert fresh.finish() == pytest.approx(metrics | {"peak_memory_usage_GB": pytest.approx(0, abs=100)})
     for name, gradient in fresh_optimizer.gradients.items():
         assert torch.equal(gradient, optimizer.gradients[name])
+
+
+def test_the_schedule_advances_with_updates_only(alone):
+    policy = shard_policy(PolicyModel(tiny_model()), alone)
+    settings = OptimizerSettings(1.0, "constant_with_warmup", warmup_steps=4)
+    accumulator = GradientAccumulator(
+        policy, *build_optimizer(policy.parameters(), settings), Objective(), alone
+    )
+    rates = []
+    for micro_batch in (pack(random_batch(2)[0]), dummy_micro_batch(token_id=1), pack(random_batch(6)[0])):
+        accumulator.add(micro_batch)
+        rates.append(accumulator.finish()["lr"])
+    assert rates == [0.25, 0.5, 0.5]
 
 
 def test_metrics_of_a_hand_made_micro_batch(alone):

@@ -13,6 +13,7 @@ from tiny_policy import VOCAB, save_tiny_model, tiny_model
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.logprob.worker import LogprobServer
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.training.canary import canary_logprobs
 
 DEADLINE_S = 20
 
@@ -289,3 +290,15 @@ def test_a_server_starts_from_a_model_folder(tmp_path):
         return answer
 
     assert run(scenario())[0].shape == (3,)
+
+
+def test_a_landing_check_is_answered_at_temperature_1_whatever_the_server_samples_at():
+    ids = np.arange(1, 12, dtype=np.int32)
+
+    async def scenario():
+        server = LogprobServer(PolicyModel(tiny_model()), max_tokens=10**6, temperature=0.3)
+        answer = await server.prompt_logprobs(ids)
+        await server.close()
+        return answer
+
+    np.testing.assert_allclose(run(scenario()), canary_logprobs(PolicyModel(tiny_model()), ids), atol=1e-6)

@@ -18,22 +18,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import plot
-from async_grpo import plotting
+from async_grpo import metrics_files, plotting
 from async_grpo.errors import ConfigurationError
-from async_grpo.plotting import (
+from async_grpo.metrics_files import (
     DEFAULT_X_KEY,
     FetchFailed,
     Run,
     default_names,
-    draw,
     fetch,
     info_table,
     load_runs,
-    moving_average,
-    plot_runs,
     read_run,
     wall_seconds,
 )
+from async_grpo.plotting import draw, moving_average, plot_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -488,7 +486,7 @@ def test_an_scp_that_delivers_nothing_is_a_failure_and_an_empty_file_an_error(
 
 
 def test_an_scp_that_hangs_is_stopped(scp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plotting, "FETCH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(metrics_files, "FETCH_TIMEOUT_S", 0.3)
     (scp / "scp.sh").write_text("exec sleep 60")
     with pytest.raises(FetchFailed, match=r"host:m\.jsonl within 0\.3 s"):
         fetch("host", "m.jsonl", tmp_path / "copy")

@@ -42,7 +42,7 @@ def test_importing_the_page_is_cheap():
     }
 
 
-@pytest.mark.parametrize("module", ["pool", "process", "child", "source", "combine", "lane"])
+@pytest.mark.parametrize("module", ["pool", "process", "child", "source", "combine", "lane", "worker"])
 def test_the_room_imports_neither_ray_nor_vllm_nor_torch(module):
     loaded = modules_after(f"import async_grpo.rewards.{module}")
     assert not loaded & {"ray", "vllm", "torch", "transformers", "sympy"}

@@ -178,14 +178,14 @@ def test_synchronize_on_a_cpu_does_nothing():
 
 CHILD = """
 import time
-from async_grpo.training.distributed import die_with_parent
-die_with_parent()
-print("ready", flush=True)
-time.sleep(60)
+from async_grpo.training.distributed import distributed_run
+with distributed_run("cpu"):
+    print("ready", flush=True)
+    time.sleep(60)
 """
 PARENT = f"""
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], env={{"RANK": "0", "WORLD_SIZE": "1"}})
 print(child.pid, flush=True)
 child.wait()
 """

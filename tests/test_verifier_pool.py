@@ -57,7 +57,10 @@ class ScriptedWorker:
             await act.wait()
             act = 1.0
         if act == SILENT:
-            await asyncio.sleep(1000)
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(0.01)  # stopping takes time, and the worker stays busy meanwhile
         while act == DEAF and not self.closed:
             try:
                 await asyncio.sleep(1000)
@@ -282,7 +285,9 @@ def test_a_pool_goes_on_with_the_workers_that_are_left():
             pool.verify(sample(0, WorkerLost("gone"), 1.0)),
             *(pool.verify(sample(n, 1.0)) for n in range(1, 9)),
         )
-        await until(lambda: pool.stats()["a"]["workers"] == 1)
+        await until(lambda: workshop.num_mishaps == 2)
+        await asyncio.sleep(0.01)  # the slot has ended by now
+        assert pool.stats()["a"]["workers"] == 1
         assert all(verdict.status is OK for verdict in verdicts)
         assert (await pool.verify(sample(9, 1.0))).status is OK
 
@@ -333,6 +338,22 @@ def test_a_cancelled_verification_gives_the_worker_back_and_its_answer_reaches_n
             len(workshop.made) == 1 and not workshop.made[0].closed
         )  # the same worker, none the worse for it
         assert pool.stats()["a"]["ok"] == 1
+
+    with_pool(test, workshop)
+
+
+def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_worker():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        for number in range(0, 10, 2):
+            stuck = asyncio.create_task(pool.verify(sample(number, SILENT)))
+            await until(lambda number=number: ("a", number) in workshop.journal)
+            stuck.cancel()
+            async with asyncio.timeout(3):  # less than timeout_s: nobody waits for the stuck call
+                assert (await pool.verify(sample(number + 1, 1.0))).results[0].extra == {"id": number + 1}
+        assert len(workshop.made) == 1
+        assert pool.stats()["a"]["ok"] == 5
 
     with_pool(test, workshop)
 

@@ -1,5 +1,4 @@
-"""Rewards -> advantages. Tensors are (B, T); groups are given by an id per row; statistics are float64
-inside.
+"""Rewards -> advantages. Tensors are (B, T), a group is an id per row, statistics are float64.
 
 Three rules hold for every estimator, because a reward that is missing or not a number must never move a
 baseline: only *participants* (valid rows with at least one unmasked token) enter the statistics of their
@@ -84,7 +83,7 @@ class GroupStatistics:
 
     mean: Tensor
     std: Tensor
-    informative: Tensor  # (B,) bool: a participant whose group holds at least two different scores
+    informative: Tensor  # (B,) bool: the participants of the row's group have at least two different scores
 
 
 def group_statistics(scores: Tensor, participates: Tensor, group_ids: Tensor) -> GroupStatistics:
@@ -107,7 +106,7 @@ def group_statistics(scores: Tensor, participates: Tensor, group_ids: Tensor) ->
     mean = total(scores) / size.clamp(min=1)
     std = (total((scores - mean).square()) / (size - 1).clamp(min=1)).sqrt()
     varied = extreme("amax", -torch.inf) > extreme("amin", torch.inf)
-    return GroupStatistics(mean, std, participates & (size >= 2) & varied)
+    return GroupStatistics(mean, std, varied)
 
 
 def grpo(rewards: Tensor, used: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:

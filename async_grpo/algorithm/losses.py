@@ -1,5 +1,4 @@
-"""Per-token policy losses. Each one says what its metrics are; how tokens are averaged is `aggregation`'s
-business.
+"""Per-token policy losses. Each one says what its metrics are; `aggregation` says how tokens are averaged.
 
 `logprobs` carries the gradient; `old_logprobs` is what the ratio is taken against: the behaviour policy's by
 default. Masked positions may hold anything, NaN and inf included: they are replaced *before* the maths,

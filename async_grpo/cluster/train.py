@@ -1,7 +1,6 @@
 """One trainer rank, assembled: the run on the cluster, the sharded policy, and the loop that joins them."""
 
 import dataclasses
-import inspect
 import json
 import logging
 import time
@@ -116,10 +115,9 @@ def _run_loop(
 
 def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> GradientAccumulator:
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    takes = inspect.signature(POLICY_LOSSES[config.policy_loss].function).parameters
     objective = Objective(
         policy_loss=config.policy_loss,
-        policy_loss_options={name: value for name, value in clips.items() if name in takes},
+        policy_loss_options={name: value for name, value in clips.items() if name in POLICY_LOSSES[config.policy_loss].options},
         aggregation=config.loss_aggregation,
         aggregation_scale=float(config.max_generation_tokens) if config.loss_aggregation == "constant_length" else None,
         kl_coef=config.kl_coef,

@@ -50,7 +50,7 @@ class LogprobServer:
         self._queue: deque[_Request] = deque()
         self._batch: list[_Request] = []  # taken from the queue and not yet answered
         self._arrival = asyncio.Event()
-        self._policy_in_use = asyncio.Lock()  # held by a forward, or by an update of the weights
+        # One thread, so that a forward and an update of the weights never run at once
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="logprob")
         self._serving: asyncio.Task[None] | None = None
         self._closed = False
@@ -62,8 +62,7 @@ class LogprobServer:
         return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
-        """Per sequence the log-probs (T,) float32 of its completion: of all tokens after the first
-        `prompt_length`.
+        """Per sequence the log-probs (T,) float32 of its completion, the tokens after `prompt_length`.
 
         sequences: (L,) integers each, prompt and completion. ConfigurationError: a sequence longer than the
         budget, a prompt length outside 1..L. WorkerLost: the server is closed. What the forward raised, if it
@@ -84,22 +83,18 @@ class LogprobServer:
         return list(await answers)
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the policy's weights, between two batches. WeightsDidNotLand: names or shapes are not the
-        model's.
+        """Replace the policy's weights, between two batches.
 
-        After that error the weights are a mixture: load again, or close.
+        WeightsDidNotLand: names or shapes are not the model's. What was loaded stays: load again, or close.
         """
-        async with self._policy_in_use:
-            await asyncio.get_running_loop().run_in_executor(
-                self._thread, _copy_weights, self._policy, named_tensors
-            )
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, _copy_weights, self._policy, named_tensors)
 
     async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) float32 log-probs of a fixed text at temperature 1, the first one 0: the answer to a landing check."""
+        """(N,) float32 log-probs of a fixed text at temperature 1, the first 0: what a landing check asks."""
         loop = asyncio.get_running_loop()
         request = _Request(token_ids, 1, loop.create_future())
-        async with self._policy_in_use:
-            (answer,) = await loop.run_in_executor(self._thread, self._forward, [request], 1.0)
+        (answer,) = await loop.run_in_executor(self._thread, self._forward, [request], 1.0)
         return np.concatenate([np.zeros(1, np.float32), answer])
 
     async def close(self) -> None:
@@ -133,8 +128,7 @@ class LogprobServer:
         while True:
             self._batch = []
             await self._collect(self._batch)
-            async with self._policy_in_use:
-                await self._answer(self._batch)
+            await self._answer(self._batch)
 
     async def _collect(self, batch: list[_Request]) -> None:
         """Fill `batch` with at least one request and at most the token budget."""

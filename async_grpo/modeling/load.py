@@ -1,5 +1,4 @@
-"""A model folder in the Hugging Face format: its weights, and the few facts the rest of the library needs of
-it.
+"""A model folder in the Hugging Face format: its weights, and the few facts the library needs of it.
 
 Nothing here touches the network: a name that is not a folder is an error that says how to get one.
 """
@@ -109,8 +108,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending: the union of generation_config.json, config.json and the
-    tokenizer.
+    """Every id that ends a sequence, ascending, from generation_config.json, config.json and tokenizer.
 
     Chat models name several in different places; a finished answer whose end id is not known looks truncated.
     ConfigurationError if no place names one.

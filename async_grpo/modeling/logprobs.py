@@ -46,8 +46,7 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax((hidden @ weight.T + bias) / temperature)[targets] and the entropy of that distribution,
-    both (M,).
+    """log softmax((hidden @ weight.T + bias) / temperature)[targets], and that softmax's entropy; (M,).
 
     hidden (M, H), weight (V, H), bias (V,) or None, targets (M,) int64. Logits are float32 (float64 for
     float64 input). At most `chunk_tokens` rows of logits exist at a time.

@@ -1,5 +1,4 @@
-"""Packed, padding-free attention: S sequences end to end in one row of N tokens, none of which sees
-another's.
+"""Packed, padding-free attention: S sequences end to end in one row of N tokens, blind to each other.
 
 Registered as an attention implementation of transformers, so every dense decoder that uses the attention
 interface works unchanged. transformers builds no mask for an implementation without a mask function; the

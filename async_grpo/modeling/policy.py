@@ -30,8 +30,7 @@ class PolicyModel(nn.Module):
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), both (N,): of each token of `input_ids` (N,) where `loss_mask` (N,) is
-        True, else 0.
+        """(log-probs, entropies), both (N,), of `input_ids` (N,) where `loss_mask` (N,) is True; else 0.
 
         cu_seqlens (S + 1,): boundaries of the packed sequences. Entry i speaks of token i given those before
         it in its own sequence; the first token of a sequence is given by nothing and stays 0. Only log-probs

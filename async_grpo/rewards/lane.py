@@ -13,43 +13,17 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.stats import LaneStats
+from async_grpo.rewards.worker import MakeWorker, Patience, VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # workers that a sample is given to before it has failed
-
-
-class VerifierWorker(Protocol):
-    """Scores one sample at a time."""
-
-    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """The result, TIMED_OUT after `timeout_s`. Raises when the worker, not the adapter, is broken.
-
-        When cancelled, it stops the work and raises CancelledError once it is ready for another sample.
-        """
-        ...
-
-    async def close(self) -> None: ...
-
-
-MakeWorker = Callable[[str], Awaitable[VerifierWorker]]
-
-
-@dataclass(frozen=True)
-class Patience:
-    """The deadlines of a lane, in seconds."""
-
-    timeout_s: float = 30.0  # for scoring one sample, from when a worker takes it
-    grace_s: float = 10.0  # for the worker to say so, to obey a cancellation, or to close
-    make_s: float = 120.0  # for making one worker
-    backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one
 
 
 @dataclass(order=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.combine import combine
-from async_grpo.rewards.lane import Lane, MakeWorker, Patience, VerifierWorker
+from async_grpo.rewards.lane import Lane
+from async_grpo.rewards.worker import MakeWorker, Patience, VerifierWorker
 from async_grpo.types import Verdict
 
 __all__ = ["VerifierPool", "VerifierWorker"]

@@ -18,7 +18,7 @@ ATTEMPTS = 2  # processes that a sample may crash before it has failed
 
 
 class AdapterProcess:
-    """A verifier worker (see `lane.VerifierWorker`) that runs one adapter of a page in a child process.
+    """A verifier worker (see `worker.VerifierWorker`) that runs one adapter of a page in a child process.
 
         worker = AdapterProcess(RewardSource.from_file("reward_registry.py"), "countdown")
         result = await worker.score({"completion": "...", "nums": [3, 4, 5], "target": 27}, timeout_s=30)

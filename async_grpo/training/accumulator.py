@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.norms import UpdateStatistics, tensor_norms
@@ -31,10 +31,6 @@ ALWAYS_REPORTED = (
     "ratio_mean",
     "ratio_max",
 )
-
-
-class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
-    """The loss or the gradient of a step holds NaN or inf. The step was not taken."""
 
 
 class GradientAccumulator:

@@ -104,8 +104,7 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: a killed torchrun must not leave ranks that
-    train on.
+    """Ask the kernel to kill this process when its parent dies, or a killed torchrun's ranks train on.
 
     Linux only (elsewhere nothing happens). SIGKILL, because a rank inside a collective does not get to run
     handlers.

@@ -1,5 +1,4 @@
-"""What one micro-batch adds to a step: an un-normalised loss, the counts that will divide it, and metric
-sums.
+"""What one micro-batch adds to a step: an un-normalised loss, the counts that divide it, metric sums.
 
 Everything is additive over micro-batches and ranks, so a step is the same whatever the packing.
 """

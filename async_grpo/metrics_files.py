@@ -1,0 +1,236 @@
+"""Reads `training_metrics.jsonl` files, here or on another machine, and tabulates them: half of the logic of `plot.py`.
+
+A *run* is one file, a *step* is one line of it (a JSON object), a *key* names one value of a step; the keys
+of nested objects are joined by dots. Names ending in `_T` are arrays of shape (steps,), float64.
+"""
+
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
+
+DEFAULT_X_KEY = "total_samples_accumulated"
+CONNECT_TIMEOUT_S = 10
+FETCH_TIMEOUT_S = 120
+
+# A host that begins with "-" would be an option to scp.
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_REMOTE = re.compile(rf"({_WORD}@)?({_WORD}|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])")
+_REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")
+
+
+log = logging.getLogger(__name__)
+
+
+class FetchFailed(AsyncGrpoError, RuntimeError):
+    """scp did not deliver a remote file. The message carries scp's own words."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One metrics file: `source` names it in messages, `name` in the legend; `steps` are its flat lines."""
+
+    source: str
+    name: str
+    steps: list[dict[str, object]]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """All keys, in order of first appearance."""
+        return list(dict.fromkeys(key for step in self.steps for key in step))
+
+    @cached_property
+    def plottable_keys(self) -> list[str]:
+        """The keys that hold a finite number in at least one step."""
+        return [key for key in self.keys if np.isfinite(self.values(key)).any()]
+
+    def values(self, key: str) -> np.ndarray:
+        """The values of `key` in the steps that have it, NaN where it is not a finite number."""
+        return np.array([as_number(step[key]) for step in self.steps if key in step])
+
+    def series(self, x_key: str, key: str) -> np.ndarray:
+        """x and y, shape (2, T), over the steps that have both keys; NaN where one is not a finite number."""
+        pairs = [(step[x_key], step[key]) for step in self.steps if x_key in step and key in step]
+        return np.array([[as_number(value) for value in pair] for pair in pairs]).reshape(-1, 2).T
+
+    def can_draw(self, x_key: str, key: str) -> bool:
+        """Whether at least one step has a number for both keys."""
+        return bool(np.isfinite(self.series(x_key, key)).all(axis=0).any())
+
+
+def as_number(value: object) -> float:
+    """A finite number as a float, anything else (null, NaN, infinity, boolean, text, list) as NaN.
+
+    >>> as_number(3), as_number(True), as_number("3")
+    (3.0, nan, nan)
+    """
+    # Beyond 1e300 matplotlib's axis arithmetic overflows; such a number counts as infinite.
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    return math.nan
+
+
+def flatten(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Join the keys of nested objects by dots.
+
+    >>> flatten({"step": 3, "wait": {"trainer": {"experience": 1.5}}})
+    {'step': 3, 'wait.trainer.experience': 1.5}
+    """
+    flat: dict[str, object] = {}
+    for key, value in step.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def read_run(path: Path, name: str | None = None, source: str | None = None) -> Run:
+    """Read a metrics file. `name` defaults to the file's name, `source` (used in messages) to its path.
+
+    Raises ConfigurationError for an unreadable or empty file and for a malformed line. Only the last line may
+    be unfinished, without its newline: the run is still writing it.
+    """
+    source = source or str(path)
+    try:
+        *lines, unfinished = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
+    steps = [_parse_step(line, f"{source}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if unfinished.strip():
+        try:
+            steps.append(_parse_step(unfinished, source))
+        except ConfigurationError:
+            log.warning("%s: the last line (%d) is unfinished and was skipped", source, len(lines) + 1)
+    if not steps:
+        raise ConfigurationError(f"{source} holds no finished step; has the run logged its first step yet?")
+    return Run(source, name or path.name, steps)
+
+
+def _parse_step(line: bytes, where: str) -> dict[str, object]:
+    try:
+        step = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(step, dict):
+        raise ConfigurationError(f"{where}: expected a JSON object, found {type(step).__name__}")
+    return flatten(step)
+
+
+def load_runs(files: list[Path], names: list[str] | None = None, remote: str | None = None) -> list[Run]:
+    """Read all files, from the machine `remote` ("[user@]host") if given. `names`: one per file, or none."""
+    if names and len(names) != len(files):
+        raise ConfigurationError(f"{len(names)} names for {len(files)} files; give one per file or none")
+    names = names or default_names(files)
+    if remote is None:
+        return [read_run(file, name) for file, name in zip(files, names, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
+        return [
+            read_run(copy, name, f"{remote}:{file}")
+            for copy, name, file in zip(copies, names, files, strict=True)
+        ]
+
+
+def default_names(files: list[Path]) -> list[str]:
+    """The shortest path endings that tell the files apart.
+
+    >>> default_names([Path("runs/a/metrics.jsonl"), Path("runs/b/metrics.jsonl")])
+    ['a/metrics.jsonl', 'b/metrics.jsonl']
+    """
+    names: list[str] = []
+    for depth in range(1, max(len(file.parts) for file in files) + 1):
+        names = ["/".join(file.parts[-depth:]) for file in files]
+        if len(set(names)) == len(set(files)):
+            break
+    return names
+
+
+def fetch(remote: str, path: str, target: Path) -> Path:
+    """Copy `path` of the machine `remote` ("[user@]host", IPv6 in brackets) to `target` and return `target`.
+
+    Raises ConfigurationError for a host or path that is refused, FetchFailed when scp does not deliver.
+    """
+    if not _REMOTE.fullmatch(remote):
+        raise ConfigurationError(f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
+    if not _REMOTE_PATH.fullmatch(path):
+        # An scp of before OpenSSH 9 hands the path to a shell on the other side.
+        raise ConfigurationError(f"remote path {path!r} has characters that a shell interprets; rename it")
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
+    command = ["scp", *options, "--", f"{remote}:{path}", str(target)]
+    what = f"scp could not fetch {remote}:{path}"
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S)
+    except OSError as error:
+        raise FetchFailed(f"{what}: the program scp did not start ({error.strerror})") from error
+    except subprocess.TimeoutExpired as error:
+        raise FetchFailed(f"{what} within {FETCH_TIMEOUT_S} s") from error
+    if done.returncode != 0 or not target.is_file():
+        words = done.stderr.decode(errors="replace").strip()
+        raise FetchFailed(f"{what} (exit code {done.returncode}): {words or 'it said nothing'}")
+    return target
+
+
+def print_info(file: Path) -> None:
+    """Print what a metrics file holds: steps, x range, wall time, and a table of the keys with numbers."""
+    run = read_run(file)
+    print(f"{run.source}: {len(run.steps)} steps")
+    if DEFAULT_X_KEY in run.plottable_keys:
+        x_T = run.values(DEFAULT_X_KEY)
+        print(f"{DEFAULT_X_KEY}: {_shown(np.nanmin(x_T))} to {_shown(np.nanmax(x_T))}")
+    seconds = wall_seconds(run)
+    if seconds is not None:
+        print(f"wall time from the first to the last step: {timedelta(seconds=round(seconds))}")
+    # Into a pipe rich assumes 80 columns and would cut the names of keys.
+    Console(width=None if sys.stdout.isatty() else 200).print(info_table(run))
+    others = [key for key in run.keys if key not in run.plottable_keys]
+    if others:
+        print(f"not plottable (no numbers): {', '.join(others)}")
+
+
+def info_table(run: Run) -> Table:
+    """One row per plottable key: first, last, min, max, and how many of its values are not finite numbers."""
+    table = Table("key")
+    for title in ("first", "last", "min", "max", "non-numbers"):
+        table.add_column(title, justify="right")
+    for key in run.plottable_keys:
+        values_T = run.values(key)
+        numbers = (values_T[0], values_T[-1], np.nanmin(values_T), np.nanmax(values_T))
+        table.add_row(Text(key), *map(_shown, numbers), str(np.isnan(values_T).sum()))
+    return table
+
+
+def _shown(number: float) -> str:
+    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"
+
+
+def wall_seconds(run: Run) -> float | None:
+    """Seconds from the first to the last `timestamp` (ISO text or epoch seconds), None if there is none."""
+    stamps = [step["timestamp"] for step in run.steps if "timestamp" in step]
+    try:
+        return _epoch_seconds(stamps[-1]) - _epoch_seconds(stamps[0]) if stamps else None
+    except ValueError:
+        log.warning("%s: a timestamp is neither ISO text nor epoch seconds; no wall time", run.source)
+        return None
+
+
+def _epoch_seconds(stamp: object) -> float:
+    """Epoch seconds of a timestamp; ISO text without a zone is local time. ValueError for anything else.
+
+    >>> _epoch_seconds("2025-01-01T00:01:00+00:00") - _epoch_seconds(1735689600)
+    60.0
+    """
+    number = as_number(stamp)
+    return datetime.fromisoformat(str(stamp)).timestamp() if math.isnan(number) else number
