@@ -2,7 +2,7 @@
 
 Ray moves some 2,500 small actor calls per second on two cores; a run makes several calls per sample. So all calls made
 in one turn of the event loop leave together (`submit`), and all answers that are ready come back together (`poll`):
-the busier the actor, the more each message carries. A call costs no message of its own, and nothing waits to be sent.
+the busier the actor, the more each message carries. A call costs no message of its own.
 
     caller                                actor
     call("complete", x) --- submit -->    runs handler, a task each
@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 from async_grpo.errors import RunFailed, WorkerLost
 
 POLL_S = 10.0  # longest silence of a healthy actor
+LINGER_S = 0.003
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FORGET_S = 120.0  # a caller that does not poll for so long is gone: its calls are cancelled
@@ -55,6 +56,8 @@ class ChannelServer:
             caller.ready.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(caller.ready.wait(), POLL_S)
+            if caller.tasks:  # others may be about to finish: a message costs more than this wait
+                await asyncio.sleep(LINGER_S)
         answers, caller.answers = caller.answers, []
         return answers
 
