@@ -12,7 +12,9 @@ RETIRED = {
 
 def run(config: WorkerConfig) -> None:
     set_up_logging(config.logging_level, prefix=f"[{config.mode}] ")
-    from async_grpo.cluster.dispatch import dispatch  # heavy imports only once the options are known to be good
+    from async_grpo.cluster.dispatch import (
+        dispatch,  # heavy imports only once the options are known to be good
+    )
 
     dispatch(config)
 

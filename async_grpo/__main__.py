@@ -20,14 +20,24 @@ def _demo(config: DemoConfig) -> None:
 
 
 COMMANDS = {
-    "run": (LocalConfig, _run, "Start Ray, workers and trainer on this machine, and wait for the end of the run."),
-    "demo": (DemoConfig, _demo, "Train the tiny model on countdown tasks and show what it learned. Needs no GPU."),
+    "run": (
+        LocalConfig,
+        _run,
+        "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
+    ),
+    "demo": (
+        DemoConfig,
+        _demo,
+        "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
+    )
     for name, (config_class, run, help) in COMMANDS.items():
         app.command(name, help=help)(as_function(config_class, run))
     if arguments and arguments[0] in COMMANDS:

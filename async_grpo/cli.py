@@ -57,7 +57,9 @@ def as_function(config_class: type, run: Callable[[Any], None]) -> Callable[...,
     def command(**values: Any) -> None:
         reporting_errors(lambda: run(config_class(**values)))
 
-    command.__signature__ = inspect.Signature([_parameter(field) for field in dataclasses.fields(config_class)])
+    command.__signature__ = inspect.Signature(
+        [_parameter(field) for field in dataclasses.fields(config_class)]
+    )
     return command
 
 
@@ -88,9 +90,14 @@ def normalized(arguments: list[str], config_class: type, retired: Mapping[str, s
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("_", "-")
-        follower = value if equals else (arguments[0] if arguments and not arguments[0].startswith("--") else None)
+        follower = (
+            value if equals else (arguments[0] if arguments and not arguments[0].startswith("--") else None)
+        )
         if name.removeprefix("no-") in retired:
-            print(f"warning: --{name} has no effect any more: {retired[name.removeprefix('no-')]}", file=sys.stderr)
+            print(
+                f"warning: --{name} has no effect any more: {retired[name.removeprefix('no-')]}",
+                file=sys.stderr,
+            )
             if follower is not None and not equals:
                 arguments.pop(0)
         elif name in flags and follower is not None and follower.lower() in TRUTH:
@@ -110,7 +117,9 @@ def set_up_logging(level: str, prefix: str = "") -> None:
     """
     if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigurationError(f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")
-    handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, log_time_format="%H:%M:%S")
+    handler = RichHandler(
+        console=Console(stderr=True), show_path=False, markup=False, log_time_format="%H:%M:%S"
+    )
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     root = logging.getLogger("async_grpo")
     root.setLevel(level.upper())

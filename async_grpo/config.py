@@ -30,34 +30,56 @@ class RunConfig:
     """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.")
-    data_path: str = required("JSONL of questions: input_token_ids, or messages/prompt/input text, and answer.")
-    output_dir: str = option("runs/default", "Folder for metrics, parameters and checkpoints (made if missing).")
-    run_name: str = option("default", "Keeps runs on one cluster apart; workers join the run of the same name.")
+    data_path: str = required(
+        "JSONL of questions: input_token_ids, or messages/prompt/input text, and answer."
+    )
+    output_dir: str = option(
+        "runs/default", "Folder for metrics, parameters and checkpoints (made if missing)."
+    )
+    run_name: str = option(
+        "default", "Keeps runs on one cluster apart; workers join the run of the same name."
+    )
     logging_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
 
     batch_size: int = option(128, "Questions per iteration.", "Batches")
     samples_per_question: int = option(32, "Completions per question: the group size.", "Batches")
-    train_minibatch_size: int | None = option(None, "Samples per optimizer step (default: the whole batch).", "Batches")
+    train_minibatch_size: int | None = option(
+        None, "Samples per optimizer step (default: the whole batch).", "Batches"
+    )
     num_training_batches: int = option(1_000_000, "Iterations; also the horizon of the schedules.", "Batches")
     max_tokens_per_gpu: int = option(36_000, "Token budget of one micro-batch on one rank.", "Batches")
-    max_staleness: int = option(1, "Oldest policy a trained token may come from, in steps (0: on-policy).", "Batches")
-    infinite_sampler_seed: int = option(37, "Seed of the order of questions and of everything random.", "Batches")
+    max_staleness: int = option(
+        1, "Oldest policy a trained token may come from, in steps (0: on-policy).", "Batches"
+    )
+    infinite_sampler_seed: int = option(
+        37, "Seed of the order of questions and of everything random.", "Batches"
+    )
 
-    temperature: float = option(1.0, "Sampling temperature, and the divisor of the policy's logits.", "Generation")
+    temperature: float = option(
+        1.0, "Sampling temperature, and the divisor of the policy's logits.", "Generation"
+    )
     max_generation_tokens: int = option(8192, "Longest completion, in tokens.", "Generation")
     mask_truncated: bool = option(True, "Leave truncated completions out of the loss.", "Generation")
 
-    reward_fns: str = option("", "Comma list of rewards (default: what the generation workers name).", "Rewards")
-    reward_registry: str | None = option(None, "The page of rewards (default: reward_registry.py here).", "Rewards")
+    reward_fns: str = option(
+        "", "Comma list of rewards (default: what the generation workers name).", "Rewards"
+    )
+    reward_registry: str | None = option(
+        None, "The page of rewards (default: reward_registry.py here).", "Rewards"
+    )
     verifiers_per_reward: int = option(4, "Worker processes for each reward.", "Rewards")
-    reward_timeout_s: float = option(30.0, "Longest scoring of one sample; then the sample is masked.", "Rewards")
+    reward_timeout_s: float = option(
+        30.0, "Longest scoring of one sample; then the sample is masked.", "Rewards"
+    )
 
     advantage_estimator: str = option("grpo", "How rewards become advantages.", "Algorithm")
     policy_loss: str = option("ppo_clip", "How advantages become a loss.", "Algorithm")
     loss_aggregation: str = option("token_mean", "How token losses become one number.", "Algorithm")
     clip_low: float = option(0.2, "The ratio is clipped below 1 - this.", "Algorithm")
     clip_high: float = option(0.28, "The ratio is clipped above 1 + this.", "Algorithm")
-    kl_coef: float = option(0.0, "Weight of the KL to the reference (0: no reference worker is needed).", "Algorithm")
+    kl_coef: float = option(
+        0.0, "Weight of the KL to the reference (0: no reference worker is needed).", "Algorithm"
+    )
     kl_kind: str = option("k3", "Estimator of that KL.", "Algorithm")
     proximal: bool = option(False, "Ratio against log-probs recomputed by a logprob worker.", "Algorithm")
 
@@ -67,21 +89,35 @@ class RunConfig:
     max_grad_norm: float = option(1.0, "Gradient norm is clipped to this.", "Optimizer")
     weight_decay: float = option(0.0, "AdamW weight decay.", "Optimizer")
     dtype: str = option("auto", "Compute type: float32, bfloat16, or auto (bfloat16 on GPUs).", "Optimizer")
-    gradient_checkpointing: bool = option(False, "Recompute activations: less memory, a third more time.", "Optimizer")
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations: less memory, a third more time.", "Optimizer"
+    )
     logprob_chunk_size: int = option(1024, "Tokens per slice of the vocabulary head.", "Optimizer")
-    update_stats: bool = option(True, "Log norms and ratios of the weight update (one more copy of the shards).", "Output")
+    update_stats: bool = option(
+        True, "Log norms and ratios of the weight update (one more copy of the shards).", "Output"
+    )
 
     min_samples_per_checkpoint: int = option(30_000, "A checkpoint at least every so many samples.", "Output")
     keep_checkpoints: int = option(0, "Keep only the newest so many checkpoints (0: all).", "Output")
-    dump_samples_filename: str | None = option(None, "Also write every sample, as JSONL, into output_dir.", "Output")
+    dump_samples_filename: str | None = option(
+        None, "Also write every sample, as JSONL, into output_dir.", "Output"
+    )
     eval_data_path: str | None = option(None, "JSONL of held-out questions.", "Output")
-    eval_every: int = option(0, "Evaluate every so many steps, besides start and end (0: only these).", "Output")
+    eval_every: int = option(
+        0, "Evaluate every so many steps, besides start and end (0: only these).", "Output"
+    )
 
-    weight_transport: str = option("object_store", "How weights travel: object_store, or nccl on GPUs.", "Cluster")
+    weight_transport: str = option(
+        "object_store", "How weights travel: object_store, or nccl on GPUs.", "Cluster"
+    )
     start_timeout_s: float = option(900.0, "Longest wait for workers to load their models.", "Cluster")
-    experience_timeout_s: float = option(1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster")
+    experience_timeout_s: float = option(
+        1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster"
+    )
     sync_timeout_s: float = option(600.0, "Longest weight update of an engine.", "Cluster")
-    worker_grace_s: float = option(30.0, "How long a run survives without any worker of a kind it needs.", "Cluster")
+    worker_grace_s: float = option(
+        30.0, "How long a run survives without any worker of a kind it needs.", "Cluster"
+    )
 
     def __post_init__(self) -> None:
         positive = ("batch_size", "samples_per_question", "num_training_batches", "max_tokens_per_gpu", "temperature",
@@ -92,8 +128,14 @@ class RunConfig:
             _refuse(getattr(self, name) <= 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}")
         for name in ("max_staleness", "num_warmup_steps", "kl_coef", "clip_low", "clip_high", "weight_decay", "eval_every",
                      "keep_checkpoints"):  # fmt: skip
-            _refuse(getattr(self, name) < 0, f"--{_dashed(name)} cannot be negative, and is {getattr(self, name)}")
-        for name, known in (("lr_scheduler", LR_SCHEDULERS), ("dtype", DTYPES), ("weight_transport", TRANSPORTS)):
+            _refuse(
+                getattr(self, name) < 0, f"--{_dashed(name)} cannot be negative, and is {getattr(self, name)}"
+            )
+        for name, known in (
+            ("lr_scheduler", LR_SCHEDULERS),
+            ("dtype", DTYPES),
+            ("weight_transport", TRANSPORTS),
+        ):
             _refuse(
                 getattr(self, name) not in known,
                 f"--{_dashed(name)} {getattr(self, name)!r} is unknown; known: {', '.join(known)}",
@@ -162,12 +204,20 @@ class WorkerConfig:
     logging_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
 
     def __post_init__(self) -> None:
-        _refuse(self.mode not in ("generation", "logprob"), f"--mode {self.mode!r}: known are generation and logprob")
-        _refuse(self.role not in ("reference", "proximal"), f"--role {self.role!r}: known are reference and proximal")
+        _refuse(
+            self.mode not in ("generation", "logprob"),
+            f"--mode {self.mode!r}: known are generation and logprob",
+        )
+        _refuse(
+            self.role not in ("reference", "proximal"),
+            f"--role {self.role!r}: known are reference and proximal",
+        )
         for name in ("max_num_seqs", "tensor_parallel_size", "max_tokens_per_gpu", "start_timeout_s"):
             _refuse(getattr(self, name) <= 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}")
         _refuse(self.overhead_seqs < 0, f"--overhead-seqs cannot be negative, and is {self.overhead_seqs}")
-        _refuse(not Path(self.model_path).is_dir(), f"--model_path {self.model_path}: there is no such folder")
+        _refuse(
+            not Path(self.model_path).is_dir(), f"--model_path {self.model_path}: there is no such folder"
+        )
 
 
 def _dashed(name: str) -> str:

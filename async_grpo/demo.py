@@ -24,7 +24,9 @@ class DemoConfig:
     """What one may vary about the demo."""
 
     seed: int = option(37, "Seed of everything random.", "Demo")
-    output_dir: str = option("runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo")
+    output_dir: str = option(
+        "runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo"
+    )
     steps: int = option(90, "Optimizer steps.", "Demo")
     max_staleness: int = option(1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo")
 
@@ -71,7 +73,9 @@ def _fresh_folder(folder: Path) -> Path:
     """Replace an earlier demo, but nothing else that may lie there."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / METRICS_FILE).exists() and not (folder / "logs").exists():
-            raise ConfigurationError(f"--output-dir {folder} is not empty and not an earlier run: choose another folder")
+            raise ConfigurationError(
+                f"--output-dir {folder} is not empty and not an earlier run: choose another folder"
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -90,14 +94,20 @@ def _tell(folder: Path, seconds: float) -> None:
     console.print(table)
     _show_samples(console, folder, before["step"], after["step"])
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)
-    console.print(f"{seconds:.0f} s in all. Reward curve: {folder / 'reward.svg'} and .png; metrics: {folder / METRICS_FILE}")
-    console.print(f"Checkpoint: {checkpoint}; samples before and after: {folder / 'samples.md'}; logs: {folder / 'logs'}")
+    console.print(
+        f"{seconds:.0f} s in all. Reward curve: {folder / 'reward.svg'} and .png; metrics: {folder / METRICS_FILE}"
+    )
+    console.print(
+        f"Checkpoint: {checkpoint}; samples before and after: {folder / 'samples.md'}; logs: {folder / 'logs'}"
+    )
 
 
 def _show_samples(console: Console, folder: Path, first: int, last: int, count: int = 8) -> None:
     """The same tasks before and after, side by side, also as a file."""
     before, after = (
-        [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()][:count]
+        [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()][
+            :count
+        ]
         for step in (first, last)
     )
     lines = ["| task | before | after |", "|---|---|---|"]

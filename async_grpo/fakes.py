@@ -62,7 +62,9 @@ class FakeVerification:
 
     def __init__(
         self,
-        reward: Callable[[dict[str, Any]], float | RewardStatus] = lambda sample: float(len(sample["completion"])),
+        reward: Callable[[dict[str, Any]], float | RewardStatus] = lambda sample: float(
+            len(sample["completion"])
+        ),
         delay_s: float = 0.0,
     ) -> None:
         self._reward, self._delay_s = reward, delay_s
@@ -84,6 +86,8 @@ class FakeLogprobs:
     def __init__(self, value: float = -1.0) -> None:
         self._value = value
 
-    async def logprobs(self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> list[np.ndarray]:
+    async def logprobs(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+    ) -> list[np.ndarray]:
         lengths = [len(s) - p for s, p in zip(sequences, prompt_lengths, strict=True)]
         return [np.full(length, self._value, np.float32) for length in lengths]

@@ -47,7 +47,9 @@ class LocalConfig(RunConfig):
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
         if not self.reward_fns:
-            raise ConfigurationError("name the rewards of the run: --reward-fns countdown,format (see reward_registry.py)")
+            raise ConfigurationError(
+                "name the rewards of the run: --reward-fns countdown,format (see reward_registry.py)"
+            )
 
 
 def run_locally(config: LocalConfig) -> None:
@@ -72,7 +74,9 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
         ray = supervisor.start("ray", ray_command(environment["RAY_ADDRESS"], scratch), environment)
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
     workers = [
-        supervisor.start(f"{worker.mode} worker {number}", program("worker_dispatcher.py", worker), environment)
+        supervisor.start(
+            f"{worker.mode} worker {number}", program("worker_dispatcher.py", worker), environment
+        )
         for number, worker in enumerate(_workers(config))
     ]
     trainer = supervisor.start("trainer", _trainer_command(config), environment, console=True)
@@ -121,7 +125,9 @@ def as_arguments(config: Any, fields_of: type) -> list[str]:
         value, name = getattr(config, field.name), field.name.replace("_", "-")
         if value == field.default or value is None:
             continue
-        arguments.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+        arguments.append(
+            f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+        )
     return arguments
 
 
@@ -130,7 +136,12 @@ def ray_command(address: str, scratch: Path) -> list[str]:
     host, port = address.split(":")
     return [
         *[sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
-        *[f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", f"--temp-dir={scratch}"],
+        *[
+            f"--node-ip-address={host}",
+            f"--port={port}",
+            "--include-dashboard=false",
+            f"--temp-dir={scratch}",
+        ],
     ]
 
 
@@ -179,5 +190,3 @@ def _signals_as_exceptions() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-

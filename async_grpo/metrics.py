@@ -30,7 +30,10 @@ class MetricsWriter:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
         line = dict(line)
         timeline, intervals = line.pop("token_timeline", []), line.pop("compute_intervals", [])
-        self._intervals = [*self._intervals[-len(intervals) :], *intervals]  # tokens may belong to the step before
+        self._intervals = [
+            *self._intervals[-len(intervals) :],
+            *intervals,
+        ]  # tokens may belong to the step before
         line["tokens_generated"] = sum(tokens for _, tokens in timeline)
         line["tokens_generated_while_training"] = tokens_during(timeline, self._intervals)
         for sample in line.pop("samples", []):
@@ -59,7 +62,9 @@ def tokens_during(timeline: Sequence[tuple[float, int]], intervals: Sequence[tup
     >>> tokens_during([(1.0, 10), (2.0, 20), (3.0, 40)], [(0.5, 1.5), (2.9, 3.1)])
     50
     """
-    return sum(tokens for moment, tokens in timeline if any(start <= moment <= end for start, end in intervals))
+    return sum(
+        tokens for moment, tokens in timeline if any(start <= moment <= end for start, end in intervals)
+    )
 
 
 def console_line(line: dict[str, Any], num_steps: int) -> str:

@@ -19,6 +19,8 @@ from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.prompts import Question, check_longest, load_questions
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import OptimizerSettings
 from async_grpo.types import Settings
 
 DEFAULT_REGISTRY = Path(__file__).resolve().parent.parent / "reward_registry.py"
@@ -46,7 +48,9 @@ def prepare(config: RunConfig) -> Prepared:
     context = context_length(model)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     questions = _questions(config.data_path, tokenizer, context, vocab_size)
-    eval_questions = _questions(config.eval_data_path, tokenizer, context, vocab_size) if config.eval_data_path else []
+    eval_questions = (
+        _questions(config.eval_data_path, tokenizer, context, vocab_size) if config.eval_data_path else []
+    )
 
     def longest_total(prompt_tokens: int) -> int:
         return min(context, prompt_tokens + config.max_generation_tokens)
@@ -71,6 +75,43 @@ def prepare(config: RunConfig) -> Prepared:
         questions=questions,
         eval_questions=eval_questions,
         rewards=_rewards(config),
+    )
+
+
+def objective(config: RunConfig) -> Objective:
+    """The loss of the run.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    return Objective(
+        policy_loss=config.policy_loss,
+        policy_loss_options={
+            n: v for n, v in clips.items() if n in POLICY_LOSSES[config.policy_loss].options
+        },
+        aggregation=config.loss_aggregation,
+        aggregation_scale=float(config.max_generation_tokens)
+        if config.loss_aggregation == "constant_length"
+        else None,
+        kl_coef=config.kl_coef,
+        kl_kind=config.kl_kind,
+        temperature=config.temperature,
+    )
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """The optimizer of the run.
+
+    Raises:
+        ConfigurationError: a schedule that cannot work.
+    """
+    return OptimizerSettings(
+        learning_rate=config.learning_rate,
+        lr_scheduler=config.lr_scheduler,
+        warmup_steps=config.num_warmup_steps,
+        total_steps=config.num_steps,
+        weight_decay=config.weight_decay,
     )
 
 
@@ -107,9 +148,13 @@ def resolved_dtype(dtype: str) -> str:
 
 def _check_names(config: RunConfig) -> None:
     if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
-        raise ConfigurationError(_unknown("advantage-estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS))
+        raise ConfigurationError(
+            _unknown("advantage-estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS)
+        )
     if config.policy_loss not in POLICY_LOSSES:
         raise ConfigurationError(_unknown("policy-loss", config.policy_loss, POLICY_LOSSES))
+    objective(config)
+    optimizer_settings(config)
     if config.weight_transport == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
     if config.reward_fns:

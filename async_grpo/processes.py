@@ -4,6 +4,7 @@ Whatever happens, nothing is left behind: children get SIGTERM when the supervis
 orphans of children become the supervisor's own (subreaper), and `stop` ends every descendant.
 """
 
+import contextlib
 import ctypes
 import logging
 import re
@@ -22,7 +23,7 @@ from async_grpo.errors import DeadlineExceeded, WorkerLost
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TERM_GRACE_S, KILL_GRACE_S = 8.0, 5.0
 
-ERROR_LINE = re.compile(r"error: |(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+: ")  # ours, or the end of a traceback
+TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class Supervisor:
         while text not in program.output.read_text(errors="replace"):
             self.check()
             if program.process.poll() is not None or time.monotonic() > give_up:
-                raise DeadlineExceeded(f"{program.name} did not say {text!r} in {deadline_s:.0f} s; see {program.output}")
+                raise DeadlineExceeded(
+                    f"{program.name} did not say {text!r} in {deadline_s:.0f} s; see {program.output}"
+                )
             time.sleep(0.1)
 
     def wait(self, main: Program) -> int:
@@ -126,8 +129,12 @@ class Supervisor:
 def last_words(program: Program, lines: int = 12) -> str:
     """The end of a program's output, for an error message."""
     text = program.output.read_text(errors="replace").strip().splitlines()
-    errors = [line for line in text if ERROR_LINE.match(line)]
-    return "".join(f"\n    | {line}" for line in (errors[-1:] or text[-lines:])) + f"\n    (all of it: {program.output})"
+    ours = [line for line in text if line.startswith("error: ")]
+    errors = ours or [line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
+    return (
+        "".join(f"\n    | {line}" for line in (errors[-1:] or text[-lines:]))
+        + f"\n    (all of it: {program.output})"
+    )
 
 
 def end_descendants() -> None:
@@ -147,10 +154,8 @@ def end_descendants() -> None:
 
 
 def _signal(process: psutil.Process, number: int) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, which is what we want
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        pass  # it ended by itself, which is what we want
 
 
 def _die_with_parent() -> None:

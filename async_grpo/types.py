@@ -110,7 +110,9 @@ class Sample:
     completion: Completion
     verdict: Verdict
     advantages: np.ndarray | None = None  # (T,) float32
-    ref_logprobs: np.ndarray | None = None  # (T,) float32, of the frozen reference; None: not used by the loss
+    ref_logprobs: np.ndarray | None = (
+        None  # (T,) float32, of the frozen reference; None: not used by the loss
+    )
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy at the start of the step
 
     @property

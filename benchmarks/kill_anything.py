@@ -51,7 +51,12 @@ def command(folder: Path, steps: int) -> list[str]:
     return [
         *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", f"--run-name={folder.name}"],
         *[f"--model-name-or-path={data / 'tiny-model'}", f"--data-path={data / 'countdown_train.jsonl'}"],
-        *["--reward-fns=countdown,format", "--batch-size=8", "--samples-per-question=8", "--nproc-per-node=2"],
+        *[
+            "--reward-fns=countdown,format",
+            "--batch-size=8",
+            "--samples-per-question=8",
+            "--nproc-per-node=2",
+        ],
         *[f"--num-training-batches={steps}", "--max-tokens-per-gpu=1024", "--max-generation-tokens=24"],
         *["--kl-coef=0.001", "--enforce-eager", "--learning-rate=1e-4", "--worker-grace-s=10"],
     ]
@@ -81,7 +86,9 @@ def matches(process: psutil.Process, words: list[str]) -> bool:
     except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
     named = [word.removeprefix("@").partition("=") for word in words if word.startswith("@")]
-    return all(w in text for w in words if not w.startswith("@")) and all(environment.get(k) == v for k, _, v in named)
+    return all(w in text for w in words if not w.startswith("@")) and all(
+        environment.get(k) == v for k, _, v in named
+    )
 
 
 def kill_one(victim: str, draw: random.Random, steps: int, at_start: bool) -> tuple[bool, str]:
@@ -89,13 +96,18 @@ def kill_one(victim: str, draw: random.Random, steps: int, at_start: bool) -> tu
     folder = Path(tempfile.mkdtemp(prefix="kill-"))
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(ROOT)}
     with (folder / "console.txt").open("w") as console:
-        run = subprocess.Popen(command(folder, steps), stdout=console, stderr=console, env=environment, cwd=ROOT)
+        run = subprocess.Popen(
+            command(folder, steps), stdout=console, stderr=console, env=environment, cwd=ROOT
+        )
     metrics = folder / "training_metrics.jsonl"
     target, waited = None, time.monotonic()
     while target is None or not (at_start or (metrics.exists() and metrics.read_text().count("\n") >= 2)):
         if run.poll() is not None or time.monotonic() - waited > 240:
             run.kill()
-            return False, f"the run ended before there was a {victim}: {(folder / 'console.txt').read_text()[-300:]}"
+            return (
+                False,
+                f"the run ended before there was a {victim}: {(folder / 'console.txt').read_text()[-300:]}",
+            )
         time.sleep(0.2)
         found = [p for p in processes_of(str(folder)) if matches(p, VICTIMS[victim])]
         target = draw.choice(found) if found else None
@@ -112,12 +124,20 @@ def kill_one(victim: str, draw: random.Random, steps: int, at_start: bool) -> tu
         code = None
         run.kill()
     seconds = time.monotonic() - killed
-    time.sleep(1.0 if victim != "supervisor" else 20.0)  # fate sharing takes a moment when nobody is left to wait
+    time.sleep(
+        1.0 if victim != "supervisor" else 20.0
+    )  # fate sharing takes a moment when nobody is left to wait
     left = processes_of(str(folder))
-    words = [line for line in (folder / "console.txt").read_text().splitlines() if "error" in line or line.startswith("    |")]
+    words = [
+        line
+        for line in (folder / "console.txt").read_text().splitlines()
+        if "error" in line or line.startswith("    |")
+    ]
     message = " ".join(words)[:160] or "(no message)"
     finished = code == 0 and metrics.read_text().count("\n") == steps
-    ended_well = finished or (code not in (0, None) and seconds <= LIMIT_S and (victim == "supervisor" or "error" in message))
+    ended_well = finished or (
+        code not in (0, None) and seconds <= LIMIT_S and (victim == "supervisor" or "error" in message)
+    )
     for process in left:
         process.kill()
     outcome = "went on to the end" if finished else f"code {code} after {seconds:.0f} s: {message}"
@@ -126,7 +146,9 @@ def kill_one(victim: str, draw: random.Random, steps: int, at_start: bool) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--victim", choices=VICTIMS, action="append", help="default: all of them")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -13,7 +13,9 @@ from async_grpo.types import MicroBatch, RewardStatus, StepEnd
 
 
 def questions(count: int = 8) -> list[Question]:
-    return [Question(np.array([50 + i], np.int32), {"input": f"q{i}", "answer": str(i)}) for i in range(count)]
+    return [
+        Question(np.array([50 + i], np.int32), {"input": f"q{i}", "answer": str(i)}) for i in range(count)
+    ]
 
 
 def plan(**changes) -> BatcherPlan:
@@ -37,7 +39,9 @@ def by_member(ordinal: int, member: int) -> int:
     return 1 + member  # so that rewards (lengths) differ within a group
 
 
-async def train(batcher: ExperienceBatcher, generation: FakeGeneration, steps: int) -> list[tuple[list, StepEnd]]:
+async def train(
+    batcher: ExperienceBatcher, generation: FakeGeneration, steps: int
+) -> list[tuple[list, StepEnd]]:
     """Be the trainer: take each step's messages, then make the new version live."""
     taken = []
     for _ in range(steps):
@@ -104,7 +108,10 @@ async def test_advantages_are_those_of_the_group_by_hand():
     await batcher.start()
     batch = await batcher.next_message(0)
     # rewards 1, 2, 3, 4: mean 2.5, sample standard deviation sqrt(5 / 3) = 1.2910
-    per_sequence = {int(n): batch.advantages[e - 1] for n, e in zip(np.diff(batch.cu_seqlens), batch.cu_seqlens[1:])}
+    per_sequence = {
+        int(n): batch.advantages[e - 1]
+        for n, e in zip(np.diff(batch.cu_seqlens), batch.cu_seqlens[1:], strict=True)
+    }
     assert [round(float(per_sequence[n]), 4) for n in (2, 3, 4, 5)] == [-1.1619, -0.3873, 0.3873, 1.1619]
 
 
@@ -117,7 +124,14 @@ async def test_a_failed_reward_is_no_zero_it_leaves_baseline_and_loss(status):
     batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, FakeVerification(reward))
     await batcher.start()
     ((batches, end),) = await train(batcher, generation, 1)
-    assert sorted(np.diff(batches[0].cu_seqlens)) == [2, 2, 3, 3, 4, 4]  # prompt + 1, 2, 3 tokens; the 4s are gone
+    assert sorted(np.diff(batches[0].cu_seqlens)) == [
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]  # prompt + 1, 2, 3 tokens; the 4s are gone
     assert end.stats[f"num_reward_{status.value}"] == 2 and end.stats["avg_reward"] == 2.0  # of 1, 2, 3
     assert sorted({round(float(a), 3) for a in batches[0].advantages}) == [-1.0, 0.0, 1.0]
 
@@ -145,7 +159,9 @@ async def test_a_step_in_which_nothing_can_be_trained_on_still_ends():
 
 async def test_the_reference_log_probs_reach_the_micro_batch():
     generation = FakeGeneration()
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, FakeVerification(), FakeLogprobs(-2.0))
+    batcher = ExperienceBatcher(
+        plan(num_steps=1), questions(), generation, FakeVerification(), FakeLogprobs(-2.0)
+    )
     await batcher.start()
     batch = await batcher.next_message(0)
     assert set(batch.ref_logprobs[batch.loss_mask]) == {-2.0} and batch.proximal_logprobs is None
@@ -166,7 +182,9 @@ async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
     stuck = FakeGeneration(delay=lambda ordinal, member: 3600)
     batcher = ExperienceBatcher(plan(experience_timeout_s=0.2), questions(), stuck, FakeVerification())
     await batcher.start()
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"
+    ):
         await batcher.next_message(0)
     await batcher.close()
     assert stuck.cancelled == 16  # requests are aborted, not left to decode
@@ -182,7 +200,9 @@ async def test_evaluation_runs_beside_training_and_touches_no_budget():
 
 async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
     generation = FakeGeneration(delay=lambda ordinal, member: 0.1)
-    batcher = ExperienceBatcher(plan(num_steps=2, max_staleness=0), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(
+        plan(num_steps=2, max_staleness=0), questions(), generation, FakeVerification()
+    )
     await batcher.start()
     while not isinstance(message := await batcher.next_message(0), StepEnd):
         pass

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.real
 def cluster() -> Iterator[None]:
     here = os.path.dirname(__file__)  # workers unpickle the actor classes of this file by name
     paths = {"PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}
-    ray.init(include_dashboard=False, log_to_driver=False, namespace="test-channel", runtime_env={"env_vars": paths})
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace="test-channel",
+        runtime_env={"env_vars": paths},
+    )
     yield
     ray.shutdown()
 
@@ -82,7 +87,10 @@ async def test_a_burst_of_calls_is_answered_in_full_and_travels_in_one_message(e
 
 async def test_answers_come_as_they_are_ready_not_in_the_order_of_asking(echo):
     channel = Channel(echo, "echo")
-    slow, quick = asyncio.ensure_future(channel.call("sleep", 1.0)), asyncio.ensure_future(channel.call("echo", 1))
+    slow, quick = (
+        asyncio.ensure_future(channel.call("sleep", 1.0)),
+        asyncio.ensure_future(channel.call("echo", 1)),
+    )
     done, _ = await asyncio.wait({slow, quick}, return_when="FIRST_COMPLETED")
     assert done == {quick} and await slow == "slept"
 
@@ -134,5 +142,7 @@ async def test_an_actor_that_stops_answering_is_lost_after_the_deadline(echo, mo
 
 async def test_two_callers_of_one_actor_get_their_own_answers(echo):
     one, other = Channel(echo, "echo"), Channel(echo, "echo")
-    answers = await asyncio.gather(*(c.call("echo", (name, i)) for name, c in (("a", one), ("b", other)) for i in range(50)))
+    answers = await asyncio.gather(
+        *(c.call("echo", (name, i)) for name, c in (("a", one), ("b", other)) for i in range(50))
+    )
     assert answers == [("a", i) for i in range(50)] + [("b", i) for i in range(50)]

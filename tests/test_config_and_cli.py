@@ -23,7 +23,10 @@ def test_a_step_takes_whole_groups_and_by_default_the_whole_batch():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_minibatch_size": 4000, "samples_per_question": 32, "batch_size": 128}, r"whole number of steps"),
+        (
+            {"train_minibatch_size": 4000, "samples_per_question": 32, "batch_size": 128},
+            r"whole number of steps",
+        ),
         ({"train_minibatch_size": 33}, r"not a whole number of groups of 32.*use 32"),
         ({"batch_size": 0}, r"--batch-size must be above 0, not 0"),
         ({"max_staleness": -1}, r"--max-staleness cannot be negative"),
@@ -50,7 +53,9 @@ def parse(*argv: str, config_class=RunConfig, retired=None):
 
 
 def test_dashes_and_underscores_are_one():
-    one, code = parse("--model-name-or-path=m", "--data_path", "d", "--max_tokens_per_gpu=77", "--no-mask_truncated")
+    one, code = parse(
+        "--model-name-or-path=m", "--data_path", "d", "--max_tokens_per_gpu=77", "--no-mask_truncated"
+    )
     assert code == 0 and one.max_tokens_per_gpu == 77 and one.mask_truncated is False and one.data_path == "d"
 
 
@@ -60,12 +65,22 @@ def test_the_prior_spelling_of_flags_with_a_value_works():
 
 
 def test_a_retired_option_warns_with_its_successor(capsys):
-    one, code = parse("--model-name-or-path", "m", "--data-path", "d", "--clip_ratio_c", "10", retired={"clip_ratio_c": "gone"})
+    one, code = parse(
+        "--model-name-or-path",
+        "m",
+        "--data-path",
+        "d",
+        "--clip_ratio_c",
+        "10",
+        retired={"clip_ratio_c": "gone"},
+    )
     assert code == 0 and one is not None
     assert "warning: --clip-ratio-c has no effect any more: gone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--model-name-or-path", "m"], ["--model-name-or-path", "m", "--data-path", "d", "--nope", "1"]])
+@pytest.mark.parametrize(
+    "argv", [["--model-name-or-path", "m"], ["--model-name-or-path", "m", "--data-path", "d", "--nope", "1"]]
+)
 def test_missing_and_unknown_options_end_with_code_2(argv, capsys):
     one, code = parse(*argv)
     assert one is None and code == 2

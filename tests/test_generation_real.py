@@ -36,7 +36,9 @@ class EngineThread:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
         async def start() -> object:
-            return worker_class.start(EngineOptions(str(MODEL), max_num_seqs=64, enforce_eager=True), settings)
+            return worker_class.start(
+                EngineOptions(str(MODEL), max_num_seqs=64, enforce_eager=True), settings
+            )
 
         self.worker = self.run(start(), 180)
 
@@ -111,7 +113,9 @@ def send(engine: EngineThread, tensors: dict[str, torch.Tensor], version: int) -
     return received, engine.run(engine.worker.prompt_logprobs(CANARY))
 
 
-def package(tensors: dict[str, torch.Tensor], model: torch.nn.Module, version: int = SELF_TEST) -> WeightPackage:
+def package(
+    tensors: dict[str, torch.Tensor], model: torch.nn.Module, version: int = SELF_TEST
+) -> WeightPackage:
     manifest = {name: record(tensor) for name, tensor in tensors.items()}
     return WeightPackage(version, manifest, [], CANARY, hf_logprobs(model, CANARY))
 
@@ -121,7 +125,9 @@ def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_aft
     for version in (0, 1):
         send(engine, weights(model), version)
         completion = engine.run(engine.worker.complete(prompt))
-        expected = hf_logprobs(model, np.concatenate([prompt, completion.token_ids]), temperature=0.7)[len(prompt) :]
+        expected = hf_logprobs(model, np.concatenate([prompt, completion.token_ids]), temperature=0.7)[
+            len(prompt) :
+        ]
         assert np.abs(completion.logprobs - expected).max() < 1e-4
         assert set(completion.versions) == {version}
         with torch.no_grad():
@@ -185,7 +191,9 @@ def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
     prompt = {"prompt_token_ids": CANARY[:4].tolist()}
     for stop in ids:
         params.allowed_token_ids = [stop]
-        completion = engine.worker._completion(engine.run(engine.worker._last_output(prompt, params)).outputs[0])
+        completion = engine.worker._completion(
+            engine.run(engine.worker._last_output(prompt, params)).outputs[0]
+        )
         assert completion.token_ids.tolist() == [stop] and completion.finish_reason is FinishReason.STOP
         assert completion.text == ""  # the end token is no part of the answer
 

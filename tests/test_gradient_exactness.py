@@ -17,9 +17,8 @@ import torch.multiprocessing as mp
 from tiny_policy import VOCAB, pack, random_sequence, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.errors import ConfigurationError, NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.errors import NonFiniteGradient
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter

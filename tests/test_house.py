@@ -97,12 +97,17 @@ def test_arrows_point_down_and_never_sideways(path):
         if name.startswith("async_grpo."):
             other = name.split(".")[1]
             other_floor = next(i for i, rooms in enumerate(FLOORS) if other in rooms)
-            same_line = floor == 0 or floor == len(FLOORS) - 1  # the vocabulary and the launchers know each other
-            assert other == room or other_floor < floor or (same_line and other_floor == floor), f"{path} imports {name}"
+            same_line = (
+                floor == 0 or floor == len(FLOORS) - 1
+            )  # the vocabulary and the launchers know each other
+            assert other == room or other_floor < floor or (same_line and other_floor == floor), (
+                f"{path} imports {name}"
+            )
 
 
 @pytest.mark.parametrize(
-    ("package", "rooms"), [("ray", {"cluster"}), ("vllm", {"generation", "weights"}), ("typer", {"cli", "__main__"})]
+    ("package", "rooms"),
+    [("ray", {"cluster"}), ("vllm", {"generation", "weights"}), ("typer", {"cli", "__main__"})],
 )
 def test_each_heavy_package_has_its_own_room(package, rooms):
     for path in (ROOT / "async_grpo").rglob("*.py"):

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import plot
-from async_grpo import metrics_files, plotting
+from async_grpo import metrics_files
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics_files import (
     DEFAULT_X_KEY,

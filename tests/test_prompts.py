@@ -97,4 +97,6 @@ def test_the_cursor_draws_every_question_once_per_epoch_and_can_be_put_back_anyw
         assert sorted(ids) == list(range(count))
     resumed = PromptCursor(questions, seed)
     resumed.position = drawn
-    assert [int(next(resumed).token_ids[0]) for _ in range(count)] == [int(p.token_ids[0]) for p in prompts[drawn:]]
+    assert [int(next(resumed).token_ids[0]) for _ in range(count)] == [
+        int(p.token_ids[0]) for p in prompts[drawn:]
+    ]

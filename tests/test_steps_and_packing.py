@@ -53,7 +53,9 @@ def test_a_sample_that_can_never_fit_is_refused_with_the_numbers():
     num_ranks=st.integers(1, 4),
     max_tokens=st.integers(22, 60),
 )
-def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(lengths, num_ranks, max_tokens):
+def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(
+    lengths, num_ranks, max_tokens
+):
     packer = Packer(num_ranks, max_tokens)
     rounds = [packer.add(sample(i, 2, length)) for i, length in enumerate(lengths)] + [packer.flush()]
     rounds = [micro_batches for micro_batches in rounds if micro_batches]
@@ -67,7 +69,9 @@ def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(l
     assert packer.flush() is None
 
 
-def run_assembler(order: list[int], groups_per_step: int, num_ranks: int, seed: int) -> list[Round | StepClosed]:
+def run_assembler(
+    order: list[int], groups_per_step: int, num_ranks: int, seed: int
+) -> list[Round | StepClosed]:
     draw = random.Random(seed)
     assembler = StepAssembler(groups_per_step, max_staleness=10**6, packer=Packer(num_ranks, 40))
     return [
@@ -78,8 +82,15 @@ def run_assembler(order: list[int], groups_per_step: int, num_ranks: int, seed: 
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps=st.integers(1, 5), groups_per_step=st.integers(1, 4), num_ranks=st.integers(1, 3), seed=st.integers(0, 999))
-def test_whatever_the_order_of_arrival_each_step_trains_exactly_its_own_groups(steps, groups_per_step, num_ranks, seed):
+@given(
+    steps=st.integers(1, 5),
+    groups_per_step=st.integers(1, 4),
+    num_ranks=st.integers(1, 3),
+    seed=st.integers(0, 999),
+)
+def test_whatever_the_order_of_arrival_each_step_trains_exactly_its_own_groups(
+    steps, groups_per_step, num_ranks, seed
+):
     order = list(range(steps * groups_per_step))
     random.Random(seed).shuffle(order)
     step, seen = 0, []
@@ -110,7 +121,9 @@ def test_samples_left_out_of_the_loss_still_count_for_their_step():
     assert isinstance(closed, StepClosed) and len(closed.groups) == 1
 
 
-@pytest.mark.parametrize(("step", "version", "fine"), [(1, 0, True), (1, 1, True), (2, 0, False), (1, 2, False)])
+@pytest.mark.parametrize(
+    ("step", "version", "fine"), [(1, 0, True), (1, 1, True), (2, 0, False), (1, 2, False)]
+)
 def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, version, fine):
     assembler = StepAssembler(1, max_staleness=1, packer=Packer(1, 40))
     for earlier in range(step):
@@ -124,7 +137,9 @@ def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, ver
 
 @settings(max_examples=60, deadline=None)
 @given(groups_per_step=st.integers(1, 4), max_staleness=st.integers(0, 3), seed=st.integers(0, 10**6))
-def test_the_budget_alone_keeps_every_group_fresh_under_random_finishing_times(groups_per_step, max_staleness, seed):
+def test_the_budget_alone_keeps_every_group_fresh_under_random_finishing_times(
+    groups_per_step, max_staleness, seed
+):
     """Groups start when admitted, end at random; steps train at once. No token may be older than the bound."""
 
     async def scenario() -> None:

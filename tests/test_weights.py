@@ -38,7 +38,9 @@ def test_a_digest_speaks_of_the_values_in_order_not_of_the_memory_layout(dtype):
 
 def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
     monkeypatch.setattr("async_grpo.weights.manifest._CHUNK", 7)
-    words = torch.randint(-(2**31), 2**31 - 1, (53,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (53,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     golden = 0x9E3779B97F4A7C15
     expected = sum(word * ((i * golden) % 2**64 | 1) for i, word in enumerate(words.tolist())) % 2**64
     assert tensor_digest(words) % 2**64 == expected
@@ -95,7 +97,9 @@ class FakeLink:
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
         self.log.append(("deliver", package.version, len(package.chunks)))
-        tensors = {n: t for chunk in package.chunks for n, t in load(chunk.tobytes()).items() if n != self.loses}
+        tensors = {
+            n: t for chunk in package.chunks for n, t in load(chunk.tobytes()).items() if n != self.loses
+        }
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if name != self.ignores:
@@ -134,7 +138,9 @@ def test_a_tensor_lost_on_the_way_is_named(name):
 def test_the_self_test_catches_any_tensor_that_arrives_but_is_not_used(name):
     """The engine starts from the same checkpoint: without the self-test nothing would differ yet."""
     publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=False)
-    with pytest.raises(WeightsDidNotLand, match="received the start-up self-test bit by bit, yet computes other"):
+    with pytest.raises(
+        WeightsDidNotLand, match="received the start-up self-test bit by bit, yet computes other"
+    ):
         publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=True)
 
 

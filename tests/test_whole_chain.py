@@ -59,10 +59,14 @@ def left_behind(folder: Path) -> list[str]:
 def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("run")
     held_out = folder / "held_out.jsonl"
-    held_out.write_text("".join((DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)[:16]))
+    held_out.write_text(
+        "".join((DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)[:16])
+    )
     options = {"eval-data-path": held_out, "dump-samples-filename": "samples.jsonl"}
     environment = {**os.environ, "SECRET_TOKEN": "must-not-appear-anywhere", "RUN_MARK": str(folder)}
-    done = subprocess.run(command(folder, **options), capture_output=True, text=True, timeout=380, env=environment)
+    done = subprocess.run(
+        command(folder, **options), capture_output=True, text=True, timeout=380, env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     yield folder, done.stdout
 
@@ -73,9 +77,17 @@ def lines(run) -> list[dict]:
 
 
 def test_every_step_has_its_line_and_counts_are_conserved(lines):
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)) == [line["policy_version"] for line in lines]
+    assert (
+        [line["step"] for line in lines]
+        == list(range(1, STEPS + 1))
+        == [line["policy_version"] for line in lines]
+    )
     for line in lines:
-        assert line["samples_in_batch"] == 64 == sum(line[f"num_reward_{s}"] for s in ("ok", "failed", "timed_out", "abstained"))
+        assert (
+            line["samples_in_batch"]
+            == 64
+            == sum(line[f"num_reward_{s}"] for s in ("ok", "failed", "timed_out", "abstained"))
+        )
     assert lines[-1]["total_samples_accumulated"] == 64 * STEPS
 
 
@@ -113,14 +125,20 @@ def test_the_checkpoint_is_the_trained_policy_in_the_hugging_face_format(run):
     trained = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     initial = AutoModelForCausalLM.from_pretrained(DATA / "tiny-model").state_dict()
     assert trained.keys() == initial.keys()
-    assert all(not torch.equal(trained[name], initial[name]) for name in ("model.embed_tokens.weight", "model.norm.weight"))
+    assert all(
+        not torch.equal(trained[name], initial[name])
+        for name in ("model.embed_tokens.weight", "model.norm.weight")
+    )
     assert (checkpoint / "generation_config.json").exists() and (checkpoint / "tokenizer.json").exists()
 
 
 def test_every_sample_is_on_disk_with_its_reward_and_the_policy_that_wrote_it(run):
     samples = [json.loads(line) for line in (run[0] / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 64 * STEPS
-    assert all(sample["status"] == "ok" and sample["step"] - 1 - sample["oldest_version"] in (0, 1) for sample in samples)
+    assert all(
+        sample["status"] == "ok" and sample["step"] - 1 - sample["oldest_version"] in (0, 1)
+        for sample in samples
+    )
 
 
 def test_held_out_questions_are_evaluated_before_and_after(run):

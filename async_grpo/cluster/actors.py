@@ -1,8 +1,8 @@
 """The actors: a few lines around each class with logic. All of them are asynchronous and cost no logical CPU.
 
-    rank 0 makes        RegistryActor (one per kind), VerifierPoolActor -> VerifierActor (one per adapter and more),
-                        BatcherActor; they end with rank 0's job
-    a dispatcher makes  GenerationActor or LogprobActor; it ends with the dispatcher
+rank 0 makes        RegistryActor (one per kind), VerifierPoolActor -> VerifierActor (one per adapter and more),
+                    BatcherActor; they end with rank 0's job
+a dispatcher makes  GenerationActor or LogprobActor; it ends with the dispatcher
 """
 
 import asyncio
@@ -196,11 +196,17 @@ class BatcherActor:
     """An `ExperienceBatcher` over remote workers."""
 
     def __init__(
-        self, plan: BatcherPlan, questions: list[Question], registries: dict[str, Any], pool: Any, roles: Sequence[str]
+        self,
+        plan: BatcherPlan,
+        questions: list[Question],
+        registries: dict[str, Any],
+        pool: Any,
+        roles: Sequence[str],
     ) -> None:
         generation = RemoteGeneration(RegisteredWorkers(registries["generation"], "generation"))
         logprob_workers = {
-            role: RemoteLogprobs(RegisteredWorkers(registries["logprob"], f"{role} logprob")) for role in roles
+            role: RemoteLogprobs(RegisteredWorkers(registries["logprob"], f"{role} logprob"))
+            for role in roles
         }
         self._batcher = ExperienceBatcher(
             plan,
@@ -319,4 +325,6 @@ def _device() -> str:
 
 def light(actor_class: type, **options: Any) -> Any:
     """`actor_class` ready for `.remote(...)`, claiming no CPU: a small machine must not starve its own control plane."""
-    return ray.remote(actor_class).options(**{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **options})
+    return ray.remote(actor_class).options(
+        **{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **options}
+    )

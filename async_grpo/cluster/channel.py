@@ -160,7 +160,9 @@ class Channel:
                     self._resolve(call_id, ok, value)
         except (RayError, TimeoutError) as error:
             silent = f"did not answer for {POLL_S + GRACE_S:.0f} s"
-            self._fail(WorkerLost(f"{self.name} {silent if isinstance(error, TimeoutError) else _first_line(error)}"))
+            self._fail(
+                WorkerLost(f"{self.name} {silent if isinstance(error, TimeoutError) else _first_line(error)}")
+            )
         except asyncio.CancelledError:
             raise
         except Exception as error:

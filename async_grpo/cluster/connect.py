@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ GENERATION_REGISTRY = "generation-registry"
 LOGPROB_REGISTRY = "logprob-registry"
 VERIFIER_POOL = "verifier-pool"
 EXPERIENCE_BATCHER = "experience-batcher"
+KNOCK_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +48,28 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     Raises:
         ConfigurationError: there is none, or it does not let us in; says how to start one.
     """
+    address = os.environ.get("RAY_ADDRESS", "auto")
     try:
+        _knock(address)
         ray.init(
-            address=os.environ.get("RAY_ADDRESS", "auto"),
+            address=address,
             namespace=namespace(run_name),
             log_to_driver=logging_level == "DEBUG",
             logging_level=logging.WARNING,
             runtime_env={"env_vars": forwarded_environment()},
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigurationError(_how_to_join(str(error))) from error
+
+
+def _knock(address: str) -> None:
+    """See whether anybody listens at host:port: Ray itself would go on trying for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+        except OSError as error:
+            raise ConnectionError(f"nobody listens at RAY_ADDRESS {address}: {error}") from error
 
 
 def _how_to_join(error: str) -> str:

@@ -35,7 +35,9 @@ def dispatch(config: WorkerConfig) -> None:
     """
     connect(config.run_name, config.logging_level)
     name = GENERATION_REGISTRY if config.mode == "generation" else LOGPROB_REGISTRY
-    registry = find_actor(name, config.start_timeout_s, f"waiting for a trainer to open the run {config.run_name!r}")
+    registry = find_actor(
+        name, config.start_timeout_s, f"waiting for a trainer to open the run {config.run_name!r}"
+    )
     settings: Settings = ray.get(registry.settings.remote(), timeout=60)
     try:
         check_model(config.model_path, settings)

@@ -1,9 +1,9 @@
 """What trainer rank 0 opens on the cluster, and how every rank reaches it.
 
-    open_run        registries, with the settings of the run: workers can find it from now on
-    await_workers   until each kind that the run needs is there (or one of them refused)
-    start_batcher   verifier pool and experience batcher
-    close_run       tells the workers that the run is over
+open_run        registries, with the settings of the run: workers can find it from now on
+await_workers   until each kind that the run needs is there (or one of them refused)
+start_batcher   verifier pool and experience batcher
+close_run       tells the workers that the run is over
 """
 
 import logging
@@ -85,7 +85,9 @@ def await_workers(run: OpenRun, config: RunConfig, roles: Sequence[str]) -> str:
             _check_capacity(max(info.max_sequences for info in generation), config.samples_per_question)
             return _one_reward_list(rewards)
         if time.monotonic() > give_up:
-            raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {'; and '.join(missing)}")
+            raise DeadlineExceeded(
+                f"after {config.start_timeout_s:.0f} s there is still {'; and '.join(missing)}"
+            )
         if time.monotonic() > next_word:
             log.info("waiting: there is %s", "; and ".join(missing))
             next_word = time.monotonic() + 15.0
@@ -131,7 +133,9 @@ def start_batcher(
         source, adapters, config.verifiers_per_reward, config.reward_timeout_s
     )
     _get(pool.start.remote(), config.start_timeout_s)
-    batcher = _here(BatcherActor, EXPERIENCE_BATCHER).remote(plan, ray.put(questions), run.registries, pool, roles)
+    batcher = _here(BatcherActor, EXPERIENCE_BATCHER).remote(
+        plan, ray.put(questions), run.registries, pool, roles
+    )
     return batcher
 
 

@@ -50,10 +50,17 @@ class RayEngineLink:
                 self._owners[worker_id] = registry
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 losses.append(f"{worker_id}: {_cause(error)}")
-                log.error("worker %s did not load version %s and is fenced: %s", worker_id, package.version, losses[-1])
+                log.error(
+                    "worker %s did not load version %s and is fenced: %s",
+                    worker_id,
+                    package.version,
+                    losses[-1],
+                )
                 ray.get(registry.deregister.remote(worker_id, losses[-1]), timeout=self._timeout_s)
         if self._registries["generation"] not in self._owners.values():
-            raise WorkerLost(f"no generation worker took the weights of version {package.version}: {'; '.join(losses)}")
+            raise WorkerLost(
+                f"no generation worker took the weights of version {package.version}: {'; '.join(losses)}"
+            )
         return receipts
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
@@ -84,7 +91,9 @@ class RayEngineControl:
     def begin(self) -> dict[str, int]:
         members, _, _ = self._get(self._registry.roll_call.remote())
         self._handles = self._get(self._registry.begin_sync.remote())
-        self._world_sizes = {info.worker_id: info.world_size for info in members if info.worker_id in self._handles}
+        self._world_sizes = {
+            info.worker_id: info.world_size for info in members if info.worker_id in self._handles
+        }
         return self._world_sizes
 
     def pause(self) -> None:
@@ -104,7 +113,9 @@ class RayEngineControl:
         """Every engine joins the group after the ones before it: rank 0 is the trainer."""
         answers, offset = [], init_info["rank_offset"]
         for worker_id, handle in self._handles.items():
-            answers.append(handle.transfer.remote("init_weight_transfer", {**init_info, "rank_offset": offset}))
+            answers.append(
+                handle.transfer.remote("init_weight_transfer", {**init_info, "rank_offset": offset})
+            )
             offset += self._world_sizes[worker_id]
         self._get(answers)
 

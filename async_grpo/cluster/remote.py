@@ -37,7 +37,9 @@ class RegisteredWorkers:
 
     async def ask_all(self, method: str) -> list[Any]:
         """The answers of all workers used so far; one that is lost meanwhile is left out (its work will tell)."""
-        answers = await asyncio.gather(*(c.call(method) for c in self._channels.values()), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(c.call(method) for c in self._channels.values()), return_exceptions=True
+        )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerLost):
                 raise answer
@@ -91,9 +93,13 @@ class RemoteGeneration:
                 losses += 1
                 await self._workers.fence(worker.worker_id, lost)
                 if losses > MAX_LOSSES:
-                    raise WorkerLost(f"prompt {prompt.ordinal} was lost with {losses} workers; the last: {lost}") from lost
+                    raise WorkerLost(
+                        f"prompt {prompt.ordinal} was lost with {losses} workers; the last: {lost}"
+                    ) from lost
 
-    async def _complete(self, worker: "LeasedWorker", prompt: Prompt, count: int) -> AsyncIterator[Completion]:
+    async def _complete(
+        self, worker: "LeasedWorker", prompt: Prompt, count: int
+    ) -> AsyncIterator[Completion]:
         calls = [asyncio.ensure_future(worker.call("complete", prompt.token_ids)) for _ in range(count)]
         finished = 0
         try:
@@ -134,7 +140,9 @@ class RemoteLogprobs:
     def __init__(self, workers: RegisteredWorkers) -> None:
         self._workers = workers
 
-    async def logprobs(self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> list[np.ndarray]:
+    async def logprobs(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+    ) -> list[np.ndarray]:
         """Ask the worker with the fewest tokens outstanding; another one if it is lost."""
         tokens_each = max(1, sum(map(len, sequences)) // len(sequences))
         for _ in range(MAX_LOSSES):

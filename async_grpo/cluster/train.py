@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 
-from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.cluster.connect import connect
 from async_grpo.cluster.head import (
     OpenRun,
@@ -25,14 +24,13 @@ from async_grpo.config import RunConfig
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.preparation import Prepared, batcher_plan, logprob_roles
+from async_grpo.preparation import Prepared, batcher_plan, logprob_roles, objective, optimizer_settings
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.distributed import Ranks, distributed_run
-from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import OptimizerSettings, build_optimizer
+from async_grpo.training.optimizer import build_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import Settings
@@ -90,8 +88,15 @@ def _run_loop(
     metrics: MetricsWriter | None,
 ) -> None:
     settings = prepared.settings
-    policy = PolicyModel(load_causal_lm(config.model_name_or_path, "float32"), chunk_tokens=config.logprob_chunk_size)
-    shard_policy(policy.to(ranks.device), ranks, dtype=settings.dtype, gradient_checkpointing=config.gradient_checkpointing)
+    policy = PolicyModel(
+        load_causal_lm(config.model_name_or_path, "float32"), chunk_tokens=config.logprob_chunk_size
+    )
+    shard_policy(
+        policy.to(ranks.device),
+        ranks,
+        dtype=settings.dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
     Trainer(
         policy=policy,
         accumulator=_accumulator(config, policy, ranks),
@@ -114,31 +119,12 @@ def _run_loop(
 
 
 def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> GradientAccumulator:
-    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    objective = Objective(
-        policy_loss=config.policy_loss,
-        policy_loss_options={name: value for name, value in clips.items() if name in POLICY_LOSSES[config.policy_loss].options},
-        aggregation=config.loss_aggregation,
-        aggregation_scale=float(config.max_generation_tokens) if config.loss_aggregation == "constant_length" else None,
-        kl_coef=config.kl_coef,
-        kl_kind=config.kl_kind,
-        temperature=config.temperature,
-    )
-    optimizer, scheduler = build_optimizer(
-        policy.parameters(),
-        OptimizerSettings(
-            learning_rate=config.learning_rate,
-            lr_scheduler=config.lr_scheduler,
-            warmup_steps=config.num_warmup_steps,
-            total_steps=config.num_steps,
-            weight_decay=config.weight_decay,
-        ),
-    )
+    optimizer, scheduler = build_optimizer(policy.parameters(), optimizer_settings(config))
     return GradientAccumulator(
         policy,
         optimizer,
         scheduler,
-        objective,
+        objective(config),
         ranks,
         max_grad_norm=config.max_grad_norm,
         update_stats=config.update_stats,
@@ -183,7 +169,9 @@ class Engines:
 class Experience(RemoteExperience):
     """A rank's experience, with rank 0's evaluations: before the first step, every `eval_every`, and at the end."""
 
-    def __init__(self, config: RunConfig, batcher: Any, ranks: Ranks, prepared: Prepared | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, batcher: Any, ranks: Ranks, prepared: Prepared | None = None
+    ) -> None:
         super().__init__(batcher, ranks.rank, config.num_steps, config.experience_timeout_s)
         self._config, self._questions = config, prepared.eval_questions if prepared else []
 
@@ -192,7 +180,9 @@ class Experience(RemoteExperience):
         super().start()
 
     def on_step(self, step: int) -> dict[str, float]:
-        due = step == self._config.num_steps or (self._config.eval_every and step % self._config.eval_every == 0)
+        due = step == self._config.num_steps or (
+            self._config.eval_every and step % self._config.eval_every == 0
+        )
         return self._evaluate(step) if due else {}
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -206,7 +196,12 @@ class Experience(RemoteExperience):
         with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
             lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
         (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
-        log.info("held-out at step %d: reward %.3f over %d samples", step, result["avg_reward"], result["num_samples"])
+        log.info(
+            "held-out at step %d: reward %.3f over %d samples",
+            step,
+            result["avg_reward"],
+            result["num_samples"],
+        )
         return numbers
 
 

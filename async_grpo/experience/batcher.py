@@ -56,14 +56,21 @@ class ExperienceBatcher:
         proximal: Logprobs | None = None,
     ) -> None:
         self.plan = plan
-        self.generation, self.verification, self.reference, self.proximal = generation, verification, reference, proximal
+        self.generation, self.verification, self.reference, self.proximal = (
+            generation,
+            verification,
+            reference,
+            proximal,
+        )
         self.cursor = PromptCursor(questions, plan.seed)
         self.budget = StalenessBudget(plan.groups_per_step, plan.max_staleness)
         self.steps = StepAssembler(
             plan.groups_per_step, plan.max_staleness, Packer(plan.num_ranks, plan.max_tokens_per_gpu)
         )
         self.occupancy = Occupancy()
-        self._queues: list[asyncio.Queue[MicroBatch | StepEnd]] = [asyncio.Queue() for _ in range(plan.num_ranks)]
+        self._queues: list[asyncio.Queue[MicroBatch | StepEnd]] = [
+            asyncio.Queue() for _ in range(plan.num_ranks)
+        ]
         self._tasks: set[asyncio.Task] = set()
         self._offering = asyncio.Lock()
         self._failed = asyncio.Event()
@@ -88,7 +95,9 @@ class ExperienceBatcher:
         get = asyncio.ensure_future(self._queues[rank].get())
         failed = asyncio.ensure_future(self._failed.wait())
         try:
-            await asyncio.wait({get, failed}, timeout=self.plan.experience_timeout_s, return_when="FIRST_COMPLETED")
+            await asyncio.wait(
+                {get, failed}, timeout=self.plan.experience_timeout_s, return_when="FIRST_COMPLETED"
+            )
             if self._failure:
                 raise RunFailed(f"{type(self._failure).__name__}: {self._failure}") from self._failure
             if not get.done():
@@ -147,7 +156,7 @@ class ExperienceBatcher:
                     self._generating(-1)
                     scoring.append(tasks.create_task(self._score(prompt, completion)))
         except BaseExceptionGroup as several:
-            raise several.exceptions[0]  # one cause is enough to end a run, and reads better
+            raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
         finally:
             self._generating(len(scoring) - count)
         return Group(prompt, tuple(task.result() for task in scoring), version)
@@ -188,7 +197,10 @@ class ExperienceBatcher:
 
     def _step_end(self, closed: StepClosed, stats: dict[str, Any]) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
-        stats = {**step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch), **stats}
+        stats = {
+            **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),
+            **stats,
+        }
         if self.plan.with_samples:
             stats["samples"] = readable_samples(closed.groups)
         return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)

@@ -54,10 +54,14 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     """Lay samples end to end: prompt, completion, prompt, completion ... Prompt tokens carry no loss."""
     lengths = [sample.num_tokens for sample in samples]
     return MicroBatch(
-        input_ids=np.concatenate([ids for s in samples for ids in (s.prompt.token_ids, s.completion.token_ids)]),
+        input_ids=np.concatenate(
+            [ids for s in samples for ids in (s.prompt.token_ids, s.completion.token_ids)]
+        ),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         loss_mask=_over_completions(samples, [np.ones(len(s.completion), bool) for s in samples], False),
-        behaviour_logprobs=_over_completions(samples, [s.completion.logprobs for s in samples], np.float32(0)),
+        behaviour_logprobs=_over_completions(
+            samples, [s.completion.logprobs for s in samples], np.float32(0)
+        ),
         advantages=_over_completions(samples, [s.advantages for s in samples], np.float32(0)),
         versions=_over_completions(samples, [s.completion.versions for s in samples], np.int32(PROMPT_TOKEN)),
         group_ids=np.array([s.prompt.ordinal for s in samples], np.int64),
@@ -66,7 +70,9 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     )
 
 
-def _over_completions(samples: Sequence[Sample], values: Sequence[np.ndarray], fill: np.generic | bool) -> np.ndarray:
+def _over_completions(
+    samples: Sequence[Sample], values: Sequence[np.ndarray], fill: np.generic | bool
+) -> np.ndarray:
     """(N,): `values` on the completion tokens, `fill` on the prompt tokens."""
     parts = []
     for sample, value in zip(samples, values, strict=True):

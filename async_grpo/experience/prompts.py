@@ -20,7 +20,9 @@ class Question:
     row: dict[str, Any]
 
 
-def load_questions(path: str | Path, tokenizer: Any, max_prompt_tokens: int, vocab_size: int) -> list[Question]:
+def load_questions(
+    path: str | Path, tokenizer: Any, max_prompt_tokens: int, vocab_size: int
+) -> list[Question]:
     """Read and check a whole data file.
 
     The prompt is `input_token_ids` if the row has them, else `messages` (or a list in `prompt`) through the chat
@@ -37,7 +39,9 @@ def load_questions(path: str | Path, tokenizer: Any, max_prompt_tokens: int, voc
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                questions.append(_question(_row(line, where), tokenizer, max_prompt_tokens, vocab_size, where))
+                questions.append(
+                    _question(_row(line, where), tokenizer, max_prompt_tokens, vocab_size, where)
+                )
     if not questions:
         raise ConfigurationError(f"{path} holds no questions")
     return questions
@@ -89,8 +93,12 @@ def _prompt_tokens(row: dict, tokenizer: Any, where: str) -> np.ndarray:
 
 def _chat_tokens(messages: list, tokenizer: Any, where: str) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError(f"{where}: a row of messages, but the model's tokenizer has no chat template")
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        raise ConfigurationError(
+            f"{where}: a row of messages, but the model's tokenizer has no chat template"
+        )
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
 
 
 class PromptCursor:
@@ -119,7 +127,9 @@ class PromptCursor:
         return prompt
 
 
-def check_longest(questions: Sequence[Question], longest_total: Callable[[int], int], max_tokens: int) -> None:
+def check_longest(
+    questions: Sequence[Question], longest_total: Callable[[int], int], max_tokens: int
+) -> None:
     """Refuse a run in which the longest possible sample would not fit one micro-batch.
 
     Args:

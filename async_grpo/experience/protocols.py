@@ -31,6 +31,8 @@ class Verification(Protocol):
 class Logprobs(Protocol):
     """Recomputes log-probs of completions under another policy."""
 
-    async def logprobs(self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> list[np.ndarray]:
+    async def logprobs(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+    ) -> list[np.ndarray]:
         """(T,) float32 log-probs of each completion."""
         ...

@@ -24,7 +24,8 @@ class _Member:
     def load_with(self, sequences: int, tokens: int) -> float:
         """The fuller of its two resources once it also had this work."""
         return max(
-            (self.sequences + sequences) / self.info.max_sequences, (self.tokens + tokens) / self.info.max_tokens
+            (self.sequences + sequences) / self.info.max_sequences,
+            (self.tokens + tokens) / self.info.max_tokens,
         )
 
 
@@ -67,7 +68,9 @@ class WorkerRegistry:
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
         if info.max_sequences < 1 or info.max_tokens < 1:
-            raise ConfigurationError(f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens")
+            raise ConfigurationError(
+                f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
+            )
         self._members[info.worker_id] = _Member(info)
         self._empty_since = None
 

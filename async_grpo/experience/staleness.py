@@ -22,7 +22,9 @@ class StalenessBudget:
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         if groups_per_step < 1 or max_staleness < 0:
-            raise ValueError(f"impossible budget: {groups_per_step} groups per step, max staleness {max_staleness}")
+            raise ValueError(
+                f"impossible budget: {groups_per_step} groups per step, max staleness {max_staleness}"
+            )
         self.capacity = (max_staleness + 1) * groups_per_step
         self.alive = 0
         self.live_version = 0
@@ -46,7 +48,12 @@ class StalenessBudget:
     async def weights_live(self, version: int, groups: int) -> None:
         """Policy `version`, trained on `groups` groups, now generates: their slots are free."""
         async with self._freed:
-            assert self.live_version <= version and groups <= self.alive, (self.live_version, version, groups, self.alive)
+            assert self.live_version <= version and groups <= self.alive, (
+                self.live_version,
+                version,
+                groups,
+                self.alive,
+            )
             self.live_version = version
             self.alive -= groups
             self._freed.notify_all()

@@ -32,7 +32,9 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def step_stats(step: int, groups: Sequence[Group], total_samples: int, steps_per_batch: int) -> dict[str, Any]:
+def step_stats(
+    step: int, groups: Sequence[Group], total_samples: int, steps_per_batch: int
+) -> dict[str, Any]:
     """The keys of the prior library that the rollout side knows, and staleness.
 
     Staleness of a token is the step minus the policy version that produced it.
@@ -78,7 +80,9 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "answer": group.prompt.row.get("answer"),
             "reward": sample.verdict.reward,
             "status": sample.verdict.status.value,
-            "components": {result.adapter: {"reward": result.reward, **result.extra} for result in sample.verdict.results},
+            "components": {
+                result.adapter: {"reward": result.reward, **result.extra} for result in sample.verdict.results
+            },
             "reason": "; ".join(result.reason for result in sample.verdict.results if result.reason),
             "finish_reason": sample.completion.finish_reason.value,
             "oldest_version": sample.completion.oldest_version,

@@ -41,7 +41,9 @@ class StepAssembler:
     def offer(self, group: Group) -> list[Round | StepClosed]:
         """A group is complete. Returns the events that follow from it."""
         step = group.prompt.ordinal // self.groups_per_step
-        assert step >= self.step, f"group {group.prompt.ordinal} was offered twice, or after its step {step} closed"
+        assert step >= self.step, (
+            f"group {group.prompt.ordinal} was offered twice, or after its step {step} closed"
+        )
         if step > self.step:
             self._early.setdefault(step, []).append(group)
             return []

@@ -128,7 +128,9 @@ class GenerationWorker:
 
     async def _last_output(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
         try:
-            outputs = [output async for output in self.engine.generate(prompt, params, str(next(self._request_ids)))]
+            outputs = [
+                output async for output in self.engine.generate(prompt, params, str(next(self._request_ids)))
+            ]
         except Exception as error:
             if self.engine.errored:
                 raise WorkerLost(f"the vLLM engine died: {error or type(error).__name__}") from error
@@ -138,8 +140,12 @@ class GenerationWorker:
     def _completion(self, output: CompletionOutput) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int32)
         if output.finish_reason not in ("stop", "length"):
-            raise WorkerLost(f"the engine ended a request with {output.finish_reason!r} after {len(token_ids)} tokens")
-        logprobs = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+            raise WorkerLost(
+                f"the engine ended a request with {output.finish_reason!r} after {len(token_ids)} tokens"
+            )
+        logprobs = [
+            step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
         stopped = output.finish_reason == "stop"
         return Completion(
             token_ids=token_ids,
@@ -166,7 +172,9 @@ class GenerationWorker:
                 received = await self._receipt()
                 self.policy_version = version
             except BaseException as error:
-                self._unfit = f"its update to policy version {version} failed: {error or type(error).__name__}"
+                self._unfit = (
+                    f"its update to policy version {version} failed: {error or type(error).__name__}"
+                )
                 raise
             finally:
                 await self.engine.resume_generation()
@@ -178,7 +186,10 @@ class GenerationWorker:
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
             raise WorkerLost("the processes of one engine received different weights")
-        return {name: TensorRecord(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in receipts[0].items()}
+        return {
+            name: TensorRecord(dtype, tuple(shape), digest)
+            for name, (dtype, shape, digest) in receipts[0].items()
+        }
 
     # The same update in single steps, for a transfer that the trainer's own engine drives (NCCL) ------------------
 

@@ -1,7 +1,7 @@
 """The training loop: take what experience has, step, publish, write it down."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.modeling.policy import PolicyModel
@@ -34,7 +34,7 @@ class Trainer:
     ranks: Ranks
     num_steps: int
     progress: Progress
-    hook: StepHook = NoHook()
+    hook: StepHook = field(default_factory=NoHook)
 
     def run(self) -> None:
         """Publish the first weights, train to `num_steps`, and leave a checkpoint of the last ones."""

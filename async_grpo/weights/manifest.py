@@ -73,4 +73,6 @@ def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
         if names
     ]
     landed = len(sent) - len(missing) - len(differing)
-    raise WeightsDidNotLand(f"worker {worker_id} received {landed} of {len(sent)} tensors as sent; {'; '.join(problems)}")
+    raise WeightsDidNotLand(
+        f"worker {worker_id} received {landed} of {len(sent)} tensors as sent; {'; '.join(problems)}"
+    )

@@ -64,7 +64,9 @@ class RecordingSource:
 
         if self._metadata is None:
             named = self._named_full_tensors(self._model)
-            self._metadata = [ParamMeta(name, self._wire_dtype, tuple(tensor.shape)) for name, tensor in named]
+            self._metadata = [
+                ParamMeta(name, self._wire_dtype, tuple(tensor.shape)) for name, tensor in named
+            ]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,7 +77,9 @@ class RecordingSource:
             yield name, wired
 
 
-def vllm_trainer_engine(control: EngineControl | None, source: RecordingSource, world_size: int, rank: int) -> Any:
+def vllm_trainer_engine(
+    control: EngineControl | None, source: RecordingSource, world_size: int, rank: int
+) -> Any:
     """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -105,12 +109,19 @@ class NCCLPublisher:
         make_engine: Callable[[EngineControl | None, RecordingSource, int, int], Any] = vllm_trainer_engine,
     ) -> None:
         self._control, self._named_full_tensors, self._canary = control, named_full_tensors, canary
-        self._wire_dtype, self._rank, self._timeout_s, self._make_engine = wire_dtype, rank, timeout_s, make_engine
+        self._wire_dtype, self._rank, self._timeout_s, self._make_engine = (
+            wire_dtype,
+            rank,
+            timeout_s,
+            make_engine,
+        )
         self._tolerance = tolerance or TOLERANCES[str(wire_dtype).removeprefix("torch.")]
         self._source: RecordingSource | None = None
         self._engine: Any = None
         self._members: Mapping[str, int] | None = None
-        self._watched = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="nccl-transfer")
+        self._watched = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="nccl-transfer"
+        )
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> dict[str, float]:
         """As `Publisher.publish`."""
@@ -123,7 +134,9 @@ class NCCLPublisher:
 
     def _send(self, model: nn.Module, version: int) -> float:
         expected = self._canary.logprobs(model, self._canary.token_ids)
-        source = self._source = self._source or RecordingSource(model, self._named_full_tensors, self._wire_dtype)
+        source = self._source = self._source or RecordingSource(
+            model, self._named_full_tensors, self._wire_dtype
+        )
         if self._control is None:
             self._engine = self._engine or self._make_engine(None, source, 0, self._rank)
             self._engine.send_weights()  # takes part in the gathering, sends nothing
@@ -146,7 +159,9 @@ class NCCLPublisher:
             if self._engine is not None:
                 self._engine.shutdown()
             world_size = 1 + sum(members.values())
-            self._engine = self._within_deadline(self._make_engine, self._control, source, world_size, self._rank)
+            self._engine = self._within_deadline(
+                self._make_engine, self._control, source, world_size, self._rank
+            )
             self._members = dict(members)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:

@@ -25,7 +25,7 @@ def warmed_by(example: dict[str, Any]) -> Callable[[Adapter], Adapter]:
         def warm_up() -> None:
             adapter(dict(example))
 
-        setattr(adapter, "warm_up", warm_up)
+        adapter.warm_up = warm_up
         return adapter
 
     return mark
