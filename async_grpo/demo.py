@@ -56,7 +56,7 @@ def run_config(config: DemoConfig) -> LocalConfig:
         num_training_batches=config.steps,
         max_staleness=config.max_staleness,
         max_tokens_per_gpu=4096,
-        max_generation_tokens=32,
+        max_generation_tokens=24,
         infinite_sampler_seed=config.seed,
         learning_rate=2e-4,
         num_warmup_steps=5,

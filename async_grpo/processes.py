@@ -21,9 +21,10 @@ import psutil
 from async_grpo.errors import DeadlineExceeded, WorkerLost
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-TERM_GRACE_S, KILL_GRACE_S = 8.0, 5.0
+TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
 
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
+TORCHRUN_ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)", re.DOTALL)
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +109,10 @@ class Supervisor:
 
     def check(self, except_for: Program | None = None) -> None:
         """Raise WorkerLost if a program has died. (One that ends with 0 was told that the run is over.)"""
-        for program in self._programs:
-            if program is not except_for and program.process.poll():
-                raise WorkerLost(f"{program.describe_exit()}{last_words(program)}")
+        if any(program.process.poll() for program in self._programs if program is not except_for):
+            time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
+            dead = [program for program in self._programs if program.process.poll()]
+            raise WorkerLost("; ".join(f"{program.describe_exit()}{last_words(program)}" for program in dead))
 
     def stop(self) -> None:
         """End everything, the last started first; then whatever else descends from this process."""
@@ -128,11 +130,14 @@ class Supervisor:
 
 def last_words(program: Program, lines: int = 12) -> str:
     """The end of a program's output, for an error message."""
-    text = program.output.read_text(errors="replace").strip().splitlines()
+    whole = program.output.read_text(errors="replace").strip()
+    text = whole.splitlines()
+    if root := TORCHRUN_ROOT.search(whole):
+        text.append(f"error: rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
     ours = [line for line in text if line.startswith("error: ")]
-    errors = ours or [line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
+    errors = ours[-2:] or [line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
     return (
-        "".join(f"\n    | {line}" for line in (errors[-1:] or text[-lines:]))
+        "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
         + f"\n    (all of it: {program.output})"
     )
 

@@ -1,0 +1,72 @@
+"""The library against an independent GRPO in one file (`plain_grpo.py`): the same learning curve, on-policy.
+
+    python benchmarks/learning_curve.py --seeds 0 1 2 --steps 60
+
+Same model, tasks and hyper-parameters, --max-staleness 0. Prints held-out accuracy at temperature 1 by step and seed for
+both, and whether the means differ by more than the seed-to-seed spread.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "sample-data"
+PROMPTS, GROUP, LEARNING_RATE, WARM_UP, MAX_TOKENS = 32, 8, 2e-4, 5, 24
+
+
+def ours(seed: int, steps: int, every: int) -> dict[int, float]:
+    """Step -> held-out accuracy."""
+    folder = Path(tempfile.mkdtemp(prefix="curve-"))
+    command = [
+        *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", "--max-staleness=0"],
+        *[f"--model-name-or-path={DATA / 'tiny-model'}", f"--data-path={DATA / 'countdown_train.jsonl'}"],
+        *[f"--eval-data-path={DATA / 'countdown_heldout.jsonl'}", f"--eval-every={every}"],
+        *["--reward-fns=countdown", f"--batch-size={PROMPTS}", f"--samples-per-question={GROUP}", "--nproc-per-node=2"],
+        *[f"--learning-rate={LEARNING_RATE}", f"--num-warmup-steps={WARM_UP}", f"--max-generation-tokens={MAX_TOKENS}"],
+        *[f"--num-training-batches={steps}", "--max-tokens-per-gpu=4096", "--max-num-seqs=256", "--enforce-eager"],
+        *[f"--infinite-sampler-seed={seed}", f"--run-name={folder.name}"],
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, timeout=1800)
+    lines = [json.loads(line) for line in (folder / "eval_metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["eval_countdown/answer_reward"] for line in lines}
+
+
+def plain(seed: int, steps: int, every: int) -> dict[int, float]:
+    output = Path(tempfile.mkdtemp(prefix="curve-")) / "plain.jsonl"
+    command = [
+        *[sys.executable, str(ROOT / "benchmarks" / "plain_grpo.py"), f"--model={DATA / 'tiny-model'}"],
+        *[f"--train={DATA / 'countdown_train.jsonl'}", f"--heldout={DATA / 'countdown_heldout.jsonl'}"],
+        *[f"--steps={steps}", f"--eval-every={every}", f"--prompts-per-step={PROMPTS}", f"--group-size={GROUP}"],
+        *[f"--lr={LEARNING_RATE}", f"--warmup-steps={WARM_UP}", f"--seed={seed}", f"--output={output}"],
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, timeout=1800)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    return {line["step"]: line["heldout_accuracy"] for line in lines if "heldout_accuracy" in line}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=20)
+    options = parser.parse_args()
+    curves: dict[str, list[dict[int, float]]] = {"ours": [], "plain": []}
+    for seed in options.seeds:
+        for name, train in (("ours", ours), ("plain", plain)):
+            curves[name].append(train(seed, options.steps, options.every))
+            print(f"{name:5} seed {seed}: {curves[name][-1]}", flush=True)
+    print("step   ours (mean)   plain (mean)   difference   spread (largest max - min over seeds)")
+    for step in sorted(curves["ours"][0]):
+        values = {name: [curve[step] for curve in runs] for name, runs in curves.items()}
+        means = {name: statistics.mean(points) for name, points in values.items()}
+        spread = max(max(points) - min(points) for points in values.values())
+        print(f"{step:4}   {means['ours']:11.3f}   {means['plain']:12.3f}   {means['ours'] - means['plain']:+10.3f}   {spread:.3f}")
+
+
+if __name__ == "__main__":
+    main()
