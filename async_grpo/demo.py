@@ -38,7 +38,7 @@ def demo(config: DemoConfig) -> None:
     run_locally(run_config(config))
     metrics = folder / METRICS_FILE
     for picture in ("reward.svg", "reward.png"):
-        plot_runs([metrics], PLOTTED, "total_samples_accumulated", folder / picture)
+        plot_runs([metrics], PLOTTED, "total_samples_accumulated", folder / picture, smooth_window=10)
     _tell(folder, time.monotonic() - started)
 
 

@@ -71,8 +71,10 @@ def run_locally(config: LocalConfig) -> None:
 def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
     environment = local_environment(config, scratch)
     if not config.ray_address:
+        log.info("starting a private Ray")
         ray = supervisor.start("ray", ray_command(environment["RAY_ADDRESS"], scratch), environment)
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
+    log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
         supervisor.start(
             f"{worker.mode} worker {number}", program("worker_dispatcher.py", worker), environment
@@ -83,6 +85,7 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
     code = supervisor.wait(trainer)
     if code != 0:
         raise RunFailed(f"{trainer.describe_exit()}{last_words(trainer)}")
+    log.info("done; waiting for the workers to end")
     supervisor.wait_all(workers, GOODBYE_S)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 METRICS_FILE = "training_metrics.jsonl"
 PARAMS_FILE = "training_params.json"
@@ -24,6 +25,10 @@ class MetricsWriter:
         self._metrics: IO[str] = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._samples = samples_file.open("a", encoding="utf-8") if samples_file else None
         self._num_steps, self._console = num_steps, Console()
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._bar = self._progress.add_task("steps", total=num_steps)
+        self._progress.start()
         self._intervals: list[tuple[float, float]] = []
 
     def write(self, line: dict[str, Any]) -> None:
@@ -43,8 +48,10 @@ class MetricsWriter:
         self._metrics.write(as_json(line))
         self._metrics.flush()
         self._console.print(console_line(line, self._num_steps), highlight=False, soft_wrap=True)
+        self._progress.update(self._bar, completed=line["step"])
 
     def close(self) -> None:
+        self._progress.stop()
         self._metrics.close()
         if self._samples:
             self._samples.close()

@@ -70,8 +70,8 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     experience = Experience(config, batcher, ranks, prepared)
     engines = Engines(run, config, experience, roles)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
-    metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
     await_workers(run, config, roles)
+    metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
     try:
         _run_loop(config, prepared, ranks, experience, engines, metrics)
     finally:
