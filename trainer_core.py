@@ -20,7 +20,7 @@ def run(config: RunConfig) -> None:
     set_up_logging(config.logging_level, prefix=f"[trainer {rank}] ")
     from async_grpo.preparation import prepare  # heavy imports only once the options are known to be good
 
-    prepared = prepare(config)
+    prepared = prepare(config) if rank == 0 else None  # data and reward page are read on one node alone
     from async_grpo.cluster.train import train
 
     train(config, prepared)

@@ -15,10 +15,8 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.errors import EXIT_FAILED, EXIT_USAGE, AsyncGrpoError, ConfigurationError
 
-EXIT_USAGE = 2  # the user's mistake
-EXIT_FAILED = 1
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 

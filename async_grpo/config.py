@@ -125,7 +125,9 @@ class RunConfig:
                     "logprob_chunk_size", "min_samples_per_checkpoint", "start_timeout_s", "experience_timeout_s",
                     "sync_timeout_s", "worker_grace_s")  # fmt: skip
         for name in positive:
-            _refuse(getattr(self, name) <= 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}")
+            _refuse(
+                not getattr(self, name) > 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}"
+            )
         for name in ("max_staleness", "num_warmup_steps", "kl_coef", "clip_low", "clip_high", "weight_decay", "eval_every",
                      "keep_checkpoints"):  # fmt: skip
             _refuse(
@@ -140,6 +142,20 @@ class RunConfig:
                 getattr(self, name) not in known,
                 f"--{_dashed(name)} {getattr(self, name)!r} is unknown; known: {', '.join(known)}",
             )
+        minibatch = self.train_minibatch_size
+        _refuse(
+            minibatch is not None and minibatch <= 0,
+            f"--train-minibatch-size must be above 0, not {minibatch}",
+        )
+        _refuse(
+            self.samples_per_question < 2,
+            "--samples-per-question 1: a group of one has nothing to compare with; use 2 or more",
+        )
+        name = self.dump_samples_filename
+        _refuse(
+            bool(name) and "/" in name,
+            f"--dump-samples-filename {name} must be a plain name; it goes to --output-dir",
+        )
         self._refuse_uneven_steps()
 
     def _refuse_uneven_steps(self) -> None:
@@ -213,7 +229,9 @@ class WorkerConfig:
             f"--role {self.role!r}: known are reference and proximal",
         )
         for name in ("max_num_seqs", "tensor_parallel_size", "max_tokens_per_gpu", "start_timeout_s"):
-            _refuse(getattr(self, name) <= 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}")
+            _refuse(
+                not getattr(self, name) > 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}"
+            )
         _refuse(self.overhead_seqs < 0, f"--overhead-seqs cannot be negative, and is {self.overhead_seqs}")
         _refuse(
             not Path(self.model_path).is_dir(), f"--model_path {self.model_path}: there is no such folder"

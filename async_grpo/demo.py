@@ -70,14 +70,16 @@ def run_config(config: DemoConfig) -> LocalConfig:
 
 
 def _fresh_folder(folder: Path) -> Path:
-    """Replace an earlier demo, but nothing else that may lie there."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / METRICS_FILE).exists() and not (folder / "logs").exists():
-            raise ConfigurationError(
-                f"--output-dir {folder} is not empty and not an earlier run: choose another folder"
-            )
+    """An empty folder with the demo's mark; an earlier demo there is removed, and nothing else ever is."""
+    mark = folder / ".async-grpo-demo"
+    if mark.exists():
         shutil.rmtree(folder)
+    elif folder.exists() and any(folder.iterdir()):
+        raise ConfigurationError(
+            f"--output-dir {folder} is not empty and not an earlier demo: choose another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
     return folder
 
 
@@ -90,7 +92,7 @@ def _tell(folder: Path, seconds: float) -> None:
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
-        table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
+        table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
     console.print(table)
     _show_samples(console, folder, before["step"], after["step"])
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)

@@ -14,6 +14,9 @@
 WorkerLost('generation worker g0 died')
 """
 
+EXIT_USAGE = 2  # of a program that refuses its settings: the user's mistake
+EXIT_FAILED = 1  # of a program that failed
+
 
 class AsyncGrpoError(Exception):
     """Base of all errors raised on purpose by this library."""

@@ -4,6 +4,7 @@ They follow a script, so that a test says what happens when; nothing of the libr
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class FakeGeneration:
         self.live = 0
         self.asked: list[int] = []  # ordinals, in the order they were asked for
         self.cancelled = 0
+        self._busy: list[tuple[float, float]] = []
 
     async def generate(self, prompt: Prompt, count: int) -> AsyncIterator[Completion]:
         self.asked.append(prompt.ordinal)
@@ -38,12 +40,14 @@ class FakeGeneration:
             self.cancelled += sum(member.cancel() for member in members)
 
     async def _complete(self, ordinal: int, member: int) -> Completion:
-        version = self.live
+        version, started = self.live, time.time()
         await asyncio.sleep(self._delay(ordinal, member))
+        self._busy.append((started, time.time()))
         return completion(self._length(ordinal, member), version)
 
     async def take_stats(self) -> dict[str, Any]:
-        return {"token_timeline": [], "wait_generation_weights_s": 0.0}
+        busy, self._busy = self._busy, []
+        return {"token_timeline": [], "wait_generation_weights_s": 0.0, "busy": busy}
 
 
 def completion(length: int, version: int = 0, *, truncated: bool = False) -> Completion:

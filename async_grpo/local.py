@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from async_grpo.config import RunConfig, WorkerConfig, option
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.preparation import logprob_roles, prepare
@@ -22,6 +25,29 @@ from async_grpo.processes import Supervisor, last_words
 
 ROOT = Path(__file__).resolve().parent.parent  # where the front doors lie
 RAY_START_S, GOODBYE_S = 90.0, 30.0
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "USER",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+)
+INHERITED_PREFIXES = (
+    "RAY_",
+    "OMP_",
+    "MKL_",
+    "HF_HUB_OFFLINE",
+    "TOKENIZERS_",
+    "VLLM_CPU_",
+    "VLLM_LOGGING_",
+    "PYTHON",
+)
+REFUSED = re.compile(r"was the first to end, with exit code 2\b")
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +72,13 @@ class LocalConfig(RunConfig):
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
+        needed = self.nproc_per_node + self.generation_workers + bool(self.needs_reference) + self.proximal
+        if gpus() and len(gpus()) < needed:
+            raise ConfigurationError(
+                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {self.generation_workers}, and "
+                f"logprob workers), "
+                f"{len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
+            )
         if not self.reward_fns:
             raise ConfigurationError(
                 "name the rewards of the run: --reward-fns countdown,format (see reward_registry.py)"
@@ -60,6 +93,8 @@ def run_locally(config: LocalConfig) -> None:
         RunFailed, WorkerLost: a program ended before its time; says which and why.
     """
     prepare(config)
+    if config.ray_address:
+        _check_reachable(config.ray_address)
     supervisor = Supervisor(config.output_path / "logs")
     with _signals_as_exceptions(), _temporary_folder() as scratch:
         try:
@@ -68,11 +103,20 @@ def run_locally(config: LocalConfig) -> None:
             supervisor.stop()
 
 
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--ray-address {address}: nobody listens there ({error})") from error
+
+
 def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
     environment = local_environment(config, scratch)
     if not config.ray_address:
         log.info("starting a private Ray")
-        ray = supervisor.start("ray", ray_command(environment["RAY_ADDRESS"], scratch), environment)
+        command = ray_command(environment["RAY_ADDRESS"], scratch)
+        ray = supervisor.start("ray", command, ray_environment(environment, config.nproc_per_node))
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
@@ -84,6 +128,8 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
     trainer = supervisor.start("trainer", _trainer_command(config), environment, console=True)
     code = supervisor.wait(trainer)
     if code != 0:
+        if REFUSED.search(last_words(trainer)):
+            raise ConfigurationError(last_words(trainer).strip())
         raise RunFailed(f"{trainer.describe_exit()}{last_words(trainer)}")
     log.info("done; waiting for the workers to end")
     supervisor.wait_all(workers, GOODBYE_S)
@@ -161,7 +207,28 @@ def local_environment(config: LocalConfig, scratch: Path) -> dict[str, str]:
     }
     if not config.ray_address:
         private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if devices := gpus():
+        private["CUDA_VISIBLE_DEVICES"] = ",".join(devices[: config.nproc_per_node])  # Ray gets the others
     return {**os.environ, **private}
+
+
+def ray_environment(environment: dict[str, str], trainer_gpus: int) -> dict[str, str]:
+    """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's GPUs."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name in INHERITED or name.startswith(INHERITED_PREFIXES)
+    }
+    devices = gpus()
+    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:])} if devices else kept
+
+
+def gpus() -> list[str]:
+    """Ids of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device for device in visible.split(",") if device]
+    return [str(device) for device in range(torch.cuda.device_count())]
 
 
 def free_port() -> int:

@@ -35,10 +35,9 @@ class MetricsWriter:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
         line = dict(line)
         timeline, intervals = line.pop("token_timeline", []), line.pop("compute_intervals", [])
-        self._intervals = [
-            *self._intervals[-len(intervals) :],
-            *intervals,
-        ]  # tokens may belong to the step before
+        # A step's tokens may have been generated while earlier steps trained; later lines speak of later tokens.
+        began = timeline[0][0] if timeline else 0.0
+        self._intervals = [kept for kept in [*self._intervals, *intervals] if kept[1] >= began]
         line["tokens_generated"] = sum(tokens for _, tokens in timeline)
         line["tokens_generated_while_training"] = tokens_during(timeline, self._intervals)
         for sample in line.pop("samples", []):
@@ -58,9 +57,20 @@ class MetricsWriter:
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities become null."""
-    clean = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-    return json.dumps(clean, ensure_ascii=False, allow_nan=False) + "\n"
+    """One line of strict JSON: NaN and infinities become null, at any depth.
+
+    >>> as_json({"a": {"b": [float("nan"), 1.5]}})
+    '{"a": {"b": [null, 1.5]}}\\n'
+    """
+    return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tokens_during(timeline: Sequence[tuple[float, int]], intervals: Sequence[tuple[float, float]]) -> int:

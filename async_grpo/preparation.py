@@ -17,6 +17,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.prompts import Question, check_longest, load_questions
+from async_grpo.metrics import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.rewards.source import RewardSource, resolve
 from async_grpo.training.objective import Objective
@@ -47,10 +48,10 @@ def prepare(config: RunConfig) -> Prepared:
     vocab_size = load_config(model).get_text_config().vocab_size
     context = context_length(model)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    questions = _questions(config.data_path, tokenizer, context, vocab_size)
-    eval_questions = (
-        _questions(config.eval_data_path, tokenizer, context, vocab_size) if config.eval_data_path else []
-    )
+    questions = load_questions(config.data_path, tokenizer, context - 1, vocab_size)
+    eval_questions = []
+    if config.eval_data_path:
+        eval_questions = load_questions(config.eval_data_path, tokenizer, context - 1, vocab_size)
 
     def longest_total(prompt_tokens: int) -> int:
         return min(context, prompt_tokens + config.max_generation_tokens)
@@ -70,6 +71,7 @@ def prepare(config: RunConfig) -> Prepared:
             max_completion_tokens=config.max_generation_tokens,
             samples_per_question=config.samples_per_question,
             transport=config.weight_transport,
+            logprob_roles=tuple(logprob_roles(config)),
             seed=config.infinite_sampler_seed,
         ),
         questions=questions,
@@ -153,10 +155,20 @@ def _check_names(config: RunConfig) -> None:
         )
     if config.policy_loss not in POLICY_LOSSES:
         raise ConfigurationError(_unknown("policy-loss", config.policy_loss, POLICY_LOSSES))
+    estimator = ADVANTAGE_ESTIMATORS[config.advantage_estimator]
+    if not (estimator.group_local and estimator.outcome):
+        raise ConfigurationError(
+            f"--advantage-estimator {config.advantage_estimator} needs its whole minibatch, or token-level rewards; "
+            "groups are handed on one by one here, with one reward per sample"
+        )
     objective(config)
     optimizer_settings(config)
     if config.weight_transport == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
+    if config.weight_transport == "nccl" and "proximal" in logprob_roles(config):
+        raise ConfigurationError(
+            "proximal logprob workers get their weights by --weight-transport object_store alone"
+        )
     if config.reward_fns:
         resolve(_rewards(config), config.reward_fns)
 
@@ -165,15 +177,15 @@ def _unknown(option: str, value: str, known: Any) -> str:
     return f"--{option} {value!r} is unknown; known: {', '.join(known)}"
 
 
-def _questions(path: str, tokenizer: Any, context: int, vocab_size: int) -> list[Question]:
-    return load_questions(path, tokenizer, context - 1, vocab_size)
-
-
 def _rewards(config: RunConfig) -> RewardSource:
     return RewardSource.from_file(Path(config.reward_registry or DEFAULT_REGISTRY))
 
 
 def _make_folder(folder: Path) -> None:
+    if (folder / METRICS_FILE).exists():
+        raise ConfigurationError(
+            f"--output-dir {folder} already holds a run ({METRICS_FILE}): choose another folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"

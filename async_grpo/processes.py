@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from async_grpo.errors import DeadlineExceeded, WorkerLost
+from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, WorkerLost
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
@@ -95,6 +95,7 @@ class Supervisor:
 
         Raises:
             WorkerLost: another program ended first; says which, how, and its last words.
+        ConfigurationError: the same, when it refused its settings (exit code 2).
         """
         while main.process.poll() is None:
             self.check(except_for=main)
@@ -112,20 +113,28 @@ class Supervisor:
         if any(program.process.poll() for program in self._programs if program is not except_for):
             time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
             dead = [program for program in self._programs if program.process.poll()]
-            raise WorkerLost("; ".join(f"{program.describe_exit()}{last_words(program)}" for program in dead))
+            message = "; ".join(f"{program.describe_exit()}{last_words(program)}" for program in dead)
+            if any(program.process.returncode == EXIT_USAGE for program in dead):
+                raise ConfigurationError(message)
+            raise WorkerLost(message)
 
     def stop(self) -> None:
-        """End everything, the last started first; then whatever else descends from this process."""
-        for program in reversed(self._programs):
-            if program.process.poll() is None:
-                program.process.terminate()
-                try:
-                    program.process.wait(TERM_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    log.warning("%s did not end on SIGTERM and is killed", program.name)
-                    program.process.kill()
-        end_descendants()
-        self._programs.clear()
+        """End everything: the last started program first, then the others, then whatever descends from this process.
+
+        Signals are ignored meanwhile: a second Ctrl-C must not leave half of it running.
+        """
+        ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+        try:
+            for programs in (self._programs[-1:], self._programs[:-1]):
+                for program in programs:
+                    program.process.terminate()
+                self.wait_all(programs, TERM_GRACE_S)
+            end_descendants()
+            self._programs.clear()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def last_words(program: Program, lines: int = 12) -> str:
@@ -135,7 +144,9 @@ def last_words(program: Program, lines: int = 12) -> str:
     if root := TORCHRUN_ROOT.search(whole):
         text.append(f"error: rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
     ours = [line for line in text if line.startswith("error: ")]
-    errors = ours[-2:] or [line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line]
+    errors = ours[-2:] or [
+        line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line
+    ]
     return (
         "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
         + f"\n    (all of it: {program.output})"

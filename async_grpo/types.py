@@ -6,7 +6,7 @@ S sequences and N tokens of one packed micro-batch (N = sum of the sequence leng
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (one per rank) ... StepEnd
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -198,13 +198,6 @@ def dummy_micro_batch(token_id: int, num_tokens: int = 2) -> MicroBatch:
     )
 
 
-def with_reference(batch: MicroBatch) -> MicroBatch:
-    """The same micro-batch with zero reference log-probs where it has none (dummies of a run with a KL term)."""
-    if batch.ref_logprobs is not None:
-        return batch
-    return replace(batch, ref_logprobs=np.zeros(batch.num_tokens, np.float32))
-
-
 @dataclass(frozen=True)
 class StepEnd:
     """Closes one optimizer step on every rank, after the last micro-batch of the step.
@@ -233,6 +226,7 @@ class Settings:
     max_completion_tokens: int
     samples_per_question: int
     transport: str  # how weights travel: "object_store" or "nccl"
+    logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
     seed: int
 
 
@@ -241,10 +235,7 @@ class WorkerInfo:
     """What a worker says of itself when it registers."""
 
     worker_id: str
-    kind: str  # "generation" or "logprob"
-    node_id: str
-    pid: int
+    kind: str  # "generation", "reference" or "proximal"
     max_sequences: int  # admitted at once: max_num_seqs + overhead_seqs
     max_tokens: int  # tokens it can hold at once (its KV cache, or its packing budget)
-    role: str = ""  # logprob workers: "reference" or "proximal"
     world_size: int = 1  # GPUs or processes that hold a share of the weights

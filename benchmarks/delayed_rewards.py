@@ -22,20 +22,42 @@ def run(staleness: int, steps: int) -> list[dict]:
     """The metrics lines of one run."""
     folder, data = Path(tempfile.mkdtemp(prefix="delayed-")), ROOT / "sample-data"
     command = [
-        *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", f"--max-staleness={staleness}"],
+        *[
+            sys.executable,
+            "-m",
+            "async_grpo",
+            "run",
+            f"--output-dir={folder}",
+            f"--max-staleness={staleness}",
+        ],
         *[f"--model-name-or-path={data / 'tiny-model'}", f"--data-path={data / 'countdown_train.jsonl'}"],
         *["--reward-fns=slow_countdown", f"--reward-registry={ROOT / 'benchmarks' / 'slow_rewards.py'}"],
-        *["--verifiers-per-reward=64", "--batch-size=8", "--samples-per-question=8", "--max-generation-tokens=24"],
-        *["--max-tokens-per-gpu=1024", f"--num-training-batches={steps}", "--nproc-per-node=2", "--enforce-eager"],
+        *[
+            "--verifiers-per-reward=64",
+            "--batch-size=8",
+            "--samples-per-question=8",
+            "--max-generation-tokens=24",
+        ],
+        *[
+            "--max-tokens-per-gpu=1024",
+            f"--num-training-batches={steps}",
+            "--nproc-per-node=2",
+            "--enforce-eager",
+        ],
         *["--learning-rate=1e-5", f"--run-name={folder.name}"],
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, timeout=900)
     lines = [json.loads(line) for line in (folder / "training_metrics.jsonl").read_text().splitlines()]
+    for line in lines:  # a reward that fails is quick: the measurement would be of nothing
+        assert line["num_reward_ok"] == line["samples_in_batch"], line
+        assert line["verifiers"]["slow_countdown"]["latency_p50_s"] >= 0.5, line
     return lines[WARM_UP_STEPS:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=24)
     steps = parser.parse_args().steps
     medians = {}

@@ -3,7 +3,8 @@
     python benchmarks/learning_curve.py --seeds 0 1 2 --steps 60
 
 Same model, tasks and hyper-parameters, --max-staleness 0. Prints held-out accuracy at temperature 1 by step and seed for
-both, and whether the means differ by more than the seed-to-seed spread.
+both, and whether the means differ by more than the seed-to-seed spread (then the exit code is 1). The one difference left:
+the library's reward gives a part of the 0.1 for a half well-formed answer; 0.5 % of the answers are.
 """
 
 import argparse
@@ -26,10 +27,24 @@ def ours(seed: int, steps: int, every: int) -> dict[int, float]:
         *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", "--max-staleness=0"],
         *[f"--model-name-or-path={DATA / 'tiny-model'}", f"--data-path={DATA / 'countdown_train.jsonl'}"],
         *[f"--eval-data-path={DATA / 'countdown_heldout.jsonl'}", f"--eval-every={every}"],
-        *["--reward-fns=countdown", f"--batch-size={PROMPTS}", f"--samples-per-question={GROUP}", "--nproc-per-node=2"],
-        *[f"--learning-rate={LEARNING_RATE}", f"--num-warmup-steps={WARM_UP}", f"--max-generation-tokens={MAX_TOKENS}"],
-        *[f"--num-training-batches={steps}", "--max-tokens-per-gpu=4096", "--max-num-seqs=256", "--enforce-eager"],
-        *[f"--infinite-sampler-seed={seed}", f"--run-name={folder.name}"],
+        *[
+            "--reward-fns=countdown",
+            f"--batch-size={PROMPTS}",
+            f"--samples-per-question={GROUP}",
+            "--nproc-per-node=2",
+        ],
+        *[
+            f"--learning-rate={LEARNING_RATE}",
+            f"--num-warmup-steps={WARM_UP + 1}",  # ours begins at 1/n of the rate, the other at 1/(n + 1)
+            f"--max-generation-tokens={MAX_TOKENS}",
+        ],
+        *[
+            f"--num-training-batches={steps}",
+            "--max-tokens-per-gpu=4096",
+            "--max-num-seqs=256",
+            "--enforce-eager",
+        ],
+        *[f"--infinite-sampler-seed={seed}", f"--run-name={folder.name}", "--clip-high=0.2"],
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, timeout=1800)
     lines = [json.loads(line) for line in (folder / "eval_metrics.jsonl").read_text().splitlines()]
@@ -41,8 +56,19 @@ def plain(seed: int, steps: int, every: int) -> dict[int, float]:
     command = [
         *[sys.executable, str(ROOT / "benchmarks" / "plain_grpo.py"), f"--model={DATA / 'tiny-model'}"],
         *[f"--train={DATA / 'countdown_train.jsonl'}", f"--heldout={DATA / 'countdown_heldout.jsonl'}"],
-        *[f"--steps={steps}", f"--eval-every={every}", f"--prompts-per-step={PROMPTS}", f"--group-size={GROUP}"],
-        *[f"--lr={LEARNING_RATE}", f"--warmup-steps={WARM_UP}", f"--seed={seed}", f"--output={output}"],
+        *[
+            f"--steps={steps}",
+            f"--eval-every={every}",
+            f"--prompts-per-step={PROMPTS}",
+            f"--group-size={GROUP}",
+        ],
+        *[
+            f"--lr={LEARNING_RATE}",
+            f"--warmup-steps={WARM_UP}",
+            f"--seed={seed}",
+            f"--output={output}",
+            "--eval-repeats=1",
+        ],
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, timeout=1800)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
@@ -50,7 +76,9 @@ def plain(seed: int, steps: int, every: int) -> dict[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=20)
@@ -60,12 +88,22 @@ def main() -> None:
         for name, train in (("ours", ours), ("plain", plain)):
             curves[name].append(train(seed, options.steps, options.every))
             print(f"{name:5} seed {seed}: {curves[name][-1]}", flush=True)
-    print("step   ours (mean)   plain (mean)   difference   spread (largest max - min over seeds)")
+    sys.exit(not report(curves))
+
+
+def report(curves: dict[str, list[dict[int, float]]]) -> bool:
+    """Print the means by step; whether they agree within the seed-to-seed spread everywhere."""
+    agree = True
+    print("step   ours   plain   difference   spread (largest max - min over seeds, at that step)")
     for step in sorted(curves["ours"][0]):
         values = {name: [curve[step] for curve in runs] for name, runs in curves.items()}
-        means = {name: statistics.mean(points) for name, points in values.items()}
+        mean = {name: statistics.mean(points) for name, points in values.items()}
+        difference = mean["ours"] - mean["plain"]
         spread = max(max(points) - min(points) for points in values.values())
-        print(f"{step:4}   {means['ours']:11.3f}   {means['plain']:12.3f}   {means['ours'] - means['plain']:+10.3f}   {spread:.3f}")
+        agree &= abs(difference) <= spread
+        print(f"{step:4}   {mean['ours']:.3f}   {mean['plain']:.3f}   {difference:+.3f}       {spread:.3f}")
+    print("the curves agree within the spread" if agree else "the curves DIFFER by more than the spread")
+    return agree
 
 
 if __name__ == "__main__":

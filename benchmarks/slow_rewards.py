@@ -6,10 +6,10 @@ import time
 
 def slow_countdown(sample: dict) -> dict:
     """Takes 0.5 to 1 s, and no CPU."""
-    from async_grpo.rewards.adapters.countdown import countdown
+    from async_grpo.rewards.adapters.countdown import score
 
     time.sleep(random.uniform(0.5, 1.0))
-    return countdown(sample)
+    return score(sample)
 
 
 REWARD_ADAPTERS = {"slow_countdown": slow_countdown}

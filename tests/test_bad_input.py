@@ -61,6 +61,9 @@ def test_a_missing_data_file(capsys, tmp_path, command):
             "line 1: token id 1000000 is outside the model's vocabulary",
         ),
         ("", "holds no questions"),
+        (b"\xff\xfe".decode("latin-1"), "line 1: not JSON"),
+        ('{"messages": []}\n', "line 1: messages must be a list of objects"),
+        ('{"messages": [1, 2]}\n', "line 1: messages must be a list of objects"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(capsys, tmp_path, text, message):
@@ -96,6 +99,20 @@ def test_a_model_that_is_not_a_folder(capsys, tmp_path, missing):
     assert missing in refusal(capsys, **{"model-name-or-path": missing, "output-dir": tmp_path})
 
 
+def test_an_output_folder_that_holds_a_run_already(capsys, tmp_path):
+    (tmp_path / "training_metrics.jsonl").touch()
+    assert "already holds a run" in refusal(capsys, **{"output-dir": tmp_path})
+
+
+def test_the_demo_replaces_only_an_earlier_demo(capsys, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--output-dir", str(tmp_path)])
+    assert ended.value.code == 2 and (tmp_path / "thesis.tex").exists()
+    assert "not empty and not an earlier demo" in capsys.readouterr().err
+
+
 def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert "cannot be written to" in refusal(capsys, **{"output-dir": tmp_path / "file" / "out"})
@@ -110,6 +127,11 @@ def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
         ("kl-kind", "k9", "k9"),
         ("weight-transport", "nccl", "nccl needs GPUs"),
         ("max-staleness", "-1", "cannot be negative"),
+        ("temperature", "nan", "--temperature must be above 0"),
+        ("train-minibatch-size", "-8", "--train-minibatch-size must be above 0"),
+        ("samples-per-question", "1", "a group of one has nothing to compare with"),
+        ("dump-samples-filename", "a/b.jsonl", "must be a plain name"),
+        ("ray-address", "127.0.0.1:1", "nobody listens there"),
     ],
 )
 def test_settings_that_cannot_work(capsys, tmp_path, option, value, message):

@@ -148,13 +148,29 @@ async def test_truncated_samples_count_in_the_baseline_but_not_in_the_loss():
     assert round(float(batches[0].advantages.min()), 4) == -1.1619  # the same as with all four
 
 
-async def test_a_step_in_which_nothing_can_be_trained_on_still_ends():
-    generation = FakeGeneration()
+async def test_a_whole_step_without_a_single_reward_ends_the_run_and_says_why():
     failing = FakeVerification(lambda sample: RewardStatus.FAILED)
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, failing)
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), FakeGeneration(), failing)
+    await batcher.start()
+    with pytest.raises(
+        RunFailed, match="not one of the 8 samples of step 0 could be scored; the first reason: as scripted"
+    ):
+        await batcher.next_message(0)
+
+
+async def test_a_step_in_which_everything_is_truncated_still_ends():
+    class Truncating(FakeGeneration):
+        async def _complete(self, ordinal: int, member: int):
+            return completion(1 + member, self.live, truncated=True)
+
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), Truncating(), FakeVerification())
     await batcher.start()
     end = await batcher.next_message(0)
-    assert isinstance(end, StepEnd) and end.stats["avg_reward"] is None and end.stats["samples_trained"] == 0
+    assert (
+        isinstance(end, StepEnd)
+        and end.stats["samples_trained"] == 0
+        and end.stats["perc_with_0_advantage"] is None
+    )
 
 
 async def test_the_reference_log_probs_reach_the_micro_batch():

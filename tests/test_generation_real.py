@@ -62,6 +62,7 @@ def settings_for(temperature: float = 0.7) -> Settings:
         max_completion_tokens=200,
         samples_per_question=4,
         transport="object_store",
+        logprob_roles=(),
         seed=0,
     )
 
@@ -117,7 +118,7 @@ def package(
     tensors: dict[str, torch.Tensor], model: torch.nn.Module, version: int = SELF_TEST
 ) -> WeightPackage:
     manifest = {name: record(tensor) for name, tensor in tensors.items()}
-    return WeightPackage(version, manifest, [], CANARY, hf_logprobs(model, CANARY))
+    return WeightPackage(version, manifest, [], CANARY, hf_logprobs(model, CANARY), TOLERANCES["float32"])
 
 
 def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_after_a_sync(engine, model):
@@ -139,7 +140,7 @@ def test_what_a_sync_delivers_is_received_tensor_by_tensor_and_computes_the_same
     with perturbed(model):
         tensors = weights(model)
         receipt = send(engine, tensors, 5)
-        assert prove_landed(package(tensors, model), {"g0": receipt}, TOLERANCES["float32"]) < 1e-4
+        assert prove_landed(package(tensors, model), {"g0": receipt}) < 1e-4
 
 
 def test_dropping_any_single_tensor_is_refused(engine, model):
@@ -151,7 +152,7 @@ def test_dropping_any_single_tensor_is_refused(engine, model):
         for name in new:
             _, computed = send(engine, {**new, name: old[name]}, SELF_TEST)
             with pytest.raises(WeightsDidNotLand, match="computes other log-probs"):
-                prove_landed(wanted, {"g0": (wanted.manifest, computed)}, TOLERANCES["float32"])
+                prove_landed(wanted, {"g0": (wanted.manifest, computed)})
 
 
 def test_a_tensor_that_is_not_even_sent_is_named(engine, model):
@@ -159,12 +160,12 @@ def test_a_tensor_that_is_not_even_sent_is_named(engine, model):
     name = list(tensors)[3]
     receipt = send(engine, {n: t for n, t in tensors.items() if n != name}, 7)
     with pytest.raises(WeightsDidNotLand, match=f"missing: {name}"):
-        prove_landed(package(tensors, model), {"g0": receipt}, TOLERANCES["float32"])
+        prove_landed(package(tensors, model), {"g0": receipt})
     send(engine, tensors, 8)
 
 
 def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engine, model):
-    stopless = engine.worker._sampling_params(4, None)
+    stopless = engine.worker._sampling_params(4)
     stopless.stop_token_ids, stopless.ignore_eos = [], True
 
     async def generate_across_an_update() -> tuple[np.ndarray, int]:
@@ -185,7 +186,7 @@ def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engi
 def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
     ids = settings_for().stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
-    params = engine.worker._sampling_params(4, None)
+    params = engine.worker._sampling_params(4)
     assert tuple(sorted(params.stop_token_ids)) == ids
     params.allowed_token_ids = [ids[0]]
     prompt = {"prompt_token_ids": CANARY[:4].tolist()}
@@ -243,6 +244,6 @@ def test_without_the_fix_for_tied_heads_the_proof_refuses(environment, model):
             check = package(tensors, model)
             assert receipt[0] == check.manifest  # it arrived bit by bit
             with pytest.raises(WeightsDidNotLand, match="a tied head"):
-                prove_landed(check, {"g0": receipt}, TOLERANCES["float32"])
+                prove_landed(check, {"g0": receipt})
     finally:
         broken.close()

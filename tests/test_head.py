@@ -1,6 +1,6 @@
 """What rank 0 opens on a real Ray cluster, and whom it lets in."""
 
-import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.types import Settings, WorkerInfo
-from async_grpo.weights.package import WeightPackage
+from async_grpo.weights.package import SELF_TEST, WeightPackage
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster import dispatch, head  # noqa: E402 - after the check that ray is there
@@ -40,6 +40,7 @@ SETTINGS = Settings(
     max_completion_tokens=16,
     samples_per_question=8,
     transport="object_store",
+    logprob_roles=("reference",),
     seed=0,
 )
 
@@ -49,8 +50,8 @@ def config(**changes) -> RunConfig:
     return RunConfig(**{**paths, "start_timeout_s": 2.0, **changes})
 
 
-def worker(worker_id: str = "g0", kind: str = "generation", role: str = "", max_sequences: int = 8) -> WorkerInfo:
-    return WorkerInfo(worker_id, kind, "node", os.getpid(), max_sequences, 1000, role)
+def worker(worker_id: str = "g0", kind: str = "generation", max_sequences: int = 8) -> WorkerInfo:
+    return WorkerInfo(worker_id, kind, max_sequences, 1000)
 
 
 @pytest.fixture
@@ -62,33 +63,36 @@ def run() -> Iterator[head.OpenRun]:
 
 
 def register(run: head.OpenRun, info: WorkerInfo, rewards: str = "countdown"):
-    registry = run.generation if info.kind == "generation" else run.logprob
+    registry = run.registries[info.kind]
     return ray.get(registry.register.remote(info, "handle", rewards), timeout=30)
 
 
 def test_the_rewards_that_workers_name_are_the_run_s(run):
     register(run, worker("g0"))
     register(run, worker("g1"))
-    assert head.await_workers(run, config(), []) == "countdown"
+    register(run, worker("r0", kind="reference"))
+    assert head.await_workers(run, config()) == "countdown"
 
 
 def test_workers_that_name_different_rewards_do_not_start_a_run(run):
     register(run, worker("g0"), "countdown")
     register(run, worker("g1"), "format")
+    register(run, worker("r0", kind="reference"))
     with pytest.raises(ConfigurationError, match="different rewards: countdown / format"):
-        head.await_workers(run, config(), [])
+        head.await_workers(run, config())
 
 
 def test_a_missing_worker_is_named_with_its_command_when_the_wait_is_over(run):
     register(run, worker("g0"))
     with pytest.raises(DeadlineExceeded, match="no reference logprob worker .python worker_dispatcher.py"):
-        head.await_workers(run, config(), ["reference"])
+        head.await_workers(run, config())
 
 
 def test_a_group_that_fits_no_worker_is_refused(run):
     register(run, worker("g0", max_sequences=7))
+    register(run, worker("r0", kind="reference"))
     with pytest.raises(ConfigurationError, match=r"a group of 8 .* takes 7 sequences"):
-        head.await_workers(run, config(), [])
+        head.await_workers(run, config())
 
 
 def test_another_model_is_refused_on_both_sides(run, tmp_path):
@@ -99,7 +103,7 @@ def test_another_model_is_refused_on_both_sides(run, tmp_path):
         dispatch.check_model(str(tmp_path), SETTINGS)
     ray.get(run.generation.refuse.remote(str(refusal.value)), timeout=30)
     with pytest.raises(ConfigurationError, match="another architecture or vocabulary"):
-        head.await_workers(run, config(), [])
+        head.await_workers(run, config())
 
 
 def test_a_model_whose_context_is_too_short_is_refused():
@@ -112,20 +116,40 @@ def test_two_runs_of_one_name_do_not_meet(run):
         head.open_run(config(), SETTINGS)
 
 
-def test_a_late_worker_gets_the_current_weights_before_it_gets_work(run):
-    """Joins while weights are on their way: it waits, is handed the new package, and is active only with that."""
-    package = WeightPackage(5, {}, [], None, None)
-    register(run, worker("early"))
-    assert list(ray.get(run.generation.begin_sync.remote(), timeout=30)) == ["early"]
-    joining = run.generation.register.remote(worker("late"), "handle", "")
+def package(version: int, chunks: list | None = None) -> WeightPackage:
+    return WeightPackage(version, {}, ["a chunk"] if chunks is None else chunks, None, None, 1e-4)
+
+
+def call(reference):
+    return ray.get(reference, timeout=30)
+
+
+def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_before_it_gets_work(run):
+    """It joins while weights are on their way: it waits, and is handed the self-test and the new weights."""
+    registry = run.generation
+    assert register(run, worker("early")) == []  # before the first sync there is nothing to load
+    call(registry.keep_self_test.remote(package(SELF_TEST)))
+    assert [info.worker_id for info, _ in call(registry.begin_sync.remote())] == ["early"]
+    joining = registry.register.remote(worker("late"), "handle", "")
     assert not ray.wait([joining], timeout=0.5)[0]  # not between begin and end
-    ray.get(run.generation.end_sync.remote(package, ["early"]), timeout=30)
-    assert ray.get(joining, timeout=30).version == 5
-    assert ray.get(run.generation.activate.remote("late", 4), timeout=30) is False  # an older one will not do
-    assert ray.get(run.generation.activate.remote("late", 5), timeout=30) is True
+    call(registry.end_sync.remote(package(5), ["early"]))
+    assert [p.version for p in call(joining)] == [SELF_TEST, 5]
+    assert call(registry.activate.remote("late", 4)) is False  # an older one will not do
+    assert call(registry.activate.remote("late", 5)) is True
+
+
+def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(run):
+    call(run.generation.end_sync.remote(package(5, chunks=[]), []))
+    assert register(run, worker("late")) == []
 
 
 def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run):
+    register(run, worker("g0"))
     waiting = run.generation.closed.remote()
-    head.close_run(run, "all steps are done")
+    closing = threading.Thread(target=head.close_run, args=(run, "all steps are done"))
+    closing.start()
     assert ray.get(waiting, timeout=30) == "all steps are done"
+    assert closing.is_alive()  # it waits for the workers to sign off
+    call(run.generation.deregister.remote("g0", "the run is over"))
+    closing.join(10)
+    assert not closing.is_alive()

@@ -1,5 +1,7 @@
 """The NCCL transaction's order, group changes and ends, with vLLM's trainer engine played by a script (no GPU here)."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 
@@ -19,6 +21,7 @@ class Control:
 
     def __init__(self, members: dict[str, int], loses: str | None = None) -> None:
         self.members, self.loses, self.log = members, loses, []
+        self.address = "127.0.0.1"
         self.model = TwoLayers()
         self.received: dict = {}
 
@@ -102,7 +105,22 @@ def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():
     control = Control({"g0": 1})
     with pytest.raises(DeadlineExceeded, match="NCCL transfer did not end within 0 s"):
         publisher(control, Stuck, timeout_s=0.2).publish(TwoLayers(), 0)
-    assert control.log[-1] == "resume 0"
+    assert control.log[-1] == "pause"  # nobody resumes an engine that still sits in the transfer
+
+
+def test_a_transfer_that_never_ends_does_not_keep_the_process_alive():
+    code = """
+import threading, torch
+from async_grpo.errors import DeadlineExceeded
+from async_grpo.weights.nccl import NCCLPublisher
+publisher = NCCLPublisher(None, None, None, torch.float32, rank=0, timeout_s=0.2)
+try:
+    publisher._within_deadline(threading.Event().wait)
+except DeadlineExceeded:
+    print("ended")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ended\n" and done.returncode == 0, done.stderr
 
 
 def test_other_ranks_take_part_in_every_gathering_and_send_nothing():

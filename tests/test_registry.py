@@ -12,7 +12,7 @@ from async_grpo.types import WorkerInfo
 
 
 def info(worker_id: str, max_sequences: int = 8, max_tokens: int = 1000) -> WorkerInfo:
-    return WorkerInfo(worker_id, "generation", "node", 1, max_sequences, max_tokens)
+    return WorkerInfo(worker_id, "generation", max_sequences, max_tokens)
 
 
 def registry_of(*workers: WorkerInfo, grace_s: float = 5.0) -> WorkerRegistry:
@@ -100,6 +100,17 @@ async def test_without_any_worker_the_wait_ends_and_names_the_last_one():
     registry.deregister("a", "killed by signal 9")
     with pytest.raises(WorkerLost, match="no generation worker.*killed by signal 9"):
         await asyncio.wait_for(registry.acquire(1, 10), 5)
+
+
+async def test_a_group_that_has_become_too_large_is_refused_while_it_waits_and_blocks_nobody():
+    registry = registry_of(info("large", max_sequences=8), info("small", max_sequences=2))
+    await registry.acquire(8, 10)
+    waiting, behind = (asyncio.create_task(registry.acquire(n, 10)) for n in (8, 1))
+    await asyncio.sleep(0)
+    registry.deregister("large", "died")
+    with pytest.raises(ConfigurationError, match="8 sequences at once fit no generation worker"):
+        await asyncio.wait_for(waiting, 5)
+    assert (await asyncio.wait_for(behind, 5)).worker_id == "small"
 
 
 async def test_a_caller_that_goes_away_leaves_the_queue():

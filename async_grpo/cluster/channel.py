@@ -148,7 +148,13 @@ class Channel:
             return
         calls, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
-        self._actor.submit.remote(self._caller_id, calls, cancelled)  # a lost actor is noticed by the poll
+        try:
+            self._actor.submit.remote(
+                self._caller_id, calls, cancelled
+            )  # a lost actor is noticed by the poll
+        except Exception as error:  # an argument that cannot be sent
+            for call_id, _, _ in calls:
+                self._resolve(call_id, False, _portable(error))
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll())
 

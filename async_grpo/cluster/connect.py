@@ -12,11 +12,23 @@ import ray
 from async_grpo.errors import ConfigurationError, DeadlineExceeded
 
 # The only variables that reach another process through Ray: its job table is readable by all users of the cluster.
-FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
-FORWARDED_PREFIXES = ("VLLM_", "OMP_", "MKL_", "NCCL_", "GLOO_", "CUDA_VISIBLE_", "TORCH_")
+# Nothing that belongs to one node (devices, addresses, interfaces), and nothing that may hold a key.
+FORWARDED = (
+    "PYTHONPATH",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "TOKENIZERS_PARALLELISM",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_USE_FLASHINFER_SAMPLER",
+)
+FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
-GENERATION_REGISTRY = "generation-registry"
-LOGPROB_REGISTRY = "logprob-registry"
+GENERATION = "generation"  # the kind of worker that every run needs
 VERIFIER_POOL = "verifier-pool"
 EXPERIENCE_BATCHER = "experience-batcher"
 KNOCK_S = 5.0
@@ -32,7 +44,7 @@ def namespace(run_name: str) -> str:
 def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The part of the environment that workers get.
 
-    >>> forwarded_environment({"OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "secret", "HOME": "/root"})
+    >>> forwarded_environment({"OMP_NUM_THREADS": "1", "VLLM_API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "0"})
     {'OMP_NUM_THREADS': '1'}
     """
     return {
@@ -50,7 +62,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     """
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        _knock(address)
+        knock(address)
         ray.init(
             address=address,
             namespace=namespace(run_name),
@@ -62,7 +74,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
         raise ConfigurationError(_how_to_join(str(error))) from error
 
 
-def _knock(address: str) -> None:
+def knock(address: str) -> None:
     """See whether anybody listens at host:port: Ray itself would go on trying for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
@@ -82,6 +94,11 @@ def _how_to_join(error: str) -> str:
         f"no Ray cluster to join ({error.splitlines()[0]}). Start one with `RAY_AUTH_MODE=token ray start --head`, and "
         "set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on this machine) here too"
     )
+
+
+def registry_name(kind: str) -> str:
+    """The name of the registry of one kind of worker: "generation", "reference" or "proximal"."""
+    return f"{kind}-registry"
 
 
 def find_actor(name: str, deadline_s: float, what: str) -> Any:

@@ -1,5 +1,6 @@
 """What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends."""
 
+import contextlib
 import logging
 import os
 import uuid
@@ -8,14 +9,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from async_grpo.cluster.actors import GenerationActor, LogprobActor, light
-from async_grpo.cluster.connect import (
-    GENERATION_REGISTRY,
-    LOGPROB_REGISTRY,
-    connect,
-    find_actor,
-    forwarded_environment,
-)
+from async_grpo.cluster.actors import light
+from async_grpo.cluster.connect import GENERATION, connect, find_actor, forwarded_environment, registry_name
+from async_grpo.cluster.workers import GenerationActor, LogprobActor
 from async_grpo.config import WorkerConfig
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import context_length, model_fingerprint
@@ -34,21 +30,30 @@ def dispatch(config: WorkerConfig) -> None:
         WorkerLost: the worker, or the trainer, died.
     """
     connect(config.run_name, config.logging_level)
-    name = GENERATION_REGISTRY if config.mode == "generation" else LOGPROB_REGISTRY
-    registry = find_actor(
-        name, config.start_timeout_s, f"waiting for a trainer to open the run {config.run_name!r}"
-    )
-    settings: Settings = ray.get(registry.settings.remote(), timeout=60)
+    generation = _registry(GENERATION, config)
+    settings: Settings = ray.get(generation.settings.remote(), timeout=60)
+    kind = GENERATION if config.mode == "generation" else config.role
     try:
         check_model(config.model_path, settings)
     except ConfigurationError as refusal:
-        ray.get(registry.refuse.remote(str(refusal)), timeout=60)
+        ray.get(generation.refuse.remote(str(refusal)), timeout=60)
         raise
-    worker_id = f"{config.mode[0]}-{uuid.uuid4().hex[:6]}"
-    log.info("starting %s worker %s on %s", config.mode, worker_id, config.model_path)
-    worker = _start(config, settings, registry, worker_id)
-    log.info("%s worker %s is at work", config.mode, worker_id)
+    if kind not in (GENERATION, *settings.logprob_roles):
+        raise ConfigurationError(
+            f"the loss of run {settings.run_name!r} uses no {kind} log-probs: this worker would have nothing to do "
+            "(a reference is used with --kl-coef above 0, a proximal one with --proximal)"
+        )
+    registry = _registry(kind, config)
+    worker_id = f"{kind}-{uuid.uuid4().hex[:6]}"
+    log.info("starting worker %s on %s", worker_id, config.model_path)
+    worker = _start(config, settings, registry, kind, worker_id)
+    log.info("worker %s is at work", worker_id)
     _stay(worker, registry, worker_id)
+
+
+def _registry(kind: str, config: WorkerConfig) -> Any:
+    what = f"waiting for a trainer to open the run {config.run_name!r}"
+    return find_actor(registry_name(kind), config.start_timeout_s, what)
 
 
 def check_model(model_path: str, settings: Settings) -> None:
@@ -65,9 +70,9 @@ def check_model(model_path: str, settings: Settings) -> None:
         )
 
 
-def _start(config: WorkerConfig, settings: Settings, registry: Any, worker_id: str) -> Any:
+def _start(config: WorkerConfig, settings: Settings, registry: Any, kind: str, worker_id: str) -> Any:
     """The worker's actor, loaded and registered."""
-    options: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment(settings)}}
+    options: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment()}}
     if config.mode == "generation":
         from async_grpo.generation.options import EngineOptions
 
@@ -91,21 +96,12 @@ def _start(config: WorkerConfig, settings: Settings, registry: Any, worker_id: s
         )
         max_sequences = UNLIMITED
     max_tokens = _await_worker(loading, config.start_timeout_s, worker_id)
-    info = WorkerInfo(
-        worker_id=worker_id,
-        kind=config.mode,
-        node_id=ray.get_runtime_context().get_node_id(),
-        pid=os.getpid(),
-        max_sequences=max_sequences,
-        max_tokens=max_tokens,
-        role=config.role if config.mode == "logprob" else "",
-        world_size=config.tensor_parallel_size,
-    )
+    info = WorkerInfo(worker_id, kind, max_sequences, max_tokens, world_size=config.tensor_parallel_size)
     _await_worker(actor.enlist.remote(registry, info, config.reward_fns), config.start_timeout_s, worker_id)
     return actor
 
 
-def worker_environment(settings: Settings) -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """The allow-listed environment, with defaults that let several engines share a machine without a GPU."""
     defaults = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
@@ -132,10 +128,12 @@ def _stay(worker: Any, registry: Any, worker_id: str) -> None:
         pass
     if failure in ended:
         reason = _reason(failure)
-        ray.get(registry.deregister.remote(worker_id, reason), timeout=60)
+        with contextlib.suppress(RayError):  # the registry may be gone as well
+            ray.get(registry.deregister.remote(worker_id, reason), timeout=60)
         raise WorkerLost(f"worker {worker_id} died: {reason}")
     try:
         log.info("the run is over: %s", ray.get(closed))
+        ray.get(registry.deregister.remote(worker_id, "the run is over"), timeout=60)
     except RayActorError as error:
         raise WorkerLost("the trainer is gone: its registry died without closing the run") from error
     finally:

@@ -16,14 +16,17 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_grpo.cluster.actors import BatcherActor, RegistryActor, VerifierPoolActor, light
+from async_grpo.cluster.actors import light
+from async_grpo.cluster.batcher import BatcherActor
 from async_grpo.cluster.connect import (
     EXPERIENCE_BATCHER,
-    GENERATION_REGISTRY,
-    LOGPROB_REGISTRY,
+    GENERATION,
     VERIFIER_POOL,
     find_actor,
+    registry_name,
 )
+from async_grpo.cluster.registry import RegistryActor
+from async_grpo.cluster.verifiers import VerifierPoolActor
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.experience.batcher import BatcherPlan
@@ -32,40 +35,41 @@ from async_grpo.rewards.source import RewardSource
 from async_grpo.types import MicroBatch, Settings, StepEnd
 
 log = logging.getLogger(__name__)
+GOODBYE_S = 10.0
 CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Handles of the run's registries."""
+    """Handles of the run's registries, by kind of worker."""
 
-    generation: Any
-    logprob: Any
+    registries: dict[str, Any]
 
     @property
-    def registries(self) -> dict[str, Any]:
-        return {"generation": self.generation, "logprob": self.logprob}
+    def generation(self) -> Any:
+        return self.registries[GENERATION]
 
 
 def open_run(config: RunConfig, settings: Settings) -> OpenRun:
-    """Make the registries, on this node.
+    """Make a registry for each kind of worker that the run needs, on this node.
 
     Raises:
         ConfigurationError: a run of this name is open already.
     """
-    registries = []
-    for name, kind in ((GENERATION_REGISTRY, "generation"), (LOGPROB_REGISTRY, "logprob")):
+    registries = {}
+    for kind in (GENERATION, *settings.logprob_roles):
         try:
-            registries.append(_here(RegistryActor, name).remote(kind, settings, config.worker_grace_s))
+            actor = _here(RegistryActor, registry_name(kind))
+            registries[kind] = actor.remote(kind, settings, config.worker_grace_s)
         except ValueError as error:
             raise ConfigurationError(
                 f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
             ) from error
-    return OpenRun(*registries)
+    return OpenRun(registries)
 
 
-def await_workers(run: OpenRun, config: RunConfig, roles: Sequence[str]) -> str:
-    """Wait for a generation worker and for a logprob worker of each role.
+def await_workers(run: OpenRun, config: RunConfig) -> str:
+    """Wait for a worker of each kind that the run needs.
 
     Returns:
         The reward names that the generation workers were started with ("" if they named none).
@@ -76,13 +80,13 @@ def await_workers(run: OpenRun, config: RunConfig, roles: Sequence[str]) -> str:
     """
     give_up, next_word = time.monotonic() + config.start_timeout_s, time.monotonic() + 2.0
     while True:
-        generation, rewards, refusals = _get(run.generation.roll_call.remote())
-        logprob, _, more_refusals = _get(run.logprob.roll_call.remote())
-        if refusals or more_refusals:
-            raise ConfigurationError("; ".join(refusals + more_refusals))
-        missing = _missing(bool(generation), {info.role for info in logprob}, roles)
+        roll_calls = {kind: _get(registry.roll_call.remote()) for kind, registry in run.registries.items()}
+        if refusals := [reason for _, _, reasons in roll_calls.values() for reason in reasons]:
+            raise ConfigurationError("; ".join(refusals))
+        missing = [_missing(kind) for kind, (members, _, _) in roll_calls.items() if not members]
         if not missing:
-            _check_capacity(max(info.max_sequences for info in generation), config.samples_per_question)
+            members, rewards, _ = roll_calls[GENERATION]
+            _check_capacity(max(info.max_sequences for info in members), config.samples_per_question)
             return _one_reward_list(rewards)
         if time.monotonic() > give_up:
             raise DeadlineExceeded(
@@ -94,14 +98,10 @@ def await_workers(run: OpenRun, config: RunConfig, roles: Sequence[str]) -> str:
         time.sleep(0.2)
 
 
-def _missing(has_generation: bool, present_roles: set[str], needed_roles: Sequence[str]) -> list[str]:
-    command = "python worker_dispatcher.py --mode"
-    missing = [] if has_generation else [f"no generation worker ({command} generation ...)"]
-    return missing + [
-        f"no {role} logprob worker ({command} logprob --role {role} ...)"
-        for role in needed_roles
-        if role not in present_roles
-    ]
+def _missing(kind: str) -> str:
+    mode = "generation" if kind == GENERATION else f"logprob --role {kind}"
+    what = "generation worker" if kind == GENERATION else f"{kind} logprob worker"
+    return f"no {what} (python worker_dispatcher.py --mode {mode} ...)"
 
 
 def _check_capacity(capacity: int, samples_per_question: int) -> None:
@@ -125,7 +125,6 @@ def start_batcher(
     plan: BatcherPlan,
     questions: list[Question],
     rewards: tuple[RewardSource, Sequence[str]],
-    roles: Sequence[str],
 ) -> Any:
     """Start the verifiers and the batcher; returns the batcher's handle."""
     source, adapters = rewards
@@ -133,23 +132,25 @@ def start_batcher(
         source, adapters, config.verifiers_per_reward, config.reward_timeout_s
     )
     _get(pool.start.remote(), config.start_timeout_s)
-    batcher = _here(BatcherActor, EXPERIENCE_BATCHER).remote(
-        plan, ray.put(questions), run.registries, pool, roles
-    )
-    return batcher
+    return _here(BatcherActor, EXPERIENCE_BATCHER).remote(plan, ray.put(questions), run.registries, pool)
 
 
 def close_run(run: OpenRun, reason: str) -> None:
-    """Tell the workers that the run is over; they end by themselves."""
+    """Tell the workers that the run is over, and wait until they have signed off (their registries end with us)."""
     _get([registry.close.remote(reason) for registry in run.registries.values()])
-    time.sleep(0.5)  # their long polls carry the word before the registries end with this process
+    give_up = time.monotonic() + GOODBYE_S
+    while any(_get(registry.roll_call.remote())[0] for registry in run.registries.values()):
+        if time.monotonic() > give_up:
+            log.warning("not all workers have signed off after %.0f s", GOODBYE_S)
+            return
+        time.sleep(0.1)
 
 
 class RemoteExperience:
     """`ExperienceSource` of one rank: fetches the next message while the rank computes on the last one."""
 
-    def __init__(self, batcher: Any, rank: int, num_steps: int, timeout_s: float) -> None:
-        self._batcher, self._rank, self._num_steps = batcher, rank, num_steps
+    def __init__(self, batcher: Any, rank: int, timeout_s: float) -> None:
+        self._batcher, self._rank = batcher, rank
         self._timeout_s = timeout_s + CONTROL_TIMEOUT_S  # the batcher's own deadline has the better message
         self._next: Any = None
 
@@ -161,8 +162,8 @@ class RemoteExperience:
         """The next micro-batch or step end; raises what the batcher raises."""
         self._next = self._next or self._batcher.next_message.remote(rank)
         message = _get(self._next, self._timeout_s)
-        last = isinstance(message, StepEnd) and message.step + 1 == self._num_steps
-        self._next = None if last else self._batcher.next_message.remote(rank)
+        # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates.
+        self._next = None if isinstance(message, StepEnd) else self._batcher.next_message.remote(rank)
         return message
 
     def weights_live(self, version: int) -> None:

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.errors import WorkerLost
-from async_grpo.weights.package import Receipt, WeightPackage
+from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,16 @@ class RayEngineLink:
         self._owners: dict[str, Any] = {}
         loading = []
         for registry in self._registries.values():
-            for worker_id, handle in ray.get(registry.begin_sync.remote(), timeout=self._timeout_s).items():
-                loading.append((worker_id, registry, handle.update_weights.remote(package)))
+            for info, handle in ray.get(registry.begin_sync.remote(), timeout=self._timeout_s):
+                loading.append((info.worker_id, handle, registry, handle.update_weights.remote(package)))
         losses = []
-        for worker_id, registry, answer in loading:
+        for worker_id, handle, registry, answer in loading:
             try:
                 receipts[worker_id] = ray.get(answer, timeout=self._timeout_s)
                 self._owners[worker_id] = registry
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 losses.append(f"{worker_id}: {_cause(error)}")
+                ray.kill(handle)  # its open requests fail now, and its dispatcher notices
                 log.error(
                     "worker %s did not load version %s and is fenced: %s",
                     worker_id,
@@ -64,15 +65,17 @@ class RayEngineLink:
         return receipts
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """Tell the registries that the package is the current one, and then whoever asked."""
-        ray.get(
-            [
+        """Tell the registries that the package is proven, and once it generates whoever asked."""
+        if package.version == SELF_TEST:
+            calls = [registry.keep_self_test.remote(package) for registry in self._registries.values()]
+        else:
+            calls = [
                 registry.end_sync.remote(package, [w for w in landed if self._owners[w] is registry])
                 for registry in self._registries.values()
-            ],
-            timeout=self._timeout_s,
-        )
-        self._on_commit(package)
+            ]
+        ray.get(calls, timeout=self._timeout_s)
+        if package.version != SELF_TEST:
+            self._on_commit(package)
 
 
 class RayEngineControl:
@@ -85,6 +88,7 @@ class RayEngineControl:
 
     def __init__(self, registry: Any, timeout_s: float, on_commit: Callable[[WeightPackage], None]) -> None:
         self._registry, self._timeout_s, self._on_commit = registry, timeout_s, on_commit
+        self.address = ray.util.get_node_ip_address()
         self._handles: dict[str, Any] = {}
         self._world_sizes: dict[str, int] = {}
 
@@ -133,7 +137,12 @@ class RayEngineControl:
         return dict(zip(self._handles, answers, strict=True))
 
     def _get(self, references: Any) -> Any:
-        return ray.get(references, timeout=self._timeout_s)
+        try:
+            return ray.get(references, timeout=self._timeout_s)
+        except (RayActorError, RayTaskError, GetTimeoutError) as error:
+            raise WorkerLost(
+                f"a generation worker was lost in an NCCL weight sync: {_cause(error)}"
+            ) from error
 
 
 def _cause(error: Exception) -> str:

@@ -118,7 +118,11 @@ class RemoteGeneration:
     async def take_stats(self) -> dict[str, Any]:
         answers = await self._workers.ask_all("take_stats")
         timeline = sorted(entry for answer in answers for entry in answer["token_timeline"])
-        return {"token_timeline": timeline, "wait_generation_weights_s": sum(a["paused_s"] for a in answers)}
+        return {
+            "token_timeline": timeline,
+            "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),
+            "busy": [interval for answer in answers for interval in answer["busy"]],
+        }
 
 
 class RemoteVerification:

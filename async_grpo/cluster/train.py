@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from async_grpo.cluster.connect import connect
+from async_grpo.cluster.connect import GENERATION, connect, find_actor, registry_name
 from async_grpo.cluster.head import (
     OpenRun,
     RemoteExperience,
@@ -24,7 +24,7 @@ from async_grpo.config import RunConfig
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.preparation import Prepared, batcher_plan, logprob_roles, objective, optimizer_settings
+from async_grpo.preparation import Prepared, batcher_plan, objective, optimizer_settings
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
@@ -42,38 +42,43 @@ log = logging.getLogger(__name__)
 CANARY_TOKENS = 64
 
 
-def train(config: RunConfig, prepared: Prepared) -> None:
+def train(config: RunConfig, prepared: Prepared | None) -> None:
     """Run this rank to the end of the run.
+
+    Args:
+        prepared: the run's inputs, on rank 0; the other ranks read no data and get the settings from it.
 
     Raises:
         AsyncGrpoError: whatever ended the run before its time.
     """
     connect(config.run_name, config.logging_level)
     with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
-        if ranks.is_main:
+        if prepared is not None:
             _train_as_head(config, prepared, ranks)
         else:
             batcher = find_batcher(config.start_timeout_s)
-            _run_loop(config, prepared, ranks, Experience(config, batcher, ranks), engines=None, metrics=None)
+            registry = find_actor(registry_name(GENERATION), config.start_timeout_s, "waiting for rank 0")
+            settings = ray.get(registry.settings.remote(), timeout=60)
+            experience = Experience(config, batcher, ranks, [])
+            _run_loop(config, settings, ranks, experience, engines=None, metrics=None)
 
 
 def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     """Rank 0: it also opens the run, feeds the engines and writes the files."""
     run = open_run(config, prepared.settings)
-    roles = logprob_roles(config)
-    rewards = config.reward_fns or await_workers(run, config, roles)
+    rewards = config.reward_fns or await_workers(run, config)
     resolve(prepared.rewards, rewards)  # an unknown name ends the run here, with the list of known ones
     names = parse_names(rewards)
     _write_params(config, prepared, ranks, names)
     plan = batcher_plan(config, ranks.world_size)
-    batcher = start_batcher(run, config, plan, prepared.questions, (prepared.rewards, names), roles)
-    experience = Experience(config, batcher, ranks, prepared)
-    engines = Engines(run, config, experience, roles)
+    batcher = start_batcher(run, config, plan, prepared.questions, (prepared.rewards, names))
+    experience = Experience(config, batcher, ranks, prepared.eval_questions)
+    engines = Engines(run, config, experience)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
-    await_workers(run, config, roles)
+    await_workers(run, config)
     metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
     try:
-        _run_loop(config, prepared, ranks, experience, engines, metrics)
+        _run_loop(config, prepared.settings, ranks, experience, engines, metrics)
     finally:
         metrics.close()
     close_run(run, f"{config.num_steps} steps are done")
@@ -81,13 +86,12 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
 
 def _run_loop(
     config: RunConfig,
-    prepared: Prepared,
+    settings: Settings,
     ranks: Ranks,
     experience: "Experience",
     engines: "Engines | None",
     metrics: MetricsWriter | None,
 ) -> None:
-    settings = prepared.settings
     policy = PolicyModel(
         load_causal_lm(config.model_name_or_path, "float32"), chunk_tokens=config.logprob_chunk_size
     )
@@ -153,10 +157,11 @@ class Engines:
     run: OpenRun
     config: RunConfig
     experience: "Experience"
-    roles: Sequence[str]
 
     def link(self) -> EngineLink:
-        follows = self.run.registries if "proximal" in self.roles else {"generation": self.run.generation}
+        follows = {
+            kind: actor for kind, actor in self.run.registries.items() if kind != "reference"
+        }  # it is frozen
         return RayEngineLink(follows, self.config.sync_timeout_s, self._live)
 
     def control(self) -> EngineControl:
@@ -196,12 +201,9 @@ class Experience(RemoteExperience):
         with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
             lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
         (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
-        log.info(
-            "held-out at step %d: reward %.3f over %d samples",
-            step,
-            result["avg_reward"],
-            result["num_samples"],
-        )
+        reward = "-" if result["avg_reward"] is None else f"{result['avg_reward']:.3f}"
+        scored, asked = result["num_reward_ok"], result["num_samples"]
+        log.info("held-out at step %d: mean reward %s over %d of %d samples", step, reward, scored, asked)
         return numbers
 
 

@@ -22,7 +22,7 @@ from async_grpo.experience.protocols import Generation, Logprobs, Verification
 from async_grpo.experience.staleness import StalenessBudget
 from async_grpo.experience.stats import readable_samples, reward_stats, step_stats
 from async_grpo.experience.steps import Round, StepAssembler, StepClosed
-from async_grpo.types import Completion, Group, MicroBatch, Prompt, Sample, StepEnd
+from async_grpo.types import Completion, Group, MicroBatch, Prompt, RewardStatus, Sample, StepEnd
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,22 @@ class ExperienceBatcher:
                     case Round(micro_batches):
                         messages = micro_batches
                     case StepClosed():
+                        self._refuse_unscored(event)
                         messages = [self._step_end(event, await self._take_stats())] * self.plan.num_ranks
                 for queue, message in zip(self._queues, messages, strict=True):
                     queue.put_nowait(message)
+
+    def _refuse_unscored(self, closed: StepClosed) -> None:
+        """A whole step without a single reward is no accident: going on would train nothing and end "well"."""
+        samples = [sample for group in closed.groups for sample in group.samples]
+        if not any(sample.verdict.status is RewardStatus.OK for sample in samples):
+            reasons = [
+                result.reason for sample in samples for result in sample.verdict.results if result.reason
+            ]
+            raise RunFailed(
+                f"not one of the {len(samples)} samples of step {closed.step} could be scored; the first reason: "
+                f"{reasons[0] if reasons else samples[0].verdict.status.value}"
+            )
 
     def _step_end(self, closed: StepClosed, stats: dict[str, Any]) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
@@ -206,9 +219,10 @@ class ExperienceBatcher:
         return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)
 
     async def _take_stats(self) -> dict[str, Any]:
+        generation = await self.generation.take_stats()
         return {
-            **self.occupancy.take(),
-            **await self.generation.take_stats(),
+            **self.occupancy.take(generation.pop("busy")),
+            **generation,
             "verifiers": await self.verification.take_stats(),
         }
 

@@ -33,9 +33,9 @@ def load_questions(
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigurationError(f"--data-path {path}: there is no such file")
+        raise ConfigurationError(f"{path}: there is no such file")
     questions = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
@@ -47,10 +47,10 @@ def load_questions(
     return questions
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = json.loads(line.decode("utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
         raise ConfigurationError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ConfigurationError(f"{where}: a row must be an object, not {type(row).__name__}")
@@ -95,6 +95,10 @@ def _chat_tokens(messages: list, tokenizer: Any, where: str) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigurationError(
             f"{where}: a row of messages, but the model's tokenizer has no chat template"
+        )
+    if not messages or not all(isinstance(message, dict) and "content" in message for message in messages):
+        raise ConfigurationError(
+            f"{where}: messages must be a list of objects with role and content, and not empty"
         )
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False

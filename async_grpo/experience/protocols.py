@@ -16,7 +16,8 @@ class Generation(Protocol):
         ...
 
     async def take_stats(self) -> dict[str, Any]:
-        """Since the last call: `token_timeline` [(time, tokens)], `paused_s`; what the engines held is in `Occupancy`."""
+        """Since the last call: `token_timeline` [(moment, tokens)], `wait_generation_weights_s`, and `busy`: the
+        intervals in which an engine held unfinished requests."""
         ...
 
 

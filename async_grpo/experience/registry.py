@@ -91,9 +91,6 @@ class WorkerRegistry:
     def members(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values()]
 
-    def active_ids(self) -> list[str]:
-        return [worker_id for worker_id, member in self._members.items() if member.active]
-
     def outstanding(self) -> tuple[int, int]:
         """(sequences, tokens) admitted and not yet given back."""
         members = self._members.values()
@@ -115,7 +112,8 @@ class WorkerRegistry:
         try:
             while not waiter.granted.done():
                 await asyncio.wait({waiter.granted}, timeout=1.0)
-                if not waiter.granted.done():
+                if not waiter.granted.done():  # the workers may have changed meanwhile
+                    self._refuse_impossible(sequences)
                     self._refuse_deserted()
             return waiter.granted.result()
         except BaseException:

@@ -63,6 +63,9 @@ class GenerationWorker:
         self._request_ids = itertools.count()
         self._update_lock = asyncio.Lock()
         self._unfit: str | None = None
+        self._requests = 0  # unfinished, in the engine
+        self._busy_since = 0.0
+        self._busy: list[tuple[float, float]] = []  # wall-clock intervals with at least one request
 
     @classmethod
     def start(cls, options: EngineOptions, settings: Settings) -> "GenerationWorker":
@@ -94,7 +97,7 @@ class GenerationWorker:
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
-    async def complete(self, prompt_token_ids: np.ndarray, temperature: float | None = None) -> Completion:
+    async def complete(self, prompt_token_ids: np.ndarray) -> Completion:
         """Sample one completion of the prompt.
 
         Cancelling the call aborts the request in the engine.
@@ -103,14 +106,18 @@ class GenerationWorker:
             WorkerLost: the engine died, or its last weight update failed.
         """
         self._check_fit()
-        params = self._sampling_params(len(prompt_token_ids), temperature)
-        # A prefix computed by other weights must never be hit: the salt is the policy version.
+        params = self._sampling_params(len(prompt_token_ids))
+        # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
         prompt = {"prompt_token_ids": prompt_token_ids.tolist(), "cache_salt": str(self.policy_version)}
-        final = await self._last_output(prompt, params)
+        self._count(+1)
+        try:
+            final = await self._last_output(prompt, params)
+        finally:
+            self._count(-1)
         self._check_fit()
         return self._completion(final.outputs[0])
 
-    def _sampling_params(self, prompt_length: int, temperature: float | None) -> SamplingParams:
+    def _sampling_params(self, prompt_length: int) -> SamplingParams:
         room = self.settings.max_total_tokens - prompt_length
         if room < 1:
             raise ConfigurationError(
@@ -118,7 +125,7 @@ class GenerationWorker:
                 "shorten it or raise --max-generation-tokens"
             )
         return SamplingParams(
-            temperature=self.settings.temperature if temperature is None else temperature,
+            temperature=self.settings.temperature,
             max_tokens=min(self.settings.max_completion_tokens, room),
             stop_token_ids=list(self.settings.stop_token_ids),
             logprobs=0,  # the sampled token's own
@@ -163,6 +170,7 @@ class GenerationWorker:
         async with self._update_lock:
             paused_at = time.monotonic()
             await self.engine.pause_generation(mode="keep", clear_cache=False)
+            self.policy_version = version  # whoever asks from now on waits, and is served by the new weights
             try:
                 await self.engine.start_weight_update()
                 for number, chunk in enumerate(chunks):
@@ -170,7 +178,6 @@ class GenerationWorker:
                         await self.engine.update_weights(WeightTransferUpdateRequest({"path": path}))
                 await self.engine.finish_weight_update(weight_version=str(version))
                 received = await self._receipt()
-                self.policy_version = version
             except BaseException as error:
                 self._unfit = (
                     f"its update to policy version {version} failed: {error or type(error).__name__}"
@@ -202,7 +209,7 @@ class GenerationWorker:
         await self.engine.pause_generation(mode="keep", clear_cache=False)
 
     async def start_weight_update(self) -> None:
-        self._unfit = "an update of its weights did not finish"
+        self._finished = False
         await self.engine.start_weight_update()
 
     async def receive_weights(self, update_info: dict[str, Any]) -> None:
@@ -210,10 +217,12 @@ class GenerationWorker:
 
     async def finish_weight_update(self) -> None:
         await self.engine.finish_weight_update()
-        self._unfit = None
+        self._finished = True
 
     async def resume(self, version: int) -> None:
         """Go on with `version`; an engine whose update did not finish resumes only to refuse its requests."""
+        if not self._finished:
+            self._unfit = "an update of its weights did not finish"
         await self.engine.update_weight_version(str(version))
         self.policy_version = version
         await self.engine.resume_generation()
@@ -232,6 +241,14 @@ class GenerationWorker:
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
         return np.asarray([0.0] + [step[token].logprob for step, token in steps], np.float32)
 
+    def _count(self, change: int) -> None:
+        """Note when the engine begins and ceases to hold requests."""
+        if self._requests == 0:
+            self._busy_since = time.time()
+        self._requests += change
+        if self._requests == 0:
+            self._busy.append((self._busy_since, time.time()))
+
     def _check_fit(self) -> None:
         if self._unfit:
             raise WorkerLost(f"this engine takes no more requests: {self._unfit}")
@@ -243,9 +260,13 @@ class GenerationWorker:
         return "the vLLM engine's processes died"
 
     def take_stats(self) -> dict[str, Any]:
-        """Tokens by time and seconds paused for weights, since the last call."""
+        """Since the last call: tokens by time, seconds paused for weights, and intervals with unfinished requests."""
         paused_s, self.paused_s = self.paused_s, 0.0
-        return {"token_timeline": self.timeline.take(), "paused_s": paused_s}
+        busy, self._busy = self._busy, []
+        if self._requests:  # the one that is still open, up to now
+            busy.append((self._busy_since, time.time()))
+            self._busy_since = time.time()
+        return {"token_timeline": self.timeline.take(), "paused_s": paused_s, "busy": busy}
 
     def close(self) -> None:
         """Stop the engine and its processes."""

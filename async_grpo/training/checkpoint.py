@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -28,7 +27,6 @@ COPIED_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-FINISHED = re.compile(r"samples_(\d+)")
 
 
 class CheckpointWriter:
@@ -59,6 +57,7 @@ class CheckpointWriter:
         self._source, self._ranks, self._dtype = model_folder(model_path), ranks, torch_dtype(dtype)
         self._min_samples_between, self._keep_last = min_samples_between, keep_last
         self._last_saved = samples_before
+        self._written: list[Path] = []  # by this run, the oldest first
 
     def save_if_due(self, policy: PolicyModel, samples: int) -> bool:
         """Save if `samples` trained on is far enough beyond the last checkpoint; whether it did."""
@@ -81,7 +80,7 @@ class CheckpointWriter:
                 state[name] = tensor.to("cpu", self._dtype, copy=True)
         if self._ranks.is_main:
             self._write(policy.model, state, target)
-            self._prune()
+            self._prune(target)
         self._last_saved = samples
         return target
 
@@ -103,12 +102,11 @@ class CheckpointWriter:
         os.rename(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _prune(self) -> None:
-        finished = {
-            int(match[1]): path for path in self._folder.iterdir() if (match := FINISHED.fullmatch(path.name))
-        }
-        for samples in sorted(finished)[: -self._keep_last] if self._keep_last else []:
-            shutil.rmtree(finished[samples])
+    def _prune(self, written: Path) -> None:
+        """Remove what this run wrote before the last `keep_last`; other runs' checkpoints are not ours to judge."""
+        self._written = [path for path in self._written if path != written] + [written]
+        while self._keep_last and len(self._written) > self._keep_last:
+            shutil.rmtree(self._written.pop(0))
 
 
 def _weightless_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -35,12 +35,16 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     >>> tensor_digest(a) == tensor_digest(a.clone()), tensor_digest(a) == tensor_digest(a.flip(0))
     (True, False)
     """
-    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.data_ptr() % 8:  # a slice of a larger buffer, which cannot be read by 8 bytes
+        flat = flat.clone()
+    words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else _WORDS[tensor.element_size()])
+    steps = torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=words.device) * _GOLDEN
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK].to(torch.int64)
-        position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=words.device)
-        total += (chunk * ((position * _GOLDEN) | 1)).sum()
+        offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63  # wraps as int64 does
+        total += (chunk * ((steps[: chunk.numel()] + offset) | 1)).sum()
     return int(total)
 
 

@@ -7,7 +7,7 @@ workers has changed, it is built anew before the next sync, so a late worker joi
 
 import concurrent.futures
 import socket
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -17,12 +17,13 @@ from torch import nn
 from async_grpo.errors import DeadlineExceeded
 from async_grpo.weights.manifest import TensorRecord, record
 from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage, prove_landed
-from async_grpo.weights.perturbation import perturbed
-from async_grpo.weights.publisher import TOLERANCES, Canary
+from async_grpo.weights.publisher import Canary, NamedFullTensors, TransactionalPublisher
 
 
 class EngineControl(Protocol):
     """All engines of the run at once; `cluster/` has the one over Ray. Also vLLM's `VLLMWeightSyncClient`."""
+
+    address: str  # of this node, as the engines reach it
 
     def begin(self) -> Mapping[str, int]:
         """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
@@ -51,7 +52,7 @@ class RecordingSource:
     def __init__(
         self,
         model: nn.Module,
-        named_full_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]],
+        named_full_tensors: NamedFullTensors,
         wire_dtype: torch.dtype,
     ) -> None:
         self._model, self._named_full_tensors, self._wire_dtype = model, named_full_tensors, wire_dtype
@@ -84,12 +85,13 @@ def vllm_trainer_engine(
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    info = NCCLTrainerInitInfo(_own_address(), _free_port(), world_size, rank=rank)
+    address = control.address if control else ""  # only rank 0 opens the endpoint
+    info = NCCLTrainerInitInfo(address, _free_port(), world_size, rank=rank)
     return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
 
 
-class NCCLPublisher:
-    """The same face as `Publisher`. Built on every rank; only rank 0 has a control.
+class NCCLPublisher(TransactionalPublisher):
+    """The same transaction. Built on every rank; only rank 0 has a control.
 
     Args:
         make_engine: (control, source, world size of the transfer group, rank) -> vLLM's trainer engine.
@@ -99,7 +101,7 @@ class NCCLPublisher:
     def __init__(
         self,
         control: EngineControl | None,
-        named_full_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]],
+        named_full_tensors: NamedFullTensors,
         canary: Canary,
         wire_dtype: torch.dtype,
         *,
@@ -108,29 +110,11 @@ class NCCLPublisher:
         tolerance: float | None = None,
         make_engine: Callable[[EngineControl | None, RecordingSource, int, int], Any] = vllm_trainer_engine,
     ) -> None:
-        self._control, self._named_full_tensors, self._canary = control, named_full_tensors, canary
-        self._wire_dtype, self._rank, self._timeout_s, self._make_engine = (
-            wire_dtype,
-            rank,
-            timeout_s,
-            make_engine,
-        )
-        self._tolerance = tolerance or TOLERANCES[str(wire_dtype).removeprefix("torch.")]
+        super().__init__(named_full_tensors, canary, wire_dtype, tolerance)
+        self._control, self._rank, self._timeout_s, self._make_engine = control, rank, timeout_s, make_engine
         self._source: RecordingSource | None = None
         self._engine: Any = None
         self._members: Mapping[str, int] | None = None
-        self._watched = concurrent.futures.ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="nccl-transfer"
-        )
-
-    def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> dict[str, float]:
-        """As `Publisher.publish`."""
-        started = time.monotonic()
-        if self_test:
-            with perturbed(model):
-                self._send(model, SELF_TEST)
-        error = self._send(model, version)
-        return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
 
     def _send(self, model: nn.Module, version: int) -> float:
         expected = self._canary.logprobs(model, self._canary.token_ids)
@@ -143,13 +127,13 @@ class NCCLPublisher:
             return 0.0
         self._connect(self._control.begin(), source)
         self._control.pause()
-        try:
-            self._within_deadline(self._engine.send_weights)
-        finally:
-            self._control.resume(version)
-        package = WeightPackage(version, source.sent, [], self._canary.token_ids, expected)
+        self._within_deadline(
+            self._engine.send_weights
+        )  # if it fails the engines stay paused: the run is over
+        self._control.resume(version)
+        package = WeightPackage(version, source.sent, [], self._canary.token_ids, expected, self._tolerance)
         receipts = self._control.receipts(package)
-        error = prove_landed(package, receipts, self._tolerance)
+        error = prove_landed(package, receipts)
         if version != SELF_TEST:
             self._control.commit(package, list(receipts))
         return error
@@ -165,25 +149,26 @@ class NCCLPublisher:
             self._members = dict(members)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run in a thread with a watchdog; the thread keeps the CUDA device that is current here."""
+        """Run in a daemon thread with a watchdog: a stuck NCCL call can neither be cancelled nor joined at exit."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        outcome: concurrent.futures.Future = concurrent.futures.Future()
 
-        def on_device() -> Any:
-            if device is not None:
-                torch.cuda.set_device(device)
-            return call(*args)
+        def on_device() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                outcome.set_result(call(*args))
+            except BaseException as error:
+                outcome.set_exception(error)
 
+        threading.Thread(target=on_device, name="nccl-transfer", daemon=True).start()
         try:
-            return self._watched.submit(on_device).result(self._timeout_s)
+            return outcome.result(self._timeout_s)
         except concurrent.futures.TimeoutError as error:
             raise DeadlineExceeded(
                 f"the NCCL transfer did not end within {self._timeout_s:.0f} s (--sync-timeout-s): a peer is gone or "
                 "unreachable; NCCL_DEBUG=INFO tells more, --weight-transport object_store needs no NCCL"
             ) from error
-
-
-def _own_address() -> str:
-    return socket.gethostbyname(socket.gethostname())
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ canary can only be answered right after the resume; no optimizer step is taken b
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from async_grpo.weights.manifest import TensorRecord, record
 from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage, prove_landed
 from async_grpo.weights.perturbation import perturbed
 
+NamedFullTensors = Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}  # of canary log-probs, engine against trainer
 
 
@@ -35,7 +37,8 @@ class EngineLink(Protocol):
         ...
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """`landed` are proven: they may work, and whoever joins from now on loads this package first."""
+        """`landed` are proven: they may work (not with the self-test's weights), and whoever joins from now on must
+        load and prove this package first."""
         ...
 
 
@@ -52,27 +55,17 @@ class Canary:
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
 
-class Publisher:
-    """Sends the policy's weights to all engines. Built on every rank; only rank 0 has a link.
-
-    Args:
-        named_full_tensors: model -> (name, full tensor) in a fixed order; a collective over the ranks.
-        wire_dtype: the engines' dtype: what is sent, and what the digests speak of.
-        tolerance: of the canary; default by dtype.
-    """
+class TransactionalPublisher(ABC):
+    """What every transport has in common: a self-test first if asked for, then the weights, each with its proof."""
 
     def __init__(
         self,
-        link: EngineLink | None,
-        named_full_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]],
+        named_full_tensors: NamedFullTensors,
         canary: Canary,
         wire_dtype: torch.dtype,
-        *,
         tolerance: float | None = None,
-        chunk_bytes: int = 256 << 20,
     ) -> None:
-        self._link, self._named_full_tensors, self._canary = link, named_full_tensors, canary
-        self._wire_dtype, self._chunk_bytes = wire_dtype, chunk_bytes
+        self._named_full_tensors, self._canary, self._wire_dtype = named_full_tensors, canary, wire_dtype
         self._tolerance = tolerance or TOLERANCES[str(wire_dtype).removeprefix("torch.")]
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> dict[str, float]:
@@ -90,16 +83,42 @@ class Publisher:
         error = self._send(model, version)
         return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
 
+    @abstractmethod
+    def _send(self, model: nn.Module, version: int) -> float:
+        """One transaction; returns the canary's error (0 on ranks that send nothing)."""
+
+
+class Publisher(TransactionalPublisher):
+    """Sends the policy's weights to all engines in packages. Built on every rank; only rank 0 has a link.
+
+    Args:
+        named_full_tensors: model -> (name, full tensor) in a fixed order; a collective over the ranks.
+        wire_dtype: the engines' dtype: what is sent, and what the digests speak of.
+        tolerance: of the canary; default by dtype.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink | None,
+        named_full_tensors: NamedFullTensors,
+        canary: Canary,
+        wire_dtype: torch.dtype,
+        *,
+        tolerance: float | None = None,
+        chunk_bytes: int = 256 << 20,
+    ) -> None:
+        super().__init__(named_full_tensors, canary, wire_dtype, tolerance)
+        self._link, self._chunk_bytes = link, chunk_bytes
+
     def _send(self, model: nn.Module, version: int) -> float:
         expected = self._canary.logprobs(model, self._canary.token_ids)
         manifest, chunks = self._pack(model)
         if self._link is None:
             return 0.0
-        package = WeightPackage(version, manifest, chunks, self._canary.token_ids, expected)
+        package = WeightPackage(version, manifest, chunks, self._canary.token_ids, expected, self._tolerance)
         receipts = self._link.deliver(package)
-        error = prove_landed(package, receipts, self._tolerance)
-        if version != SELF_TEST:
-            self._link.commit(package, list(receipts))
+        error = prove_landed(package, receipts)
+        self._link.commit(package, list(receipts))
         return error
 
     def _pack(self, model: nn.Module) -> tuple[dict[str, TensorRecord], list[Any]]:
