@@ -98,7 +98,12 @@ class Supervisor:
         ConfigurationError: the same, when it refused its settings (exit code 2).
         """
         while main.process.poll() is None:
-            self.check(except_for=main)
+            try:
+                self.check(except_for=main)
+            except (WorkerLost, ConfigurationError):
+                if main.process.poll() == 0:  # a program that was late for a run that is over and well
+                    break
+                raise
             time.sleep(0.2)
         return main.process.returncode
 
