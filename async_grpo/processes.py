@@ -146,12 +146,11 @@ def last_words(program: Program, lines: int = 12) -> str:
     """The end of a program's output, for an error message."""
     whole = program.output.read_text(errors="replace").strip()
     text = whole.splitlines()
-    if root := TORCHRUN_ROOT.search(whole):
-        text.append(f"error: rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
-    ours = [line for line in text if line.startswith("error: ")]
-    errors = ours[-2:] or [
+    errors = [line for line in text if line.startswith("error: ")] or [
         line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line
     ]
+    if root := TORCHRUN_ROOT.search(whole):
+        errors.append(f"rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
     return (
         "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
         + f"\n    (all of it: {program.output})"

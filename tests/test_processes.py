@@ -39,7 +39,9 @@ def test_the_end_of_the_main_program_is_the_end(supervisor):
 
 def test_the_death_of_another_program_is_reported_with_its_last_words(supervisor):
     main = supervisor.start("main", SLEEP, os.environ)
-    supervisor.start("other", python("import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)"), os.environ)
+    supervisor.start(
+        "other", python("import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)"), os.environ
+    )
     with pytest.raises(WorkerLost, match=r"other ended with exit code 1\n    \| error: out of luck"):
         supervisor.wait(main)
 
@@ -72,7 +74,8 @@ def test_a_wait_for_a_word_has_a_deadline(supervisor):
 
 
 def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(supervisor, tmp_path):
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    stubborn = f"{ignore}; print('deaf', flush=True); time.sleep(600)"
     orphan_maker = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
     supervisor.start("orphan maker", python(orphan_maker), os.environ)
     deaf = supervisor.start("deaf", python(stubborn), os.environ)
@@ -96,11 +99,13 @@ finally:
     supervisor.stop()
 """
     for signals in ([signal.SIGKILL], [signal.SIGINT, signal.SIGINT]):
-        run = subprocess.Popen(python(code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+        run = subprocess.Popen(
+            python(code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        )
         child = psutil.Process(int(run.stdout.readline()))
         for number in signals:
             run.send_signal(number)
             time.sleep(0.2)
         run.wait(30)
-        gone, alive = psutil.wait_procs([child], timeout=10)
+        _, alive = psutil.wait_procs([child], timeout=10)
         assert not alive, signals

@@ -31,12 +31,12 @@ def dispatch(config: WorkerConfig) -> None:
     """
     connect(config.run_name, config.logging_level)
     generation = _registry(GENERATION, config)
-    settings: Settings = ray.get(generation.settings.remote(), timeout=60)
+    settings: Settings = _ask(generation.settings.remote())
     kind = GENERATION if config.mode == "generation" else config.role
     try:
         check_model(config.model_path, settings)
     except ConfigurationError as refusal:
-        ray.get(generation.refuse.remote(str(refusal)), timeout=60)
+        _ask(generation.refuse.remote(str(refusal)))
         raise
     if kind not in (GENERATION, *settings.logprob_roles):
         raise ConfigurationError(
@@ -54,6 +54,14 @@ def dispatch(config: WorkerConfig) -> None:
 def _registry(kind: str, config: WorkerConfig) -> Any:
     what = f"waiting for a trainer to open the run {config.run_name!r}"
     return find_actor(registry_name(kind), config.start_timeout_s, what)
+
+
+def _ask(reference: Any) -> Any:
+    """An answer of the run's registry; WorkerLost if it is gone."""
+    try:
+        return ray.get(reference, timeout=60)
+    except RayActorError as error:
+        raise WorkerLost("the trainer is gone: its registry died while this worker was starting") from error
 
 
 def check_model(model_path: str, settings: Settings) -> None:

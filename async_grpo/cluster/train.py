@@ -21,6 +21,7 @@ from async_grpo.cluster.head import (
 )
 from async_grpo.cluster.link import RayEngineControl, RayEngineLink
 from async_grpo.config import RunConfig
+from async_grpo.experience.prompts import Question
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
@@ -174,11 +175,9 @@ class Engines:
 class Experience(RemoteExperience):
     """A rank's experience, with rank 0's evaluations: before the first step, every `eval_every`, and at the end."""
 
-    def __init__(
-        self, config: RunConfig, batcher: Any, ranks: Ranks, prepared: Prepared | None = None
-    ) -> None:
-        super().__init__(batcher, ranks.rank, config.num_steps, config.experience_timeout_s)
-        self._config, self._questions = config, prepared.eval_questions if prepared else []
+    def __init__(self, config: RunConfig, batcher: Any, ranks: Ranks, eval_questions: list[Question]) -> None:
+        super().__init__(batcher, ranks.rank, config.experience_timeout_s)
+        self._config, self._questions = config, eval_questions
 
     def start(self) -> None:
         self._evaluate(0)
