@@ -134,8 +134,14 @@ def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_befo
     assert not ray.wait([joining], timeout=0.5)[0]  # not between begin and end
     call(registry.end_sync.remote(package(5), ["early"]))
     assert [p.version for p in call(joining)] == [SELF_TEST, 5]
-    assert call(registry.activate.remote("late", 4)) is False  # an older one will not do
-    assert call(registry.activate.remote("late", 5)) is True
+    assert [info.worker_id for info, _ in call(registry.begin_sync.remote())] == [
+        "early"
+    ]  # it is on its own way
+    call(registry.end_sync.remote(package(6), ["early"]))
+    assert call(registry.activate.remote("late", 5)) is False  # version 6 came first: it must load again
+    assert [p.version for p in call(registry.current.remote())] == [6]
+    assert call(registry.activate.remote("late", 6)) is True
+    assert {info.worker_id for info, _ in call(registry.begin_sync.remote())} == {"early", "late"}
 
 
 def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(run):

@@ -18,6 +18,7 @@ class RegistryActor(ChannelServer):
         self._handles: dict[str, Any] = {}
         self._rewards: dict[str, str] = {}
         self._refusals: list[str] = []
+        self._joining: set[str] = set()  # on their own way to the current weights: no sync may cross it
         self._self_test: WeightPackage | None = None
         self._package: WeightPackage | None = None
         self._settled = asyncio.Event()  # cleared while weights are being sent
@@ -39,15 +40,20 @@ class RegistryActor(ChannelServer):
         self._handles[info.worker_id], self._rewards[info.worker_id] = handle, rewards
         if info.kind == "reference":  # frozen: it never waits for weights
             self._registry.activate(info.worker_id)
-        return [self._self_test, *await self.current()] if self._self_test and await self.current() else []
+        current = await self.current()
+        if self._self_test is None or not current:
+            return []
+        self._joining.add(info.worker_id)
+        return [self._self_test, *current]
 
     async def activate(self, worker_id: str, version: int) -> bool:
         """A late worker has loaded `version`; False if that is no longer the current one (it must load again)."""
         await self._settled.wait()
-        current = self._package is not None and self._package.version == version
-        if current:
-            self._registry.activate(worker_id)
-        return current
+        if self._package is None or self._package.version != version:
+            return False
+        self._joining.discard(worker_id)
+        self._registry.activate(worker_id)
+        return True
 
     async def current(self) -> list[WeightPackage]:
         """The current weights, if they are in a package."""
@@ -64,6 +70,7 @@ class RegistryActor(ChannelServer):
 
     async def deregister(self, worker_id: str, reason: str) -> None:
         self._handles.pop(worker_id, None)
+        self._joining.discard(worker_id)
         self._registry.deregister(worker_id, reason)
 
     async def roll_call(self) -> tuple[list[WorkerInfo], list[str], list[str]]:
@@ -72,9 +79,13 @@ class RegistryActor(ChannelServer):
         return members, [self._rewards[member.worker_id] for member in members], self._refusals
 
     async def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: nobody joins meanwhile. Returns those who get them, with their handles."""
+        """Weights are about to be sent: nobody joins meanwhile. Returns those who get them, with their handles.
+
+        A worker that is joining is left out: it loads the current package by itself, and again if this comes first.
+        """
         self._settled.clear()
-        return [(info, self._handles[info.worker_id]) for info in self._registry.members()]
+        members = [info for info in self._registry.members() if info.worker_id not in self._joining]
+        return [(info, self._handles[info.worker_id]) for info in members]
 
     async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """`landed` hold the weights of `package`: they may work."""
