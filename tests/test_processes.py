@@ -87,9 +87,10 @@ def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(superviso
 
 def test_everything_dies_with_a_supervisor_that_is_killed_or_interrupted_twice(tmp_path):
     code = f"""
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from async_grpo.processes import Supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 supervisor = Supervisor(Path({str(tmp_path)!r}))
 program = supervisor.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
 print(program.process.pid, flush=True)
