@@ -115,6 +115,11 @@ class RunConfig:
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster"
     )
     sync_timeout_s: float = option(600.0, "Longest weight update of an engine.", "Cluster")
+    canary_tolerance: float | None = option(
+        None,
+        "Allowed difference of engine and trainer log-probs, root mean square (default by dtype).",
+        "Cluster",
+    )
     worker_grace_s: float = option(
         30.0, "How long a run survives without any worker of a kind it needs.", "Cluster"
     )

@@ -142,13 +142,17 @@ def _publisher(
     """Engine links exist on rank 0 alone; the other ranks take part in the gathering."""
     length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
-    wire_dtype = torch_dtype(settings.dtype)
+    common = (named_full_tensors, canary, torch_dtype(settings.dtype))
     if settings.transport == "nccl":
         control = engines.control() if engines else None
         return NCCLPublisher(
-            control, named_full_tensors, canary, wire_dtype, rank=ranks.rank, timeout_s=config.sync_timeout_s
+            control,
+            *common,
+            rank=ranks.rank,
+            timeout_s=config.sync_timeout_s,
+            tolerance=config.canary_tolerance,
         )
-    return Publisher(engines.link() if engines else None, named_full_tensors, canary, wire_dtype)
+    return Publisher(engines.link() if engines else None, *common, tolerance=config.canary_tolerance)
 
 
 @dataclasses.dataclass(frozen=True)

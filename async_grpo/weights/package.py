@@ -21,7 +21,7 @@ class WeightPackage:
     chunks: list[Any]  # object references to safetensors images, uint8
     canary_ids: np.ndarray  # (N,) int32, a fixed text
     canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
-    tolerance: float  # largest difference of canary log-probs that rounding explains
+    tolerance: float  # root mean square of canary differences that rounding explains
 
 
 Receipt = tuple[Manifest, np.ndarray]  # what arrived, and the engine's own log-probs of the canary
@@ -39,17 +39,18 @@ def prove_landed(package: WeightPackage, receipts: Mapping[str, Receipt]) -> flo
     worst = 0.0
     for worker_id, (received, logprobs) in receipts.items():
         check_received(package.manifest, received, worker_id)
-        difference = float(np.abs(logprobs - package.canary_logprobs).max())
-        if not difference <= package.tolerance:  # also catches NaN
-            raise WeightsDidNotLand(_canary_message(package, worker_id, difference))
-        worst = max(worst, difference)
+        differences = np.abs(logprobs - package.canary_logprobs)
+        rms = float(np.sqrt(np.square(differences).mean()))
+        if not rms <= package.tolerance:  # also catches NaN
+            raise WeightsDidNotLand(_canary_message(package, worker_id, rms))
+        worst = max(worst, float(differences.max()))
     return worst
 
 
-def _canary_message(package: WeightPackage, worker_id: str, difference: float) -> str:
+def _canary_message(package: WeightPackage, worker_id: str, rms: float) -> str:
     what = "the start-up self-test" if package.version == SELF_TEST else f"policy version {package.version}"
     return (
-        f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by up to "
-        f"{difference:.3g} (allowed: {package.tolerance:.3g}). A tensor does not reach the place where the engine uses it "
-        "(a tied head, a packed copy), or engine and trainer disagree on the model or its dtype"
+        f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by {rms:.3g} "
+        f"(root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach the place where the engine "
+        "uses it (a tied head, a packed copy), or engine and trainer disagree on the model or its dtype"
     )

@@ -22,7 +22,9 @@ from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage, prove_
 from async_grpo.weights.perturbation import perturbed
 
 NamedFullTensors = Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}  # of canary log-probs, engine against trainer
+# Root mean square over the canary's log-probs, engine against trainer. float32: rounding is below 1e-5, the weakest
+# tensor of the self-test at 1e-3. bfloat16 rounds so coarsely that only the larger tensors stand out (docs/log.md).
+TOLERANCES = {"float32": 5e-5, "bfloat16": 0.3}
 
 
 class EngineLink(Protocol):
