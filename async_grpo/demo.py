@@ -88,24 +88,28 @@ def _tell(folder: Path, seconds: float) -> None:
     console = Console()
     evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
     before, after = evaluations[0], evaluations[-1]
-    table = Table(title=f"Held-out countdown tasks ({before['eval_num_samples']}, temperature 1)")
+    console.print(f"{before['eval_num_samples']} held-out countdown tasks, temperature 1:")
+    table = Table()
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
         table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
     console.print(table)
-    _show_samples(console, folder, before["step"], after["step"])
+    _write_samples(folder, before["step"], after["step"])
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)
-    console.print(
-        f"{seconds:.0f} s in all. Reward curve: {folder / 'reward.svg'} and .png; metrics: {folder / METRICS_FILE}"
-    )
-    console.print(
-        f"Checkpoint: {checkpoint}; samples before and after: {folder / 'samples.md'}; logs: {folder / 'logs'}"
-    )
+    for what, where in (
+        ("reward curve", f"{folder / 'reward.svg'} and .png"),
+        ("metrics", folder / METRICS_FILE),
+        ("checkpoint", checkpoint),
+        ("samples before and after", folder / "samples.md"),
+        ("logs", folder / "logs"),
+    ):
+        console.print(f"{what}: {where}", soft_wrap=True, highlight=False)
+    console.print(f"{seconds:.0f} s in all")
 
 
-def _show_samples(console: Console, folder: Path, first: int, last: int, count: int = 8) -> None:
-    """The same tasks before and after, side by side, also as a file."""
+def _write_samples(folder: Path, first: int, last: int, count: int = 8) -> None:
+    """The same tasks before and after, side by side."""
     before, after = (
         [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()][
             :count
