@@ -2,6 +2,7 @@
 
     python benchmarks/kill_anything.py                     every kind of process once
     python benchmarks/kill_anything.py --victim raylet --repeat 3 --seed 5
+    python benchmarks/kill_anything.py --victim supervisor --signal SIGINT          a Ctrl-C
 
 The command must end within 60 s with a non-zero code and a message that names what died, or go on to a correct end;
 no process may be left. Prints one row per kill and exits with 1 if one of them broke the rule.
@@ -91,7 +92,9 @@ def matches(process: psutil.Process, words: list[str]) -> bool:
     )
 
 
-def kill_one(victim: str, draw: random.Random, steps: int, at_start: bool) -> tuple[bool, str]:
+def kill_one(
+    victim: str, draw: random.Random, steps: int, at_start: bool, number: signal.Signals
+) -> tuple[bool, str]:
     """One run and one kill; (within the rules, a row for the table)."""
     folder = Path(tempfile.mkdtemp(prefix="kill-"))
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(ROOT)}
@@ -113,7 +116,7 @@ def kill_one(victim: str, draw: random.Random, steps: int, at_start: bool) -> tu
         target = draw.choice(found) if found else None
     time.sleep(draw.uniform(0, 3))
     try:
-        target.send_signal(signal.SIGKILL)
+        target.send_signal(number)
     except psutil.NoSuchProcess:
         run.kill()
         return False, f"the {victim} was gone before it could be killed"
@@ -153,12 +156,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40, help="length of the run that is killed")
+    parser.add_argument("--signal", default="SIGKILL", help="SIGINT to the supervisor is a Ctrl-C")
     parser.add_argument("--at-start", action="store_true", help="kill as soon as the victim exists")
     options = parser.parse_args()
     draw, failures = random.Random(options.seed), 0
     for victim in options.victim or VICTIMS:
         for _ in range(options.repeat):
-            fine, row = kill_one(victim, draw, options.steps, options.at_start)
+            fine, row = kill_one(
+                victim, draw, options.steps, options.at_start, signal.Signals[options.signal]
+            )
             failures += not fine
             print(f"{'ok  ' if fine else 'FAIL'} {victim:22} {row}", flush=True)
     print(f"{failures} failures")

@@ -84,14 +84,14 @@ class GenerationActor(WorkerActor):
 
 
 class LogprobActor(WorkerActor):
-    """A `LogprobServer`."""
+    """A `LogprobWorker`."""
 
     async def start(self, model_path: str, settings: Settings, max_tokens: int, max_wait_s: float) -> int:
         """Load the model; returns the token budget of a forward."""
-        from async_grpo.logprob.worker import LogprobServer
+        from async_grpo.logprob.worker import LogprobWorker
 
         options = {"max_tokens": max_tokens, "max_wait_s": max_wait_s, "temperature": settings.temperature}
-        self._server = LogprobServer.from_folder(model_path, dtype=settings.dtype, **options)
+        self._server = LogprobWorker.from_folder(model_path, dtype=settings.dtype, **options)
         self.serve({"logprobs": self._server.logprobs})
         return max_tokens
 

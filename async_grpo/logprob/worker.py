@@ -35,7 +35,7 @@ class _Request:
         return len(self.token_ids)
 
 
-class LogprobServer:
+class LogprobWorker:
     """Answers `logprobs` from `policy`, packing what is asked concurrently into few forwards.
 
     max_tokens: of one forward. max_wait_s: the longest a sequence waits for company. temperature: divides the
@@ -56,7 +56,7 @@ class LogprobServer:
         self._closed = False
 
     @classmethod
-    def from_folder(cls, model_path: str | Path, *, dtype: str, **options: float) -> "LogprobServer":
+    def from_folder(cls, model_path: str | Path, *, dtype: str, **options: float) -> "LogprobWorker":
         """A server of the model in `model_path`, on the GPU if there is one; `options`: the constructor's."""
         policy = PolicyModel(load_causal_lm(model_path, dtype))
         return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)

@@ -11,7 +11,7 @@ import torch
 from tiny_policy import VOCAB, save_tiny_model, tiny_model
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
-from async_grpo.logprob.worker import LogprobServer
+from async_grpo.logprob.worker import LogprobWorker
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.canary import canary_logprobs
 
@@ -59,7 +59,7 @@ def test_answers_are_the_completions_logprobs_at_the_temperature_whatever_is_pac
     prompts = [int(rng.integers(1, len(ids) + 1)) for ids in sequences]
 
     async def scenario():
-        server = LogprobServer(PolicyModel(model), max_tokens=100, max_wait_s=0.01, temperature=0.7)
+        server = LogprobWorker(PolicyModel(model), max_tokens=100, max_wait_s=0.01, temperature=0.7)
         cuts = [(0, 1), (1, 9), (9, 30)]
         answers = await asyncio.gather(*(server.logprobs(sequences[a:b], prompts[a:b]) for a, b in cuts))
         await server.close()
@@ -77,7 +77,7 @@ def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the
     policy = FakePolicy()
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=10, max_wait_s=0.01)
+        server = LogprobWorker(policy, max_tokens=10, max_wait_s=0.01)
         answers = await server.logprobs([sequence(n) for n in (4, 4, 4, 6, 10, 3)], [1] * 6)
         await server.close()
         return answers
@@ -88,7 +88,7 @@ def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the
 
 def test_a_full_batch_does_not_wait():
     async def scenario():
-        server = LogprobServer(FakePolicy(), max_tokens=8, max_wait_s=3600)
+        server = LogprobWorker(FakePolicy(), max_tokens=8, max_wait_s=3600)
         await server.logprobs([sequence(4), sequence(4)], [1, 1])
         await server.close()
 
@@ -99,7 +99,7 @@ def test_the_wait_is_a_deadline_of_the_oldest_and_not_a_debounce():
     policy = FakePolicy()
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=10**6, max_wait_s=0.2)
+        server = LogprobWorker(policy, max_tokens=10**6, max_wait_s=0.2)
         begun = time.monotonic()
         first = asyncio.create_task(server.logprobs([sequence(2)], [1]))
         trickle = []
@@ -116,7 +116,7 @@ def test_the_wait_is_a_deadline_of_the_oldest_and_not_a_debounce():
 
 def test_a_sequence_over_the_budget_fails_its_own_request_only():
     async def scenario():
-        server = LogprobServer(FakePolicy(), max_tokens=10, max_wait_s=0.01)
+        server = LogprobWorker(FakePolicy(), max_tokens=10, max_wait_s=0.01)
         answers = await asyncio.gather(
             settled(server, [sequence(3)], [1]),
             settled(server, [sequence(3), sequence(11)], [1, 1]),
@@ -138,7 +138,7 @@ def test_an_error_of_a_forward_fails_exactly_its_batch_and_the_server_lives_on()
     policy.poison = 66
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=6, max_wait_s=0.01)
+        server = LogprobWorker(policy, max_tokens=6, max_wait_s=0.01)
         requests = [[sequence(3)], [sequence(3, 66)], [sequence(6)], [sequence(2), sequence(4)]]
         answers = await asyncio.gather(*(settled(server, r, [1] * len(r)) for r in requests))
         later = await server.logprobs([sequence(2)], [1])
@@ -156,7 +156,7 @@ def test_the_loop_stays_responsive_during_a_forward():
     policy.free.clear()
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=10, max_wait_s=0.0)
+        server = LogprobWorker(policy, max_tokens=10, max_wait_s=0.0)
         request = asyncio.create_task(server.logprobs([sequence(2)], [1]))
         for _ in range(20):
             await asyncio.sleep(0.005)
@@ -173,7 +173,7 @@ def test_a_caller_that_gives_up_is_not_computed_for():
     policy.free.clear()
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=4, max_wait_s=0.0)
+        server = LogprobWorker(policy, max_tokens=4, max_wait_s=0.0)
         first = asyncio.create_task(server.logprobs([sequence(4)], [1]))
         await asyncio.sleep(0.05)
         gone = asyncio.create_task(server.logprobs([sequence(3)], [1]))
@@ -193,7 +193,7 @@ def test_new_weights_are_loaded_between_batches_and_change_the_answers():
     ids = np.arange(1, 20, dtype=np.int32)
 
     async def scenario():
-        server = LogprobServer(PolicyModel(old), max_tokens=100, max_wait_s=0.0)
+        server = LogprobWorker(PolicyModel(old), max_tokens=100, max_wait_s=0.0)
         before = (await server.logprobs([ids], [1]))[0]
         await server.load_weights(named_full_tensors(PolicyModel(new)))
         after = (await server.logprobs([ids], [1]))[0]
@@ -201,7 +201,7 @@ def test_new_weights_are_loaded_between_batches_and_change_the_answers():
         return before, after
 
     async def fresh():
-        server = LogprobServer(PolicyModel(tiny_model(seed=2)), max_tokens=100)
+        server = LogprobWorker(PolicyModel(tiny_model(seed=2)), max_tokens=100)
         answer = (await server.logprobs([ids], [1]))[0]
         await server.close()
         return answer
@@ -216,7 +216,7 @@ def test_weights_wait_for_the_forward_under_way():
     policy.free.clear()
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=10, max_wait_s=0.0)
+        server = LogprobWorker(policy, max_tokens=10, max_wait_s=0.0)
         request = asyncio.create_task(server.logprobs([sequence(2)], [1]))
         await asyncio.sleep(0.05)
         policy.model = torch.nn.Module()
@@ -241,7 +241,7 @@ def test_weights_that_are_not_the_models_are_refused(fault):
         tensors["model.norm.weight"] = torch.zeros(3)
 
     async def scenario():
-        server = LogprobServer(PolicyModel(tiny_model()), max_tokens=10)
+        server = LogprobWorker(PolicyModel(tiny_model()), max_tokens=10)
         try:
             await server.load_weights(tensors.items())
         finally:
@@ -258,7 +258,7 @@ def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_more()
     policy.free.clear()
 
     async def scenario():
-        server = LogprobServer(policy, max_tokens=4, max_wait_s=0.0)
+        server = LogprobWorker(policy, max_tokens=4, max_wait_s=0.0)
         waiting = [asyncio.create_task(settled(server, [sequence(4)], [1])) for _ in range(3)]
         await asyncio.sleep(0.05)
         await server.close()
@@ -271,7 +271,7 @@ def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_more()
 
 def test_closing_fails_a_batch_that_still_waits_for_company():
     async def scenario():
-        server = LogprobServer(FakePolicy(), max_tokens=100, max_wait_s=3600)
+        server = LogprobWorker(FakePolicy(), max_tokens=100, max_wait_s=3600)
         waiting = asyncio.create_task(settled(server, [sequence(4)], [1]))
         await asyncio.sleep(0.05)
         await server.close()
@@ -284,7 +284,7 @@ def test_a_server_starts_from_a_model_folder(tmp_path):
     save_tiny_model(tmp_path)
 
     async def scenario():
-        server = LogprobServer.from_folder(tmp_path, dtype="float32", max_tokens=100, max_wait_s=0.0)
+        server = LogprobWorker.from_folder(tmp_path, dtype="float32", max_tokens=100, max_wait_s=0.0)
         answer = await server.logprobs([np.arange(5, dtype=np.int32)], [2])
         await server.close()
         return answer
@@ -296,7 +296,7 @@ def test_a_landing_check_is_answered_at_temperature_1_whatever_the_server_sample
     ids = np.arange(1, 12, dtype=np.int32)
 
     async def scenario():
-        server = LogprobServer(PolicyModel(tiny_model()), max_tokens=10**6, temperature=0.3)
+        server = LogprobWorker(PolicyModel(tiny_model()), max_tokens=10**6, temperature=0.3)
         answer = await server.prompt_logprobs(ids)
         await server.close()
         return answer
