@@ -111,8 +111,9 @@ async def test_a_cancelled_call_is_cancelled_in_the_actor(echo):
         pass
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    while (await channel.call("counts"))[2] != 1:
+    while (await channel.call("counts"))[1]:
         await asyncio.sleep(0.01)
+    assert (await channel.call("counts"))[2] == 1
 
 
 async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_one(echo):

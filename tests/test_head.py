@@ -15,6 +15,7 @@ from async_grpo.weights.package import SELF_TEST, WeightPackage
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster import dispatch, head  # noqa: E402 - after the check that ray is there
+from async_grpo.cluster.link import RayEngineControl  # noqa: E402
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +148,12 @@ def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_befo
 def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(run):
     call(run.generation.end_sync.remote(package(5, chunks=[]), []))
     assert register(run, worker("late")) == []
+
+
+def test_an_nccl_sync_begins_with_the_members_and_their_sizes(run):
+    register(run, replace(worker("g0"), world_size=2))
+    register(run, worker("g1"))
+    assert RayEngineControl(run.generation, 30, lambda package: None).begin() == {"g0": 2, "g1": 1}
 
 
 def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run):

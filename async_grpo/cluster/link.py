@@ -93,11 +93,9 @@ class RayEngineControl:
         self._world_sizes: dict[str, int] = {}
 
     def begin(self) -> dict[str, int]:
-        members, _, _ = self._get(self._registry.roll_call.remote())
-        self._handles = self._get(self._registry.begin_sync.remote())
-        self._world_sizes = {
-            info.worker_id: info.world_size for info in members if info.worker_id in self._handles
-        }
+        members = self._get(self._registry.begin_sync.remote())
+        self._handles = {info.worker_id: handle for info, handle in members}
+        self._world_sizes = {info.worker_id: info.world_size for info, _ in members}
         return self._world_sizes
 
     def pause(self) -> None:
