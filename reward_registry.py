@@ -19,12 +19,15 @@ A reward of your own takes ten lines, here or in a copy of this file:
 Raise when a sample cannot be scored: it is then left out of training, while a reward of 0 says that the
 completion is bad. Return {"abstain": "why"} to leave the judgement to the other rewards. Options arrive as
 the keywords that you name.
+
+A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards` or
+`token_rewards` (see `async_grpo.rewards.steps`).
 """
 
 from collections.abc import Callable
 from enum import Enum
 
-from async_grpo.rewards.adapters import warmed_by
+from async_grpo.rewards.adapters import process_reward, warmed_by
 
 
 class RewardType(str, Enum):
@@ -32,6 +35,7 @@ class RewardType(str, Enum):
     MATHD = "mathd"
     SYMPY = "sympy"
     COUNTDOWN = "countdown"
+    COUNTDOWN_STEPS = "countdown_steps"
     FORMAT = "format"
 
 
@@ -65,6 +69,14 @@ def countdown(sample: dict, **options) -> dict:
     return score(sample)
 
 
+@process_reward
+def countdown_steps(sample: dict, **options) -> dict:
+    """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
+    from async_grpo.rewards.adapters.countdown_steps import score
+
+    return score(sample)
+
+
 def format(sample: dict, weight: float = 0.1) -> dict:
     """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
     from async_grpo.rewards.adapters.format import score
@@ -77,5 +89,6 @@ REWARD_ADAPTERS: dict[RewardType, Callable[..., dict]] = {
     RewardType.MATHD: mathd,
     RewardType.SYMPY: sympy,
     RewardType.COUNTDOWN: countdown,
+    RewardType.COUNTDOWN_STEPS: countdown_steps,
     RewardType.FORMAT: format,
 }

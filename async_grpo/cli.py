@@ -52,12 +52,18 @@ def reporting_errors(run: Callable[[], None]) -> None:
 def as_function(config_class: type, run: Callable[[Any], None]) -> Callable[..., None]:
     """A function with one typer option per field of the dataclass."""
 
-    def command(**values: Any) -> None:
-        reporting_errors(lambda: run(config_class(**values)))
+    def command(context: typer.Context, **values: Any) -> None:
+        given = {name for name in values if context.get_parameter_source(name).name != "DEFAULT"}
+        make = getattr(config_class, "from_options", lambda options, given: config_class(**options))
+        reporting_errors(lambda: run(make(values, given)))
 
-    command.__signature__ = inspect.Signature(
-        [_parameter(field) for field in dataclasses.fields(config_class)]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+
+    # The required ones first, and with them the panel that they stand in
+    fields = sorted(
+        dataclasses.fields(config_class), key=lambda field: field.default is not dataclasses.MISSING
     )
+    command.__signature__ = inspect.Signature([context, *(_parameter(field) for field in fields)])
     return command
 
 

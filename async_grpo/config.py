@@ -4,30 +4,26 @@ Frozen dataclasses; the command lines are built from their fields (`cli.py`), so
 Everything that can be known to be impossible from the values alone is refused in `__post_init__`.
 """
 
-from dataclasses import dataclass, field
+import dataclasses
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.algorithm_config import AlgorithmConfig, dashed, option, refuse, required
+from async_grpo.recipes import apply_recipe, check_applied
 
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt")
 DTYPES = ("auto", "float32", "bfloat16")
 TRANSPORTS = ("object_store", "nccl")
 
 
-def option(default: Any, help: str, panel: str = "Run") -> Any:
-    """A dataclass field that is also a command line option."""
-    return field(default=default, metadata={"help": help, "panel": panel})
-
-
-def required(help: str, panel: str = "Run") -> Any:
-    """A field without a default."""
-    return field(metadata={"help": help, "panel": panel})
-
-
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(AlgorithmConfig):
     """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
+
+    announces_recipe: ClassVar[bool] = True
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.")
     data_path: str = required(
@@ -59,7 +55,6 @@ class RunConfig:
         1.0, "Sampling temperature, and the divisor of the policy's logits.", "Generation"
     )
     max_generation_tokens: int = option(8192, "Longest completion, in tokens.", "Generation")
-    mask_truncated: bool = option(True, "Leave truncated completions out of the loss.", "Generation")
 
     reward_fns: str = option(
         "", "Comma list of rewards (default: what the generation workers name).", "Rewards"
@@ -71,17 +66,6 @@ class RunConfig:
     reward_timeout_s: float = option(
         30.0, "Longest scoring of one sample; then the sample is masked.", "Rewards"
     )
-
-    advantage_estimator: str = option("grpo", "How rewards become advantages.", "Algorithm")
-    policy_loss: str = option("ppo_clip", "How advantages become a loss.", "Algorithm")
-    loss_aggregation: str = option("token_mean", "How token losses become one number.", "Algorithm")
-    clip_low: float = option(0.2, "The ratio is clipped below 1 - this.", "Algorithm")
-    clip_high: float = option(0.28, "The ratio is clipped above 1 + this.", "Algorithm")
-    kl_coef: float = option(
-        0.0, "Weight of the KL to the reference (0: no reference worker is needed).", "Algorithm"
-    )
-    kl_kind: str = option("k3", "Estimator of that KL.", "Algorithm")
-    proximal: bool = option(False, "Ratio against log-probs recomputed by a logprob worker.", "Algorithm")
 
     learning_rate: float = option(2e-6, "Peak learning rate of AdamW.", "Optimizer")
     lr_scheduler: str = option("constant_with_warmup", f"One of: {', '.join(LR_SCHEDULERS)}.", "Optimizer")
@@ -124,40 +108,49 @@ class RunConfig:
         30.0, "How long a run survives without any worker of a kind it needs.", "Cluster"
     )
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "RunConfig":
+        """The configuration of a command line: the recipe's presets apply to whatever was not `given`."""
+        options, said = apply_recipe(options, given)
+        if said and cls.announces_recipe and os.environ.get("RANK", "0") == "0":
+            print(said, flush=True)
+        return cls(**options)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_applied(self, {field.name: field.default for field in dataclasses.fields(self)})
         positive = ("batch_size", "samples_per_question", "num_training_batches", "max_tokens_per_gpu", "temperature",
                     "max_generation_tokens", "verifiers_per_reward", "reward_timeout_s", "learning_rate", "max_grad_norm",
                     "logprob_chunk_size", "min_samples_per_checkpoint", "start_timeout_s", "experience_timeout_s",
                     "sync_timeout_s", "worker_grace_s")  # fmt: skip
         for name in positive:
-            _refuse(
-                not getattr(self, name) > 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}"
+            refuse(
+                not getattr(self, name) > 0, f"--{dashed(name)} must be above 0, not {getattr(self, name)}"
             )
-        for name in ("max_staleness", "num_warmup_steps", "kl_coef", "clip_low", "clip_high", "weight_decay", "eval_every",
-                     "keep_checkpoints"):  # fmt: skip
-            _refuse(
-                getattr(self, name) < 0, f"--{_dashed(name)} cannot be negative, and is {getattr(self, name)}"
+        for name in ("max_staleness", "num_warmup_steps", "weight_decay", "eval_every", "keep_checkpoints"):  # fmt: skip
+            refuse(
+                getattr(self, name) < 0, f"--{dashed(name)} cannot be negative, and is {getattr(self, name)}"
             )
         for name, known in (
             ("lr_scheduler", LR_SCHEDULERS),
             ("dtype", DTYPES),
             ("weight_transport", TRANSPORTS),
         ):
-            _refuse(
+            refuse(
                 getattr(self, name) not in known,
-                f"--{_dashed(name)} {getattr(self, name)!r} is unknown; known: {', '.join(known)}",
+                f"--{dashed(name)} {getattr(self, name)!r} is unknown; known: {', '.join(known)}",
             )
         minibatch = self.train_minibatch_size
-        _refuse(
+        refuse(
             minibatch is not None and minibatch <= 0,
             f"--train-minibatch-size must be above 0, not {minibatch}",
         )
-        _refuse(
+        refuse(
             self.samples_per_question < 2,
             "--samples-per-question 1: a group of one has nothing to compare with; use 2 or more",
         )
         name = self.dump_samples_filename
-        _refuse(
+        refuse(
             bool(name) and "/" in name,
             f"--dump-samples-filename {name} must be a plain name; it goes to --output-dir",
         )
@@ -165,12 +158,12 @@ class RunConfig:
 
     def _refuse_uneven_steps(self) -> None:
         samples, group = self.samples_per_step, self.samples_per_question
-        _refuse(
+        refuse(
             samples % group != 0,
             f"--train-minibatch-size {samples} is not a whole number of groups of {group} (--samples-per-question): "
             f"use {max(1, samples // group) * group}",
         )
-        _refuse(
+        refuse(
             self.batch_size % self.groups_per_step != 0,
             f"--batch-size {self.batch_size} questions is not a whole number of steps of {self.groups_per_step} groups "
             f"(--train-minibatch-size {samples} / --samples-per-question {group})",
@@ -196,8 +189,10 @@ class RunConfig:
         return self.num_training_batches * self.steps_per_batch
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
+    def logprob_roles(self) -> tuple[str, ...]:
+        """The kinds of logprob worker that the run needs; usually none."""
+        proximal = self.old_policy == "proximal" or self.policy_loss == "decoupled"
+        return ("reference",) * self.needs_reference + ("proximal",) * proximal
 
     @property
     def output_path(self) -> Path:
@@ -225,28 +220,17 @@ class WorkerConfig:
     logging_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
 
     def __post_init__(self) -> None:
-        _refuse(
+        refuse(
             self.mode not in ("generation", "logprob"),
             f"--mode {self.mode!r}: known are generation and logprob",
         )
-        _refuse(
+        refuse(
             self.role not in ("reference", "proximal"),
             f"--role {self.role!r}: known are reference and proximal",
         )
         for name in ("max_num_seqs", "tensor_parallel_size", "max_tokens_per_gpu", "start_timeout_s"):
-            _refuse(
-                not getattr(self, name) > 0, f"--{_dashed(name)} must be above 0, not {getattr(self, name)}"
+            refuse(
+                not getattr(self, name) > 0, f"--{dashed(name)} must be above 0, not {getattr(self, name)}"
             )
-        _refuse(self.overhead_seqs < 0, f"--overhead-seqs cannot be negative, and is {self.overhead_seqs}")
-        _refuse(
-            not Path(self.model_path).is_dir(), f"--model_path {self.model_path}: there is no such folder"
-        )
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise ConfigurationError(message)
+        refuse(self.overhead_seqs < 0, f"--overhead-seqs cannot be negative, and is {self.overhead_seqs}")
+        refuse(not Path(self.model_path).is_dir(), f"--model_path {self.model_path}: there is no such folder")

@@ -12,11 +12,14 @@ import numpy as np
 
 from async_grpo.types import AdapterResult, Completion, FinishReason, Prompt, RewardStatus, Verdict
 
+GREEDY = -1  # the member that a greedy completion is for a script
+
 
 class FakeGeneration:
     """Completes every prompt with `length(ordinal, member)` tokens after `delay(ordinal, member)` seconds.
 
-    Tokens carry the policy version that is `live` when they are asked for, as an engine's would.
+    Tokens carry the policy version that is `live` when they are asked for, as an engine's would. Greedy completions
+    are those of the member GREEDY.
     """
 
     def __init__(
@@ -27,12 +30,16 @@ class FakeGeneration:
         self._length, self._delay = length, delay
         self.live = 0
         self.asked: list[int] = []  # ordinals, in the order they were asked for
+        self.asked_greedily: list[int] = []
         self.cancelled = 0
         self._busy: list[tuple[float, float]] = []
 
-    async def generate(self, prompt: Prompt, count: int) -> AsyncIterator[Completion]:
-        self.asked.append(prompt.ordinal)
-        members = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in range(count)]
+    async def generate(
+        self, prompt: Prompt, count: int, *, greedy: bool = False
+    ) -> AsyncIterator[Completion]:
+        (self.asked_greedily if greedy else self.asked).append(prompt.ordinal)
+        numbers = [GREEDY] * count if greedy else range(count)
+        members = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in numbers]
         try:
             for member in asyncio.as_completed(members):
                 yield await member
@@ -51,22 +58,23 @@ class FakeGeneration:
 
 
 def completion(length: int, version: int = 0, *, truncated: bool = False) -> Completion:
-    """A completion of `length` tokens."""
+    """A completion of `length` tokens, one character each."""
     return Completion(
         token_ids=np.arange(1, length + 1, dtype=np.int32),
         logprobs=np.full(length, -0.5, np.float32),
         versions=np.full(length, version, np.int32),
         finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
         text="x" * length,
+        char_ends=np.arange(1, length + 1, dtype=np.int32),
     )
 
 
 class FakeVerification:
-    """Gives `reward(sample)` after `delay_s`; a RewardStatus instead of a number is a failure of that kind."""
+    """Gives `reward(sample)` after `delay_s`: a number, a RewardStatus for a failure of that kind, or a whole result."""
 
     def __init__(
         self,
-        reward: Callable[[dict[str, Any]], float | RewardStatus] = lambda sample: float(
+        reward: Callable[[dict[str, Any]], float | RewardStatus | AdapterResult] = lambda sample: float(
             len(sample["completion"])
         ),
         delay_s: float = 0.0,
@@ -76,6 +84,8 @@ class FakeVerification:
     async def verify(self, sample: dict[str, Any]) -> Verdict:
         await asyncio.sleep(self._delay_s)
         outcome = self._reward(sample)
+        if isinstance(outcome, AdapterResult):
+            return Verdict(outcome.status, outcome.reward, (outcome,))
         if isinstance(outcome, RewardStatus):
             return Verdict(outcome, None, (AdapterResult("fake", outcome, reason="as scripted"),))
         return Verdict(RewardStatus.OK, outcome, (AdapterResult("fake", RewardStatus.OK, outcome),))

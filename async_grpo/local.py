@@ -20,8 +20,9 @@ import torch
 
 from async_grpo.config import RunConfig, WorkerConfig, option
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.preparation import logprob_roles, prepare
+from async_grpo.preparation import prepare
 from async_grpo.processes import Supervisor, last_words
+from async_grpo.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent  # where the front doors lie
 RAY_START_S, GOODBYE_S = 90.0, 30.0
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 class LocalConfig(RunConfig):
     """A `RunConfig` and what the workers beside it need."""
 
+    announces_recipe = False  # its trainer does
+
     nproc_per_node: int = option(1, "Trainer ranks.", "Local")
     generation_workers: int = option(1, "Generation workers.", "Local")
     max_num_seqs: int = option(64, "Sequences each engine decodes at once.", "Local")
@@ -72,7 +75,7 @@ class LocalConfig(RunConfig):
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
-        needed = self.nproc_per_node + self.generation_workers + bool(self.needs_reference) + self.proximal
+        needed = self.nproc_per_node + self.generation_workers + len(self.logprob_roles)
         if gpus() and len(gpus()) < needed:
             raise ConfigurationError(
                 f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {self.generation_workers}, and "
@@ -148,7 +151,7 @@ def _workers(config: LocalConfig) -> list[WorkerConfig]:
     )
     logprob = [
         WorkerConfig(mode="logprob", role=role, max_tokens_per_gpu=config.max_tokens_per_gpu, **shared)
-        for role in logprob_roles(config)
+        for role in config.logprob_roles
     ]
     return [generation] * config.generation_workers + logprob
 
@@ -170,9 +173,12 @@ def as_arguments(config: Any, fields_of: type) -> list[str]:
     ['--mode=logprob', '--model-path=.', '--enforce-eager']
     """
     arguments = []
+    preset = RECIPES.get(
+        getattr(config, "recipe", None), {}
+    )  # a value may differ from it by being the default
     for field in dataclasses.fields(fields_of):
         value, name = getattr(config, field.name), field.name.replace("_", "-")
-        if value == field.default or value is None:
+        if value is None or (value == field.default and field.name not in preset):
             continue
         arguments.append(
             f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"

@@ -107,4 +107,5 @@ def console_line(line: dict[str, Any], num_steps: int) -> str:
         parts.append(f"NOT SCORED {failed} of {line['samples_in_batch']}")
     if "samples_per_second" in line:
         parts.append(f"{line['samples_per_second']:.0f} samples/s")
-    return " | ".join([*parts, f"{line['time_per_batch']:.1f} s"])
+    parts.append(f"{line['time_per_batch']:.1f} s")
+    return " | ".join(parts + [f"ALARM {alarm}" for alarm in line.get("alarms", [])])

@@ -15,13 +15,11 @@ from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.prompts import Question, check_longest, load_questions
 from async_grpo.metrics import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
+from async_grpo.plans import advantage_plan, estimator_options, objective, optimizer_settings
 from async_grpo.rewards.source import RewardSource, resolve
-from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import OptimizerSettings
 from async_grpo.types import Settings
 
 DEFAULT_REGISTRY = Path(__file__).resolve().parent.parent / "reward_registry.py"
@@ -71,74 +69,15 @@ def prepare(config: RunConfig) -> Prepared:
             max_completion_tokens=config.max_generation_tokens,
             samples_per_question=config.samples_per_question,
             transport=config.weight_transport,
-            logprob_roles=tuple(logprob_roles(config)),
+            logprob_roles=config.logprob_roles,
             seed=config.infinite_sampler_seed,
+            char_ends=ADVANTAGE_ESTIMATORS[config.advantage_estimator].process,
+            float32_head=config.float32_head,
         ),
         questions=questions,
         eval_questions=eval_questions,
         rewards=_rewards(config),
     )
-
-
-def objective(config: RunConfig) -> Objective:
-    """The loss of the run.
-
-    Raises:
-        ConfigurationError: an unknown name.
-    """
-    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    return Objective(
-        policy_loss=config.policy_loss,
-        policy_loss_options={
-            n: v for n, v in clips.items() if n in POLICY_LOSSES[config.policy_loss].options
-        },
-        aggregation=config.loss_aggregation,
-        aggregation_scale=float(config.max_generation_tokens)
-        if config.loss_aggregation == "constant_length"
-        else None,
-        kl_coef=config.kl_coef,
-        kl_kind=config.kl_kind,
-        temperature=config.temperature,
-    )
-
-
-def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """The optimizer of the run.
-
-    Raises:
-        ConfigurationError: a schedule that cannot work.
-    """
-    return OptimizerSettings(
-        learning_rate=config.learning_rate,
-        lr_scheduler=config.lr_scheduler,
-        warmup_steps=config.num_warmup_steps,
-        total_steps=config.num_steps,
-        weight_decay=config.weight_decay,
-    )
-
-
-def batcher_plan(config: RunConfig, num_ranks: int) -> BatcherPlan:
-    """The batcher's part of the configuration."""
-    return BatcherPlan(
-        num_ranks=num_ranks,
-        num_steps=config.num_steps,
-        groups_per_step=config.groups_per_step,
-        steps_per_batch=config.steps_per_batch,
-        samples_per_question=config.samples_per_question,
-        max_staleness=config.max_staleness,
-        max_tokens_per_gpu=config.max_tokens_per_gpu,
-        advantage_estimator=config.advantage_estimator,
-        mask_truncated=config.mask_truncated,
-        experience_timeout_s=config.experience_timeout_s,
-        seed=config.infinite_sampler_seed,
-        with_samples=config.dump_samples_filename is not None,
-    )
-
-
-def logprob_roles(config: RunConfig) -> list[str]:
-    """The kinds of logprob worker that the loss needs; usually none."""
-    proximal = config.proximal or POLICY_LOSSES[config.policy_loss].needs_proximal
-    return ["reference"] * config.needs_reference + ["proximal"] * proximal
 
 
 def resolved_dtype(dtype: str) -> str:
@@ -155,22 +94,21 @@ def _check_names(config: RunConfig) -> None:
         )
     if config.policy_loss not in POLICY_LOSSES:
         raise ConfigurationError(_unknown("policy-loss", config.policy_loss, POLICY_LOSSES))
-    estimator = ADVANTAGE_ESTIMATORS[config.advantage_estimator]
-    if not (estimator.group_local and estimator.outcome):
+    estimator_options(config)
+    if config.kl_in_reward and not ADVANTAGE_ESTIMATORS[config.advantage_estimator].outcome:
         raise ConfigurationError(
-            f"--advantage-estimator {config.advantage_estimator} needs its whole minibatch, or token-level rewards; "
-            "groups are handed on one by one here, with one reward per sample"
+            f"--kl-in-reward pays every token, and {config.advantage_estimator} compares steps: use the KL in the loss"
         )
     objective(config)
     optimizer_settings(config)
     if config.weight_transport == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
-    if config.weight_transport == "nccl" and "proximal" in logprob_roles(config):
+    if config.weight_transport == "nccl" and "proximal" in config.logprob_roles:
         raise ConfigurationError(
             "proximal logprob workers get their weights by --weight-transport object_store alone"
         )
     if config.reward_fns:
-        resolve(_rewards(config), config.reward_fns)
+        advantage_plan(config, resolve(_rewards(config), config.reward_fns))
 
 
 def _unknown(option: str, value: str, known: Any) -> str:

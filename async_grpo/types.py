@@ -55,6 +55,9 @@ class Completion:
     versions: np.ndarray  # (T,) int32, policy version that produced each token
     finish_reason: FinishReason
     text: str
+    char_ends: np.ndarray | None = (
+        None  # (T,) int32, characters of `text` after each token; only if asked for
+    )
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -83,6 +86,7 @@ class AdapterResult:
     status: RewardStatus
     reward: float | None = None  # set exactly when status is OK
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, logged per component
+    steps: tuple[tuple[int, float], ...] = ()  # process rewards: (index of the step's last token, reward)
     reason: str = ""  # why it failed, timed out or abstained
     attempts: int = 1
     latency_s: float = 0.0  # from the request to the answer, queueing included
@@ -109,7 +113,9 @@ class Sample:
     prompt: Prompt
     completion: Completion
     verdict: Verdict
-    advantages: np.ndarray | None = None  # (T,) float32
+    advantages: np.ndarray | None = None  # (T,) float32; None: not trained on
+    loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are; set with `advantages`
+    group_tokens: int = 0  # trained tokens of its whole group
     ref_logprobs: np.ndarray | None = (
         None  # (T,) float32, of the frozen reference; None: not used by the loss
     )
@@ -132,6 +138,9 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
     admitted_version: int
+    slot: int  # place in the run: the group belongs to step slot // P, whichever prompt fills it
+    baseline: Verdict | None = None  # of the greedy completion, where the estimator compares with it
+    resampled: int = 0  # prompts without signal that this one replaced
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +166,7 @@ class MicroBatch:
     advantages: np.ndarray  # (N,) float32
     versions: np.ndarray  # (N,) int32, PROMPT_TOKEN where not generated
     group_ids: np.ndarray  # (S,) int64, the prompt's ordinal
+    group_tokens: np.ndarray  # (S,) int64, trained tokens of the sequence's group in the whole minibatch
     ref_logprobs: np.ndarray | None = None  # (N,) float32
     proximal_logprobs: np.ndarray | None = None  # (N,) float32
     is_dummy: bool = False  # nothing to learn: keeps the collectives of an idle rank aligned
@@ -194,6 +204,7 @@ def dummy_micro_batch(token_id: int, num_tokens: int = 2) -> MicroBatch:
         advantages=zeros,
         versions=np.full(num_tokens, PROMPT_TOKEN, np.int32),
         group_ids=np.array([-1], np.int64),
+        group_tokens=np.array([0], np.int64),
         is_dummy=True,
     )
 
@@ -228,6 +239,8 @@ class Settings:
     transport: str  # how weights travel: "object_store" or "nccl"
     logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
     seed: int
+    char_ends: bool = False  # completions carry `char_ends`: for process rewards
+    float32_head: bool = False  # engines compute logits in float32
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def random_micro_batch(rng: np.random.Generator, vocab: int, lengths: list[int])
         advantages=np.repeat(rng.normal(size=len(lengths)), lengths).astype(np.float32),
         versions=np.where(loss_mask, 0, PROMPT_TOKEN).astype(np.int32),
         group_ids=np.zeros(len(lengths), np.int64),
+        group_tokens=np.ones(len(lengths), np.int64),
     )
 
 

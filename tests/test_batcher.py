@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
+from async_grpo.experience.advantages import AdvantagePlan
 from async_grpo.experience.batcher import BatcherPlan, ExperienceBatcher
 from async_grpo.experience.prompts import Question
 from async_grpo.fakes import FakeGeneration, FakeLogprobs, FakeVerification, completion
@@ -27,8 +28,6 @@ def plan(**changes) -> BatcherPlan:
         samples_per_question=4,
         max_staleness=1,
         max_tokens_per_gpu=1000,
-        advantage_estimator="grpo",
-        mask_truncated=True,
         experience_timeout_s=5.0,
         seed=0,
     )
@@ -230,3 +229,75 @@ async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
         pass
     assert message.stats["wait_generation_budget_s"] == pytest.approx(0.3, abs=0.1)
     assert message.stats["engine_busy_s"] <= message.stats["engine_allowed_s"] + 1e-6
+
+
+async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_step_gets_smaller():
+    # Prompts 1 and 2 give equal rewards in the group, the others do not
+    generation = FakeGeneration(length=lambda ordinal, member: 3 if ordinal in (1, 2) else 1 + member)
+    batcher = ExperienceBatcher(plan(max_resamples=3), questions(), generation, FakeVerification())
+    await batcher.start()
+    steps = await train(batcher, generation, 3)
+    assert [end.num_groups for _, end in steps] == [2, 2, 2] and [end.num_samples for _, end in steps] == [
+        8,
+        8,
+        8,
+    ]
+    assert sum(end.stats["prompts_resampled"] for _, end in steps) == 2
+    assert sum(end.stats["groups_without_signal"] for _, end in steps) == 0
+    assert len(generation.asked) == 8 and max(end.stats["staleness_max"] for _, end in steps) <= 1
+
+
+async def test_resampling_ends_where_nothing_has_signal_and_says_so():
+    generation = FakeGeneration()  # every completion has 3 tokens: every reward is the same
+    batcher = ExperienceBatcher(plan(max_resamples=2), questions(), generation, FakeVerification())
+    await batcher.start()
+    steps = await train(batcher, generation, 3)
+    assert [end.stats["groups_without_signal"] for _, end in steps] == [2, 2, 2]
+    assert [end.stats["prompts_resampled"] for _, end in steps] == [4, 4, 4]
+
+
+async def test_a_solved_question_is_drawn_no_more():
+    generation = FakeGeneration(length=by_member)
+
+    def reward(sample: dict) -> float:
+        return 1.0 if sample["answer"] == "3" else float(len(sample["completion"]) % 2)
+
+    settings = plan(num_steps=16, retire_above=0.9, max_staleness=0)
+    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification(reward))
+    await batcher.start()
+    steps = await train(batcher, generation, 16)
+    drawn = [batcher.cursor.questions[batcher.cursor._question_at(n)].row["answer"] for n in generation.asked]
+    assert drawn.count("3") == 1 and steps[-1][1].stats["questions_retired"] == 1
+    assert len(drawn) == 32
+
+
+async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt():
+    asked = []
+
+    class Greedy(FakeGeneration):
+        async def generate(self, prompt, count, *, greedy=False):
+            asked.append((count, greedy))
+            async for one in super().generate(prompt, count):
+                yield one
+
+    generation = Greedy(length=by_member)
+    settings = plan(num_steps=1, with_baseline=True, advantages=AdvantagePlan(estimator="remax"))
+    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification())
+    await batcher.start()
+    ((batches, _),) = await train(batcher, generation, 1)
+    assert sorted(asked) == [(1, True), (1, True), (4, False), (4, False)]
+    # rewards 1, 2, 3, 4 less the greedy completion's 1
+    assert sorted({float(a) for a in batches[0].advantages}) == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_a_step_of_truncated_completions_raises_an_alarm():
+    class Truncating(FakeGeneration):
+        async def _complete(self, ordinal: int, member: int):
+            return completion(3, self.live, truncated=member > 0)
+
+    settings = plan(num_steps=1, truncation_alarm=0.5)
+    batcher = ExperienceBatcher(settings, questions(), Truncating(), FakeVerification())
+    await batcher.start()
+    while not isinstance(end := await batcher.next_message(0), StepEnd):
+        pass
+    assert "75% of the completions were truncated" in end.stats["alarms"][0]

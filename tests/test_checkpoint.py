@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_policy import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -12,7 +12,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import load_causal_lm, model_fingerprint, stop_token_ids
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training import checkpoint
-from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.checkpoint import VALUE_HEAD_FILE, CheckpointWriter, load_value_head
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.sharding import shard_policy
 
@@ -87,6 +87,72 @@ def test_a_checkpoint_that_was_cut_short_is_not_there(tmp_path, source, ranks, m
     assert not list((tmp_path / "out" / "hf_format").glob("samples_*"))
     saving.save(policy, 20)
     assert [path.name for path in (tmp_path / "out" / "hf_format").iterdir()] == ["samples_20"]
+
+
+def policy_with_a_critic(seed=0):
+    torch.manual_seed(seed)
+    policy = PolicyModel(tiny_model(), value_head=True)
+    for parameter in policy.value_head.parameters():
+        torch.nn.init.normal_(parameter)
+    return policy
+
+
+def test_a_critic_comes_back_exactly_and_the_folder_remains_a_plain_model(tmp_path, source, ranks):
+    expected = dict(policy_with_a_critic().value_head.state_dict())
+    saving = writer(tmp_path, source, ranks, dtype="bfloat16")
+    folder = saving.save(shard_policy(policy_with_a_critic(), ranks), 1)
+    assert {tensor.dtype for tensor in load_file(folder / VALUE_HEAD_FILE).values()} == {torch.float32}
+    fresh = PolicyModel(load_causal_lm(folder, "float32"), value_head=True)
+    assert load_value_head(fresh, folder)
+    for name, tensor in fresh.value_head.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    # what an engine finds: vLLM takes every *.safetensors of the folder itself for the model's
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert load_file(folder / "model.safetensors").keys() == dict(tiny_model().named_parameters()).keys()
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+
+
+def test_without_a_critic_on_either_side_nothing_is_written_or_loaded(tmp_path, source, ranks):
+    saving = writer(tmp_path, source, ranks)
+    folder = saving.save(shard_policy(PolicyModel(tiny_model()), ranks), 1)
+    assert not (folder / VALUE_HEAD_FILE).parent.exists()
+    fresh = PolicyModel(tiny_model(), value_head=True)
+    assert not load_value_head(fresh, folder)
+    assert all(parameter.count_nonzero() == 0 for parameter in fresh.value_head.parameters())
+    with_critic = saving.save(shard_policy(policy_with_a_critic(), ranks), 2)
+    assert not load_value_head(PolicyModel(tiny_model()), with_critic)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"weight": torch.ones(1, 32), "bias": torch.ones(1)}, r"\(1, 32\).*\(1, 64\)"),
+        ({"weight": torch.ones(1, 64)}, "bias"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_critic_that_does_not_fit_is_refused_and_the_new_one_left_alone(tmp_path, content, complaint):
+    path = tmp_path / VALUE_HEAD_FILE
+    path.parent.mkdir()
+    if content is None:
+        path.write_bytes(b"cut short")
+    else:
+        save_file(content, path)
+    policy = PolicyModel(tiny_model(), value_head=True)
+    with pytest.raises(ConfigurationError, match=complaint):
+        load_value_head(policy, tmp_path)
+    assert all(parameter.count_nonzero() == 0 for parameter in policy.value_head.parameters())
+
+
+def test_a_checkpoint_whose_critic_was_cut_short_is_not_there(tmp_path, source, ranks, monkeypatch):
+    def disk_full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", disk_full)
+    with pytest.raises(OSError, match="no space"):
+        writer(tmp_path, source, ranks).save(shard_policy(policy_with_a_critic(), ranks), 10)
+    assert not list((tmp_path / "out" / "hf_format").glob("samples_*"))
 
 
 def test_only_the_newest_are_kept_and_foreign_folders_are_left_alone(tmp_path, source, ranks):

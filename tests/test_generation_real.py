@@ -64,6 +64,7 @@ def settings_for(temperature: float = 0.7) -> Settings:
         transport="object_store",
         logprob_roles=(),
         seed=0,
+        char_ends=True,
     )
 
 
@@ -209,6 +210,30 @@ def test_a_completion_that_runs_out_of_room_is_marked_as_truncated(engine):
 def test_a_prompt_without_room_for_an_answer_is_refused(engine):
     with pytest.raises(ConfigurationError, match="256 tokens leaves no room"):
         engine.run(engine.worker.complete(np.ones(256, np.int32)))
+
+
+def test_a_greedy_completion_is_the_same_every_time_and_the_likeliest_token_at_every_place(engine, model):
+    send(engine, weights(model), 20)
+    prompt = CANARY[:8]
+    first, second = (engine.run(engine.worker.complete(prompt, greedy=True)) for _ in range(2))
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    sampled = {tuple(engine.run(engine.worker.complete(prompt)).token_ids) for _ in range(4)}
+    assert len(sampled) > 1
+    ids = torch.tensor(np.concatenate([prompt, first.token_ids]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(-1, torch.tensor(first.token_ids, dtype=torch.int64)[:, None])[:, 0]
+    assert (logits.max(-1).values - chosen).max() < 1e-3  # up to ties
+
+
+def test_every_token_says_where_it_ends_in_the_text(engine):
+    decode = engine.worker.tokenizer.decode
+    for completion in [engine.run(engine.worker.complete(CANARY[:8])) for _ in range(3)]:
+        ends, text = completion.char_ends, completion.text
+        assert ends.dtype == np.int32 and ends.shape == completion.token_ids.shape and ends[-1] == len(text)
+        for t, end in enumerate(ends):
+            prefix = decode(completion.token_ids[: t + 1], skip_special_tokens=False)
+            assert text[:end] == prefix[:end] and (end == len(prefix) or not text.startswith(prefix))
 
 
 def test_a_cancelled_call_is_aborted_in_the_engine(engine):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_policy import save_tiny_model, tiny_config, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from async_grpo.errors import ConfigurationError
@@ -17,6 +18,7 @@ from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.policy import PolicyModel
 
 HIDDEN, VOCAB = 8, 23
+USED = {"log-probs": (1, 0), "entropies": (0, 1), "both": (1, 1)}
 
 
 def head_inputs(tokens, seed, dtype=torch.float64):
@@ -40,32 +42,79 @@ def unchunked(hidden, weight, bias, targets, temperature):
     chunk_tokens=st.integers(1, 25),
     temperature=st.sampled_from([0.5, 1.0, 1.3]),
     with_bias=st.booleans(),
+    used=st.sampled_from(list(USED)),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_values_and_gradients_do_not_depend_on_the_chunk_size(
-    tokens, chunk_tokens, temperature, with_bias, seed
+    tokens, chunk_tokens, temperature, with_bias, used, seed
 ):
     hidden, weight, bias, targets = head_inputs(tokens, seed)
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
     bias = bias if with_bias else None
-    weights = torch.randn(tokens, dtype=torch.float64)
+    weights = torch.randn(2, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    def loss(results):  # a result that is not used is not in the sum at all, not even times 0
+        return sum((w * r).sum() for use, w, r in zip(USED[used], weights, results, strict=True) if use)
+
     expected = unchunked(hidden, weight, bias, targets, temperature)
-    expected_grads = torch.autograd.grad((weights * expected[0]).sum(), inputs)
+    expected_grads = torch.autograd.grad(loss(expected), inputs)
     got = chunked_logprobs(hidden, weight, bias, targets, temperature, chunk_tokens)
-    got_grads = torch.autograd.grad((weights * got[0]).sum(), inputs)
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(got_grads, expected_grads)
-    assert not got[1].requires_grad
+    got_grads = torch.autograd.grad(loss(got), inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got_grads, expected_grads, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
+def test_both_gradients_are_the_finite_differences_whichever_of_them_is_asked_for(chunk_tokens, with_bias):
+    hidden, weight, bias, targets = head_inputs(7, chunk_tokens)
+    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
+
+    def results(hidden, weight, bias=None):
+        return chunked_logprobs(hidden, weight, bias, targets, 0.7, chunk_tokens)
+
+    assert torch.autograd.gradcheck(results, inputs)  # asks for one, for both and for none of them
+    for i in range(2):
+        assert torch.autograd.gradcheck(lambda *given, i=i: results(*given)[i], inputs)
+
+
+class LogitTensors(TorchDispatchMode):
+    """Rows of every tensor of logits (.., VOCAB) that an operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == VOCAB:
+            self.rows.append(len(out))
+        return out
+
+
+def logit_tensors_of_a_backward(used):
+    hidden, weight, bias, targets = head_inputs(20, 0)
+    with LogitTensors() as tensors:
+        results = chunked_logprobs(hidden, weight, bias, targets, 1.0, 9)
+        before = len(tensors.rows)
+        sum(result.sum() for use, result in zip(USED[used], results, strict=True) if use).backward()
+    assert before > 0 and len(tensors.rows) > before
+    assert max(tensors.rows) == 9  # of 20 tokens: never the logits of all
+    return len(tensors.rows) - before
+
+
+def test_logits_exist_for_one_chunk_at_a_time_and_an_entropy_without_a_gradient_costs_nothing():
+    assert logit_tensors_of_a_backward("log-probs") < logit_tensors_of_a_backward("both")
 
 
 def test_bfloat16_inputs_give_float32_logprobs_of_unrounded_logits():
     hidden, weight, bias, targets = head_inputs(12, 0, torch.bfloat16)
-    got, _ = chunked_logprobs(hidden, weight, bias, targets, 0.7, 5)
+    got, entropies = chunked_logprobs(hidden, weight, bias, targets, 0.7, 5)
     assert got.dtype is torch.float32
     exact, _ = unchunked(hidden.double(), weight.double(), bias.double(), targets, 0.7)
     torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
-    got.sum().backward()
+    (got + entropies).sum().backward()
     assert hidden.grad.dtype is weight.grad.dtype is torch.bfloat16
 
 
@@ -76,6 +125,20 @@ def test_nothing_needed_still_reaches_the_whole_network_in_the_backward():
     logprobs.sum().backward()
     assert logprobs.count_nonzero() == 0
     assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in policy.parameters())
+
+
+def test_the_entropys_gradient_reaches_every_weight_of_the_policy():
+    policy, eager = PolicyModel(tiny_model(), chunk_tokens=4), tiny_model()
+    eager.set_attn_implementation("eager")
+    sequences = [torch.arange(6), torch.arange(20, 33)]
+    ids, bounds = torch.cat(sequences), torch.tensor([0, 6, 19])
+    policy(ids, bounds, torch.ones(19, dtype=torch.bool), 0.8)[1].sum().backward()
+    for sequence in sequences:
+        logits = eager(sequence[None]).logits[0, :-1] / 0.8
+        torch.distributions.Categorical(logits=logits).entropy().sum().backward()
+    for (name, expected), got in zip(eager.named_parameters(), policy.parameters(), strict=True):
+        difference = (got.grad - expected.grad).norm() / expected.grad.norm()
+        assert difference < 1e-5, name
 
 
 def test_the_policys_entropy_is_the_one_of_the_sampling_distribution():

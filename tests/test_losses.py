@@ -1,4 +1,7 @@
-"""Losses, KL and aggregation against hand arithmetic."""
+"""Policy losses: single tokens by hand, what masked positions and packing may not change, and their options.
+
+`test_losses_brute_force` holds every loss against loops, `test_losses_sharding` against micro-batches and ranks.
+"""
 
 import math
 
@@ -6,20 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_losses_brute_force import CASES, evaluate, random_inputs
 
-from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
-from async_grpo.algorithm.kl import KL_KINDS, kl_penalty
+from async_grpo.algorithm.aggregation import aggregate_loss
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.errors import ConfigurationError
 
 PPO, GRPO = POLICY_LOSSES["ppo_clip"], POLICY_LOSSES["grpo"]
 
 
-def one_token(loss, ratio, advantage, **options):
-    """(value, gradient with respect to the log-prob, metrics) of a single token with that ratio."""
-    logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    zero, advantage = torch.zeros_like(logprob), torch.full_like(logprob, advantage)
-    value, metrics = loss(logprob, zero, advantage, torch.ones(1, 1, dtype=torch.bool), **options)
+def one_token(loss, ratio, advantage, *, old=0.0, **options):
+    """(value, gradient with respect to the log-prob, metrics) of a single token with that ratio to exp(old)."""
+    logprob = torch.tensor([[old + math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    old, advantage = torch.full_like(logprob, old), torch.full_like(logprob, advantage)
+    value, metrics = loss(logprob, old, advantage, torch.ones(1, 1, dtype=torch.bool), **options)
     value.sum().backward()
     return value.item(), logprob.grad.item(), {name: metric.item() for name, metric in metrics.items()}
 
@@ -54,6 +57,75 @@ def test_the_grpo_loss_has_the_value_minus_a_and_the_gradient_minus_a():
     assert metrics["ratio_mean"] == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [(10.0, -1.0, 3.0, 0.0), (2.0, -1.0, 2.0, 2.0), (10.0, 1.0, -1.28, 0.0), (0.5, -1.0, 0.8, 0.0)],
+)
+def test_dual_clip_bounds_what_a_frequent_bad_token_can_weigh(ratio, advantage, value, gradient):
+    got = one_token(POLICY_LOSSES["dual_clip"], ratio, advantage)
+    assert got[:2] == pytest.approx((value, gradient))
+    assert got[2]["clip_frac_dual"] == (value == 3.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "dropped", "clamped"),
+    [({}, 0.0, 1, 0), ({"cap_mode": "clamp"}, -5 * 1.1, 0, 1), ({"cap": 7}, -6 * 1.1, 0, 0)],
+)
+def test_decoupled_drops_or_clamps_a_behaviour_weight_above_its_cap(options, value, dropped, clamped):
+    proximal = torch.full((1, 1), math.log(6), dtype=torch.float64)  # pi_prox / pi_behaviour = 6
+    got = one_token(POLICY_LOSSES["decoupled"], 6.6, 1.0, proximal_logprobs=proximal, **options)
+    assert got[:2] == pytest.approx((value, value))
+    metrics = got[2]
+    assert (metrics["behaviour_dropped_frac"], metrics["behaviour_clamped_frac"]) == (dropped, clamped)
+    assert metrics["ratio_mean"] == pytest.approx(1.1)
+
+
+def test_cispo_bounds_the_weight_at_5_and_keeps_the_gradient():
+    value, gradient, metrics = one_token(POLICY_LOSSES["cispo"], 8.0, 2.0, old=-4.0)
+    assert (value, gradient) == pytest.approx((-10 * (math.log(8) - 4), -10))
+    assert metrics["clip_frac_high"] == 1
+    assert one_token(POLICY_LOSSES["cispo"], 0.01, 2.0)[1] == pytest.approx(-0.02)  # no lower bound
+    assert one_token(POLICY_LOSSES["cispo"], 0.01, 2.0, clip_low=0.2)[1] == pytest.approx(-1.6)
+
+
+@pytest.mark.parametrize(
+    "name", ["sapo", "ppo_clip", "cispo", "dppo_tv", "dppo_kl", "gspo", "geo_mean", "topr", "dro"]
+)
+@pytest.mark.parametrize("advantage", [0.7, -0.7])
+def test_on_policy_every_gradient_is_minus_a(name, advantage):
+    assert one_token(POLICY_LOSSES[name], 1.0, advantage, old=-0.5)[1] == pytest.approx(-advantage)
+
+
+@pytest.mark.parametrize(
+    ("name", "probability", "old", "advantage", "stays"),
+    [
+        ("dppo_tv", 0.75, 0.5, 1.0, False),  # +0.25 and pushed up further
+        ("dppo_tv", 0.75, 0.5, -1.0, True),  # on its way back
+        ("dppo_tv", 0.25, 0.5, -1.0, False),
+        ("dppo_tv", 0.25, 0.5, 1.0, True),
+        ("dppo_tv", 1e-3, 1e-5, 1.0, True),  # a ratio of 100 that moves no mass: PPO would clip it
+        ("dppo_kl", 0.75, 0.5, 1.0, False),  # .5 log(.5/.75) + .5 log(.5/.25) = 0.144
+        ("dppo_kl", 0.6, 0.5, 1.0, True),  # 0.020
+        ("dppo_kl", 0.75, 0.5, -1.0, True),
+        ("dppo_kl", 0.25, 0.5, -1.0, False),
+    ],
+)
+def test_dppo_stops_only_what_moves_too_far_the_unsafe_way(name, probability, old, advantage, stays):
+    gradient = one_token(POLICY_LOSSES[name], probability / old, advantage, old=math.log(old))[1]
+    weight = min(20, probability / old)
+    assert gradient == pytest.approx(-advantage * weight if stays else 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dppo_kl_finds_no_infinite_distance_where_log_p_is_rounded_to_0(dtype):
+    """From p = 0.999 to 1 the distance to 1 - 1e-8 counts: .001 log(.001 / 1e-8) = 0.0115 <= 0.05."""
+    logprobs = torch.zeros(1, 2, dtype=dtype, requires_grad=True)
+    old = torch.tensor([[math.log(0.999), 0.0]], dtype=dtype)
+    loss, _ = POLICY_LOSSES["dppo_kl"](logprobs, old, torch.ones(1, 2, dtype=dtype), torch.ones(1, 2))
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [pytest.approx([-1 / 0.999, -1])]
+
+
 def test_importance_weights_multiply_the_loss_and_get_no_gradient():
     weights = torch.full((1, 1), 0.25, dtype=torch.float64, requires_grad=True)
     value, gradient, _ = one_token(GRPO, 1.0, 2.0, importance_weights=weights)
@@ -61,24 +133,69 @@ def test_importance_weights_multiply_the_loss_and_get_no_gradient():
     assert weights.grad is None
 
 
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_only_the_log_probs_of_the_policy_get_a_gradient(name, options):
+    inputs = random_inputs(0, with_proximal=name == "decoupled")
+    leaves = {key: values.requires_grad_() for key, values in inputs.items() if key != "mask"}
+    loss, metrics = POLICY_LOSSES[name](**inputs, **options)
+    loss.sum().backward()
+    assert [key for key, values in leaves.items() if values.grad is not None] == ["logprobs"]
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_in_masked_positions_changes_neither_values_nor_gradients(name, garbage):
-    torch.manual_seed(0)
-    mask = torch.rand(3, 7) < 0.6
-    clean = [torch.randn(3, 7, dtype=torch.float64) for _ in range(4)]
-    dirty = [torch.where(mask, values, garbage) for values in clean]
+def test_garbage_in_masked_positions_changes_neither_values_nor_gradients(name, options, garbage):
+    clean = random_inputs(3, with_proximal=name == "decoupled")
+    mask = clean["mask"]
+    dirty = {
+        key: values if key == "mask" else torch.where(mask, values, garbage) for key, values in clean.items()
+    }
+    row_numbers = torch.arange(len(mask))[:, None].expand_as(mask)
+    ones = torch.ones(mask.shape, dtype=torch.float64)
+    dirty |= {"sequence_ids": torch.where(mask, row_numbers, -5)}
+    if POLICY_LOSSES[name].needs_selection:
+        clean["selected"] = torch.rand(mask.shape) < 0.3
+        dirty["selected"] = clean["selected"] ^ ~mask
+    loss, metrics, gradient = evaluate(name, clean, ones, **options)
+    dirty_loss, dirty_metrics, dirty_gradient = evaluate(name, dirty, ones, **options)
+    assert torch.equal(loss, dirty_loss) and torch.equal(gradient, dirty_gradient)
+    assert dirty_gradient[~mask].eq(0).all() and torch.isfinite(dirty_loss).all()
+    for metric, dirty_metric in zip(metrics.values(), dirty_metrics.values(), strict=True):
+        assert torch.equal(metric, dirty_metric) and metric[~mask].eq(0).all()
 
-    def run(logprobs, old, advantages, weights):
-        logprobs.requires_grad_()
-        loss, metrics = POLICY_LOSSES[name](logprobs, old, advantages, mask, importance_weights=weights)
-        aggregate_loss(loss, mask, "token_mean").backward()
-        return loss, logprobs.grad, metrics
 
-    for expected, got in zip(run(*clean)[:2], run(*dirty)[:2], strict=True):
-        assert torch.equal(torch.where(mask, expected, 0), got)
-    metrics = run(*[values.detach().clone() for values in dirty])[2]
-    assert all(torch.isfinite(metric).all() and metric[~mask].eq(0).all() for metric in metrics.values())
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_a_batch_without_one_unmasked_token_gives_zeros(name, options):
+    inputs = random_inputs(0, with_proximal=name == "decoupled")
+    inputs["mask"] = torch.zeros_like(inputs["mask"])
+    inputs["sequence_ids"] = torch.full(inputs["mask"].shape, -1)
+    loss, metrics, gradient = evaluate(name, inputs, torch.ones(()), **options)
+    assert not any(values.any() for values in (loss, gradient, *metrics.values()))
+
+
+def pack(inputs, order, ids):
+    """One row of all tokens in that order, with ids as sequences."""
+    return {name: values.flatten()[order][None] for name, values in (inputs | {"sequence_ids": ids}).items()}
+
+
+@given(case=st.sampled_from(CASES), seed=st.integers(0, 10**6), shuffle=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_packed_row_of_interleaved_sequences_equals_one_row_each(case, seed, shuffle):
+    name, options = case
+    inputs = random_inputs(seed, with_proximal=name == "decoupled")
+    generator = torch.Generator().manual_seed(seed)
+    count = inputs["mask"].numel()
+    order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
+    names = torch.randint(0, 10**15, inputs["mask"].shape[:1], generator=generator)
+    ids = torch.where(inputs["mask"], names[:, None], -1)
+    coefficients = torch.randn(inputs["mask"].shape, dtype=torch.float64, generator=generator)
+    loss, metrics, gradient = evaluate(name, inputs, coefficients, **options)
+    packed = evaluate(name, pack(inputs, order, ids), coefficients.flatten()[order][None], **options)
+    for unpacked_values, packed_values in zip((loss, gradient), (packed[0], packed[2]), strict=True):
+        torch.testing.assert_close(packed_values[0], unpacked_values.flatten()[order], rtol=1e-12, atol=1e-12)
+    for metric, packed_metric in zip(metrics.values(), packed[1].values(), strict=True):
+        torch.testing.assert_close(packed_metric[0], metric.flatten()[order], rtol=1e-12, atol=1e-12)
 
 
 def test_a_ratio_beyond_e_to_the_20_stays_finite():
@@ -89,80 +206,91 @@ def test_a_ratio_beyond_e_to_the_20_stays_finite():
     assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
 
 
+def test_gspo_gives_every_token_the_weight_of_its_sequence():
+    """Log-ratios 0.1 and 0.3, mean 0.2; GSPO itself has the gradient -A s / T for every token of the mean loss."""
+    logprobs = torch.tensor([[0.1, 0.3]], dtype=torch.float64, requires_grad=True)
+    zeros, ones = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    loss, metrics = POLICY_LOSSES["gspo"](logprobs, zeros, ones, ones, clip_low=0.5, clip_high=0.5)
+    aggregate_loss(loss, ones, "sequence_mean_token_mean").backward()
+    assert loss.tolist() == [pytest.approx([-math.exp(0.2)] * 2)]
+    assert logprobs.grad.tolist() == [pytest.approx([-math.exp(0.2) / 2] * 2)]
+    assert metrics["sequence_ratio_max"].tolist() == [pytest.approx([math.exp(0.2)] * 2)]
+
+
+def test_topr_fades_a_bad_sequence_and_leaves_a_good_one_alone():
+    logprobs = torch.tensor([[-2.0, -4.0], [-2.0, -4.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-1.0, -3.0], [-1.0, -3.0]], dtype=torch.float64)  # mean log ratio -1
+    advantages = torch.tensor([[-1.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
+    loss, _ = POLICY_LOSSES["topr"](logprobs, old, advantages, torch.ones(2, 2))
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [pytest.approx([math.exp(-1)] * 2), [-1, -1]]
+
+
+def test_float32_rounding_does_not_turn_a_good_sequence_into_a_bad_one():
+    """1e8 + 1 - 1e8 - 0.5 is 0.5, and -0.5 if summed in float32."""
+    logprobs = torch.full((1, 4), -2.0, requires_grad=True)
+    advantages = torch.tensor([[1e8, 1, -1e8, -0.5]])
+    loss, _ = POLICY_LOSSES["topr"](logprobs, torch.full((1, 4), -1.0), advantages, torch.ones(1, 4))
+    loss.sum().backward()
+    assert torch.equal(logprobs.grad, -advantages)
+
+
+def test_what_the_trainer_must_know_of_a_loss():
+    def having(flag):
+        return {name for name, loss in POLICY_LOSSES.items() if getattr(loss, flag)}
+
+    assert having("needs_proximal") == {"decoupled"}
+    assert having("uses_ratio") == set(POLICY_LOSSES) - {"grpo", "gpg"}
+    assert having("needs_selection") == {"clip_cov", "kl_cov"}
+    assert having("sequence_level") == {"gspo", "geo_mean", "topr"}
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_a_loss_without_the_ratio_does_not_read_the_old_log_probs(name):
+    inputs = random_inputs(1, with_proximal=name == "decoupled")
+    other = inputs | {"old_logprobs": inputs["old_logprobs"] - 0.3}
+    coefficients = torch.ones(inputs["mask"].shape, dtype=torch.float64)
+    first, second = (evaluate(name, values, coefficients) for values in (inputs, other))
+    unchanged = torch.equal(first[0], second[0]) and torch.equal(first[2], second[2])
+    assert unchanged == (not POLICY_LOSSES[name].uses_ratio)
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_every_loss_reports_the_ratio_of_its_tokens(name):
+    inputs = random_inputs(1, with_proximal=name == "decoupled")
+    old = inputs["proximal_logprobs"] if name == "decoupled" else inputs["old_logprobs"]
+    _, metrics, _ = evaluate(name, inputs, torch.ones(()))
+    expected = torch.where(inputs["mask"], (inputs["logprobs"] - old).exp(), 0)
+    assert torch.allclose(metrics["ratio_mean"], expected) and torch.allclose(metrics["ratio_max"], expected)
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_options_are_settings_alone_and_others_are_answered_with_the_known_ones(name):
+    loss = POLICY_LOSSES[name]
+    assert all(value is None or isinstance(value, float | int | str) for value in loss.options.values())
+    assert not {"proximal_logprobs", "selected"} & loss.options.keys()
+    loss.check_options(**loss.options)
+    with pytest.raises(ValueError, match="clip_hihg.*known: .*" + "|".join(loss.options)):
+        loss.check_options(clip_hihg=0.3)
+
+
 @pytest.mark.parametrize(
-    ("kind", "value"),
-    [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5), ("abs", 0.5)],
+    ("name", "options", "message"),
+    [
+        ("dro", {"beta": 0.0}, "beta of dro is 0.0"),
+        ("dro", {"beta": math.nan}, "beta of dro is nan"),
+        ("dual_clip", {"clip_c": 1.0}, "must be > 1"),
+        ("decoupled", {"cap": 0.0}, "cap must be positive"),
+        ("decoupled", {"cap_mode": "hold"}, "drop, clamp"),
+        ("sapo", {"tau_neg": -1.0}, "tau_neg -1.0"),
+        ("dppo_tv", {"clip_c": 0.0}, "not positive"),
+    ],
 )
-def test_kl_estimators_at_a_difference_of_a_half(kind, value):
-    logprobs = torch.tensor(-1.0, dtype=torch.float64)
-    assert kl_penalty(logprobs, logprobs - 0.5, kind).item() == pytest.approx(value)
+def test_a_setting_that_cannot_work_is_refused_before_any_batch(name, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        POLICY_LOSSES[name].check_options(**options)
 
 
-def test_k1_and_k3_average_to_the_exact_kl_over_the_whole_distribution():
-    torch.manual_seed(0)
-    p, q = ((torch.randn(50, dtype=torch.float64) / 2).log_softmax(0) for _ in range(2))  # k3 < 10 everywhere
-    exact = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
-    for kind in ("k1", "k3"):
-        assert torch.allclose((p.exp() * kl_penalty(p, q, kind)).sum(), exact)
-
-
-@pytest.mark.parametrize("difference", [-30.0, 30.0])
-def test_k3_is_held_finite_far_from_the_reference(difference):
-    logprobs = torch.tensor(difference, requires_grad=True)
-    penalty = kl_penalty(logprobs, torch.tensor(0.0), "k3")
-    penalty.backward()
-    assert penalty.item() == 10 and logprobs.grad.item() == 0
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match=", ".join(KL_KINDS)):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
-    with pytest.raises(ConfigurationError, match="token_mean"):
-        aggregate_loss(torch.zeros(1, 1), torch.ones(1, 1), "mean")
-
-
-LOSS = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]])
-MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
-
-
-@pytest.mark.parametrize(
-    ("mode", "value"),
-    [("token_mean", 10 / 3), ("sequence_mean_token_mean", (1.5 + 7) / 2), ("constant_length", 10 / (2 * 5))],
-)
-def test_aggregation_on_the_three_row_example(mode, value):
-    assert aggregate_loss(LOSS, MASK, mode, scale=5).item() == pytest.approx(value)
-
-
-@pytest.mark.parametrize("mode", list(AGGREGATIONS))
-def test_nothing_unmasked_gives_zero_not_nan(mode):
-    assert aggregate_loss(LOSS * math.nan, torch.zeros(3, 3), mode, scale=5).item() == 0
-
-
-def test_constant_length_without_its_length_is_refused():
-    with pytest.raises(ConfigurationError, match="maximum number of completion tokens"):
-        aggregate_loss(LOSS, MASK, "constant_length")
-
-
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
-    mode=st.sampled_from(list(AGGREGATIONS)),
-    split=st.integers(0, 8),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=100, deadline=None)
-def test_parts_with_global_counts_add_up_to_the_whole_and_packing_does_not_matter(lengths, mode, split, seed):
-    generator = torch.Generator().manual_seed(seed)
-    loss = torch.randn(len(lengths), 6, dtype=torch.float64, generator=generator)
-    mask = torch.arange(6)[None, :] < torch.tensor(lengths)[:, None]
-    counts = {"global_tokens": max(1, sum(lengths)), "global_sequences": max(1, sum(n > 0 for n in lengths))}
-    whole = aggregate_loss(loss, mask, mode, scale=6)
-    parts = [
-        aggregate_loss(loss[part], mask[part], mode, scale=6, **counts)
-        for part in (slice(0, split), slice(split, None))
-    ]
-    assert torch.allclose(sum(parts), whole)
-    packed_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    packed = aggregate_loss(
-        loss[mask][None], torch.ones_like(packed_ids), mode, sequence_ids=packed_ids, scale=6
-    )
-    assert torch.allclose(packed, whole)
+def test_decoupled_without_proximal_log_probs_says_what_to_run():
+    with pytest.raises(ValueError, match="proximal logprob worker"):
+        evaluate("decoupled", random_inputs(0), torch.ones(()))

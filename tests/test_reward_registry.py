@@ -53,14 +53,15 @@ def test_the_process_of_an_adapter_starts_with_the_standard_library_alone():
 
 
 def test_the_shipped_adapters_import_neither_ray_nor_vllm_nor_torch():
-    names = ("countdown", "format", "mathd", "math_verify", "sympy")
+    names = ("countdown", "countdown_steps", "format", "mathd", "math_verify", "sympy")
     loaded = modules_after("; ".join(f"import async_grpo.rewards.adapters.{name}" for name in names))
     assert "sympy" in loaded and not loaded & {"ray", "vllm", "torch", "transformers"}
 
 
 def test_every_reward_type_has_its_adapter():
     assert set(REWARD_ADAPTERS) == set(RewardType)
-    assert [kind.value for kind in RewardType] == ["math_verify", "mathd", "sympy", "countdown", "format"]
+    names = ["math_verify", "mathd", "sympy", "countdown", "countdown_steps", "format"]
+    assert [kind.value for kind in RewardType] == names
     assert REWARD_ADAPTERS["mathd"] is REWARD_ADAPTERS[RewardType.MATHD]  # type: ignore[index]
 
 
@@ -72,6 +73,10 @@ EXAMPLES = {
         {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
         1.1,
     ),
+    "countdown_steps": (
+        {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
+        1.3,
+    ),
     "format": ({"completion": "so</think>\n<answer>7</answer>"}, 0.1),
 }
 
@@ -80,7 +85,8 @@ EXAMPLES = {
 def test_each_shipped_reward_works_on_the_page_and_in_its_process(name):
     sample, expected = EXAMPLES[name]
     full = sample | {"sample_text": "...", "completion_token_ids": [1, 2], "truncated": False, "group_id": 3}
-    assert REWARD_ADAPTERS[RewardType(name)](full)["reward"] == pytest.approx(expected)
+    full["completion_char_ends"] = [3, len(sample["completion"])]
+    assert answer_of(REWARD_ADAPTERS[RewardType(name)], full, {})["reward"] == pytest.approx(expected)
 
     async def in_a_process():
         worker = AdapterProcess(RewardSource.from_file(PAGE), name)
@@ -146,14 +152,16 @@ def test_names_come_as_a_list_or_comma_separated(names):
 @pytest.mark.parametrize("names", ["", " , ", []])
 def test_naming_no_reward_is_an_error_that_lists_the_known_ones(names):
     with pytest.raises(
-        ConfigurationError, match="no reward function is named.*countdown, format, math_verify, mathd, sympy"
+        ConfigurationError,
+        match="no reward function is named.*countdown, countdown_steps, format, math_verify, mathd, sympy",
     ):
         resolve(RewardSource.from_file(PAGE), names)
 
 
 def test_an_unknown_reward_is_an_error_that_lists_the_known_ones():
     with pytest.raises(
-        ConfigurationError, match="unknown reward function mathx, y: .*countdown, format, math_verify"
+        ConfigurationError,
+        match="unknown reward function mathx, y: .*countdown, countdown_steps, format, math_verify",
     ):
         resolve(RewardSource.from_file(PAGE), "mathx,mathd,y")
 
@@ -183,7 +191,8 @@ def test_an_option_that_no_reward_takes_is_an_error():
 
 def test_any_real_number_is_a_reward():
     answer = answer_of(lambda sample: {"reward": Fraction(1, 4), "count": 3, "flag": True}, {}, {})
-    assert answer == {"status": "ok", "reward": 0.25, "extra": {"count": 3.0, "flag": 1.0}, "reason": ""}
+    extra = {"count": 3.0, "flag": 1.0}
+    assert answer == {"status": "ok", "reward": 0.25, "extra": extra, "steps": [], "reason": ""}
 
 
 def test_the_ten_lines_of_the_pages_docstring_work():

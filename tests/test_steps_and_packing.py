@@ -21,12 +21,26 @@ OK = Verdict(RewardStatus.OK, 1.0)
 def sample(ordinal: int, prompt_length: int, length: int, version: int = 0, trained: bool = True) -> Sample:
     prompt = Prompt(ordinal, np.full(prompt_length, 100 + ordinal, np.int32), {})
     advantages = np.full(length, float(ordinal), np.float32) if trained else None
-    return Sample(prompt, completion(length, version), OK, advantages)
+    return Sample(
+        prompt, completion(length, version), OK, advantages, np.ones(length, bool) if trained else None
+    )
 
 
 def group(ordinal: int, lengths: list[int], version: int = 0) -> Group:
     samples = tuple(sample(ordinal, 2, length, version) for length in lengths)
-    return Group(samples[0].prompt, samples, version)
+    return Group(samples[0].prompt, samples, version, slot=ordinal)
+
+
+class AsTheyCome:
+    """Samples that have their advantages already."""
+
+    def __init__(self, group_local: bool = True) -> None:
+        self.group_local = group_local
+        self.calls: list[tuple[int, list[int]]] = []
+
+    def __call__(self, groups, step):
+        self.calls.append((step, [group.slot for group in groups]))
+        return list(groups)
 
 
 def test_packing_lays_prompts_and_completions_end_to_end():
@@ -73,7 +87,9 @@ def run_assembler(
     order: list[int], groups_per_step: int, num_ranks: int, seed: int
 ) -> list[Round | StepClosed]:
     draw = random.Random(seed)
-    assembler = StepAssembler(groups_per_step, max_staleness=10**6, packer=Packer(num_ranks, 40))
+    assembler = StepAssembler(
+        groups_per_step, max_staleness=10**6, packer=Packer(num_ranks, 40), advantages=AsTheyCome()
+    )
     return [
         event
         for ordinal in order
@@ -107,7 +123,9 @@ def test_whatever_the_order_of_arrival_each_step_trains_exactly_its_own_groups(
 
 
 def test_ranks_start_on_the_first_full_micro_batch_not_at_the_end_of_the_step():
-    assembler = StepAssembler(groups_per_step=4, max_staleness=0, packer=Packer(num_ranks=1, max_tokens=20))
+    assembler = StepAssembler(
+        groups_per_step=4, max_staleness=0, packer=Packer(num_ranks=1, max_tokens=20), advantages=AsTheyCome()
+    )
     assert assembler.offer(group(0, [8])) == []
     assert assembler.offer(group(1, [8])) == []
     (early,) = assembler.offer(group(2, [8]))  # 30 tokens do not fit 20: the first two leave
@@ -115,8 +133,8 @@ def test_ranks_start_on_the_first_full_micro_batch_not_at_the_end_of_the_step():
 
 
 def test_samples_left_out_of_the_loss_still_count_for_their_step():
-    assembler = StepAssembler(1, 0, Packer(2, 40))
-    untrained = Group(Prompt(0, np.ones(1, np.int32), {}), (sample(0, 1, 3, trained=False),), 0)
+    assembler = StepAssembler(1, 0, Packer(2, 40), AsTheyCome())
+    untrained = Group(Prompt(0, np.ones(1, np.int32), {}), (sample(0, 1, 3, trained=False),), 0, 0)
     (closed,) = assembler.offer(untrained)
     assert isinstance(closed, StepClosed) and len(closed.groups) == 1
 
@@ -125,7 +143,7 @@ def test_samples_left_out_of_the_loss_still_count_for_their_step():
     ("step", "version", "fine"), [(1, 0, True), (1, 1, True), (2, 0, False), (1, 2, False)]
 )
 def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, version, fine):
-    assembler = StepAssembler(1, max_staleness=1, packer=Packer(1, 40))
+    assembler = StepAssembler(1, max_staleness=1, packer=Packer(1, 40), advantages=AsTheyCome())
     for earlier in range(step):
         assembler.offer(group(earlier, [1], version=earlier))
     if fine:
@@ -145,7 +163,7 @@ def test_the_budget_alone_keeps_every_group_fresh_under_random_finishing_times(
     async def scenario() -> None:
         draw, ages = random.Random(seed), []
         budget = StalenessBudget(groups_per_step, max_staleness)
-        assembler = StepAssembler(groups_per_step, max_staleness, Packer(1, 100))
+        assembler = StepAssembler(groups_per_step, max_staleness, Packer(1, 100), AsTheyCome())
         running: list[tuple[int, int]] = []
         ordinal, total = 0, 6 * groups_per_step
         while assembler.step < 6:

@@ -34,7 +34,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 class ScriptedWorker:
     """Follows the sample's own script: sample["acts"] has one act per attempt, the last one for good.
 
-    An act is a reward, a RewardStatus, an exception, an asyncio.Event to wait for, SILENT or DEAF.
+    An act is a reward, a RewardStatus, an AdapterResult, an exception, an asyncio.Event to wait for, SILENT or DEAF.
     """
 
     def __init__(self, adapter: str, journal: list[tuple[str, int]]) -> None:
@@ -70,6 +70,8 @@ class ScriptedWorker:
             raise act
         if isinstance(act, RewardStatus):
             return AdapterResult(self.adapter, act, reason=f"sample {sample['id']}")
+        if isinstance(act, AdapterResult):
+            return act
         return AdapterResult(self.adapter, OK, act, extra={"id": sample["id"]})
 
     async def close(self) -> None:
@@ -407,6 +409,27 @@ def test_a_reward_that_is_no_finite_number_is_a_failure_wherever_it_comes_from(r
         assert (verdict.status, verdict.reward) == (FAILED, None)
 
     with_pool(test, workshop)
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        (((0, 0.5), (1, float("nan"))), "the step that ends in token 1 of 2 is worth nan"),
+        (((0, float("-inf")),), "token 0 of 2 is worth -inf"),
+        (((2, 1.0),), "token 2 of 2"),
+        (((-1, 1.0),), "token -1 of 2"),
+    ],
+)
+def test_a_step_without_a_finite_reward_or_a_token_is_a_failure_wherever_it_comes_from(steps, reason):
+    async def test(pool: VerifierPool) -> None:
+        tokens = {"completion_token_ids": [7, 8]}
+        good = AdapterResult("a", OK, 1.0, steps=((0, 0.5), (1, 0.5)))
+        assert (await pool.verify(sample(1, good) | tokens)).results[0].steps == good.steps
+        verdict = await pool.verify(sample(2, AdapterResult("a", OK, 1.0, steps=steps)) | tokens)
+        assert (verdict.status, verdict.reward, verdict.results[0].steps) == (FAILED, None, ())
+        assert reason in verdict.results[0].reason
+
+    with_pool(test, Workshop())
 
 
 def test_closing_fails_what_waits_and_ends_what_runs():

@@ -60,6 +60,7 @@ def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
         advantages=joined("advantages", np.float32),
         versions=np.zeros(sum(lengths), np.int32),
         group_ids=np.array([sequence.get("group", 0) for sequence in sequences], np.int64),
+        group_tokens=np.array([sequence.get("group_tokens", 1) for sequence in sequences], np.int64),
         ref_logprobs=joined("ref", np.float32) if "ref" in sequences[0] else None,
         proximal_logprobs=joined("proximal", np.float32) if "proximal" in sequences[0] else None,
     )

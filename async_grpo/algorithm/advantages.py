@@ -1,130 +1,217 @@
-"""Rewards -> advantages. Tensors are (B, T), a group is an id per row, statistics are float64.
+"""Rewards -> advantages: the rules that hold for every estimator, and the estimators by name.
 
-Three rules hold for every estimator, because a reward that is missing or not a number must never move a
-baseline: only *participants* (valid rows with at least one unmasked token) enter the statistics of their
-group, a group with fewer than two of them teaches nothing, and the result is zero wherever the mask is False
-or the row is invalid.
+A reward that is missing or not a number must never move a baseline, and a sample without a rival teaches nothing. So,
+for each estimator alike:
+
+- *Participants* are the valid rows with an unmasked token that have at least one other such row in their group. The
+  rest enters no statistic, of the group or of the batch, and gets zeros. This holds for `reinforce_plus_plus` and `gae`
+  too: rows that are not to be compared by prompt share one group id.
+- What stands at masked positions and in invalid rows may be anything, NaN included, and changes nothing; so do rewards
+  outside a `step_mask` or `masks`. A valid row that is not finite where it counts is an error.
+- The advantages are zero wherever the mask is False or the row does not participate.
+- Statistics are float64, whatever the rewards are. Equal rewards give exactly zero, not rounding noise.
+- A deviation has ddof 1; of fewer than two values there is none, and the advantages are zero.
+
+Nothing here carries a gradient.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from async_grpo.algorithm import outcome_advantages as outcomes
+from async_grpo.algorithm import process_advantages as processes
+from async_grpo.algorithm.statistics import Groups
+
+SOLE = "reward"  # the name of a reward that came as a bare tensor
 
 
 @dataclass(frozen=True)
 class Estimator:
     """One advantage estimator and what the rest of the library must know of it.
 
-    `group_local`: the result for a group depends on that group alone, so groups may be handed on as they
-    complete; a batch-coupled estimator has to wait for its whole minibatch. `outcome`: it reads one score per
-    row (the sum of the row's unmasked rewards), so a reward on the last token is all it needs.
+    `group_local`: the result for a group depends on that group alone, so groups may be handed on as they complete; a
+    batch-coupled estimator has to wait for its whole minibatch. `outcome`: it does with one score per row, placed on
+    the row's last unmasked token. `process`: it knows which token a reward stands on. `named`: it takes several
+    rewards apart, a dict of (B, T) by name.
     """
 
     function: Callable[..., Tensor]
     group_local: bool
     outcome: bool
+    process: bool = False
+    named: bool = False
 
     @property
     def options(self) -> dict[str, float]:
-        """Its options and their defaults.
+        """Its scalar options and their defaults.
 
-        >>> ADVANTAGE_ESTIMATORS["grpo"].options
-        {'eps': 1e-06}
+        >>> ADVANTAGE_ESTIMATORS["grpo"].options, ADVANTAGE_ESTIMATORS["gae"].options
+        ({'eps': 1e-06}, {'gamma': 1.0, 'lam': 1.0, 'whiten': True})
         """
-        return dict(self.function.__kwdefaults__ or {})
+        return {name: value for name, value in self._keywords.items() if isinstance(value, (int, float))}
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The tensors that it cannot do without, beside rewards and mask.
+
+        >>> {name: e.needs for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs}
+        {'remax': ('baselines',), 'gae': ('values',)}
+        """
+        return tuple(name for name, value in self._keywords.items() if value is inspect.Parameter.empty)
+
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    @torch.no_grad()
     def __call__(
         self,
-        rewards: Tensor,
+        rewards: Tensor | Mapping[str, Tensor],
         mask: Tensor,
         group_ids: Tensor,
         *,
         valid: Tensor | None = None,
-        **options: float,
+        **options: Any,
     ) -> Tensor:
         """Advantages (B, T) of `rewards` (B, T), in their dtype.
 
         mask (B, T): True on the tokens that are trained on. group_ids (B,): rows of one prompt share an id.
-        valid (B,): False where the reward is missing; such a row may hold NaN. `options` go to the estimator.
-        ValueError: a shape that does not fit, or a participant whose reward is not finite.
+        valid (B,): False where the reward is missing; such a row may hold NaN. `options` go to the estimator: scalars,
+        and inputs such as `baselines` (B,), `values` (B, T), `step_mask` (B, T).
+        ValueError: an option that is unknown or missing, a shape that does not fit, several rewards where one is taken,
+        or a valid row whose reward, baseline or value is not finite.
 
         >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
         [[0.5, 0.5], [-0.5, -0.5], [0.0, 0.0]]
+        >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9]), epsilon=0.1)
+        Traceback (most recent call last):
+        ValueError: dr_grpo has no option ['epsilon']; known: none
         """
-        rows = rewards.shape[:1]
-        if (
-            rewards.shape != mask.shape
-            or group_ids.shape != rows
-            or (valid is not None and valid.shape != rows)
-        ):
-            raise ValueError(
-                f"rewards {tuple(rewards.shape)} and mask {tuple(mask.shape)} must be (batch, tokens) alike, "
-                f"group_ids {tuple(group_ids.shape)} and valid one per row"
-            )
+        options = {name: value for name, value in options.items() if value is not None}
+        self._check_options(options)
+        sources = self._by_name(rewards, mask, group_ids, valid)
         mask = mask.bool()
-        participates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
-        used = mask & participates[:, None]
-        rewards64 = torch.where(used, rewards, 0).double()
-        if not torch.isfinite(rewards64).all():
-            bad = (~torch.isfinite(rewards64)).any(dim=1).nonzero().flatten().tolist()
+        candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
+        groups, read = Groups.of(group_ids, candidates), mask & candidates[:, None]
+        used = mask & groups.participates
+
+        paid = {name: read & chosen for name, chosen in self._reward_masks(options, sources, mask).items()}
+        cleaned = {name: _finite(name, sources[name], paid[name]) for name in sources}
+        for name in ("values", "baselines"):
+            if name in options:
+                options[name] = _finite(name, options[name], _fitting(name, options[name], read))
+        if "step_mask" in options:
+            options["step_mask"] = paid[SOLE] & used
+        if "masks" in options:
+            options["masks"] = {name: counted & used for name, counted in paid.items()}
+
+        dtype = reduce(torch.promote_types, (values.dtype for values in sources.values()))
+        if not used.any():
+            return torch.zeros_like(mask, dtype=dtype)
+        advantages = self.function(cleaned if self.named else cleaned[SOLE], used, groups, **options)
+        return torch.where(used, advantages, 0).to(dtype)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        name, known = self.function.__name__, list(self._keywords)
+        if unknown := [option for option in options if option not in known]:
+            raise ValueError(f"{name} has no option {unknown}; known: {', '.join(known) or 'none'}")
+        if missing := [option for option in self.needs if option not in options]:
+            raise ValueError(f"{name} needs {missing} beside the rewards")
+
+    def _by_name(
+        self,
+        rewards: Tensor | Mapping[str, Tensor],
+        mask: Tensor,
+        group_ids: Tensor,
+        valid: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """The rewards by name, all of one shape with the rest."""
+        several = isinstance(rewards, Mapping)
+        if several and not (self.named and rewards):
             raise ValueError(
-                f"the rewards of rows {bad} are not finite; a missing reward must be marked invalid"
+                f"{self.function.__name__} takes {'at least one' if self.named else 'a single (batch, tokens)'} "
+                f"reward, not {list(rewards)}"
             )
-        advantages = self.function(rewards64, used, group_ids, **options)
-        return torch.where(used, advantages, 0).to(rewards.dtype)
+        sources = dict(rewards) if several else {SOLE: rewards}
+        for name, values in sources.items():
+            if (
+                values.shape != mask.shape
+                or mask.dim() != 2
+                or any(rows is not None and rows.shape != mask.shape[:1] for rows in (group_ids, valid))
+            ):
+                raise ValueError(
+                    f"{name} {tuple(values.shape)} and mask {tuple(mask.shape)} must be (batch, tokens) alike, "
+                    f"group_ids {tuple(group_ids.shape)} and valid one per row"
+                )
+            if not values.is_floating_point():
+                raise ValueError(f"{name} has dtype {values.dtype}; advantages have fractions: give floats")
+        return sources
+
+    def _reward_masks(
+        self, options: Mapping[str, Any], sources: Mapping[str, Tensor], mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Where each reward counts: the caller's `step_mask` or `masks`, or wherever the mask is True."""
+        given = options.get("step_mask", options.get("masks", {}))
+        given = given if isinstance(given, Mapping) else {SOLE: given}
+        if unknown := [name for name in given if name not in sources]:
+            raise ValueError(f"masks for {unknown}, but there are rewards only for {list(sources)}")
+        for name, chosen in given.items():
+            if chosen.shape != mask.shape:
+                raise ValueError(f"the mask of {name} {tuple(chosen.shape)} must be {tuple(mask.shape)}")
+        return {name: given[name].bool() if name in given else mask for name in sources}
 
 
-@dataclass(frozen=True)
-class GroupStatistics:
-    """Mean and standard deviation (ddof 1) of the scores of each row's group, (B,) float64."""
-
-    mean: Tensor
-    std: Tensor
-    informative: Tensor  # (B,) bool: the participants of the row's group have at least two different scores
-
-
-def group_statistics(scores: Tensor, participates: Tensor, group_ids: Tensor) -> GroupStatistics:
-    """Statistics over the participants of each group; scores (B,) float64.
-
-    Equality of all scores is read from their minimum and maximum: seven times 0.1 has a mean that is not 0.1,
-    and rounding noise divided by a tiny std would come out as a full-sized advantage.
-    """
-    distinct, group = torch.unique(group_ids, return_inverse=True)
-    num_groups = len(distinct)
-
-    def total(values: Tensor) -> Tensor:
-        return scores.new_zeros(num_groups).index_add(0, group, torch.where(participates, values, 0))[group]
-
-    def extreme(reduce: str, neutral: float) -> Tensor:
-        start = scores.new_full((num_groups,), neutral)
-        return start.scatter_reduce(0, group, torch.where(participates, scores, neutral), reduce)[group]
-
-    size = total(torch.ones_like(scores))
-    mean = total(scores) / size.clamp(min=1)
-    std = (total((scores - mean).square()) / (size - 1).clamp(min=1)).sqrt()
-    varied = extreme("amax", -torch.inf) > extreme("amin", torch.inf)
-    return GroupStatistics(mean, std, varied)
+def _fitting(name: str, values: Tensor, read: Tensor) -> Tensor:
+    """Where an input counts: `values` (B, T) where tokens do, `baselines` (B,) where rows do."""
+    where = read if name == "values" else read.any(dim=1)
+    if values.shape != where.shape:
+        raise ValueError(f"{name} {tuple(values.shape)} must be {tuple(where.shape)}")
+    return where
 
 
-def grpo(rewards: Tensor, used: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(s - mean) / (std + eps) over the group, std with ddof 1 (Shao et al. 2024, "DeepSeekMath", eq. 3)."""
-    scores = rewards.sum(dim=1)
-    group = group_statistics(scores, used.any(dim=1), group_ids)
-    advantages = torch.where(group.informative, (scores - group.mean) / (group.std + eps), 0)
-    return advantages[:, None].expand_as(rewards)
-
-
-def dr_grpo(rewards: Tensor, used: Tensor, group_ids: Tensor) -> Tensor:
-    """s - mean over the group, not divided by its std (Liu et al. 2025, "Dr. GRPO")."""
-    scores = rewards.sum(dim=1)
-    group = group_statistics(scores, used.any(dim=1), group_ids)
-    return torch.where(group.informative, scores - group.mean, 0)[:, None].expand_as(rewards)
+def _finite(name: str, values: Tensor, counted: Tensor) -> Tensor:
+    """Values in float64, zero where they do not count; ValueError names the rows that are not finite where they do."""
+    cleaned = torch.where(counted, values, 0).double()
+    if not torch.isfinite(cleaned).all():
+        kind = "rewards" if name == SOLE else name
+        rows = (~torch.isfinite(cleaned)).nonzero()[:, 0].unique().tolist()
+        raise ValueError(f"the {kind} of rows {rows} are not finite; a missing one must be marked invalid")
+    return cleaned
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(grpo, group_local=True, outcome=True),
-    "dr_grpo": Estimator(dr_grpo, group_local=True, outcome=True),
+    "grpo": Estimator(outcomes.grpo, group_local=True, outcome=True),
+    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, outcome=True),
+    "rloo": Estimator(outcomes.rloo, group_local=True, outcome=True),
+    "opo": Estimator(outcomes.opo, group_local=True, outcome=True),
+    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, outcome=True),
+    "remax": Estimator(processes.remax, group_local=True, outcome=True),
+    "gpg": Estimator(outcomes.gpg, group_local=False, outcome=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        outcomes.reinforce_plus_plus_baseline, group_local=False, outcome=True
+    ),
+    "gdpo": Estimator(outcomes.gdpo, group_local=False, outcome=True, named=True),
+    "reinforce_plus_plus": Estimator(
+        processes.reinforce_plus_plus, group_local=False, outcome=True, process=True
+    ),
+    "gae": Estimator(processes.gae, group_local=False, outcome=True, process=True),
+    "grpo_process": Estimator(processes.grpo_process, group_local=True, outcome=False, process=True),
+    "prime_rloo": Estimator(processes.prime_rloo, group_local=False, outcome=False, process=True, named=True),
 }
+
+
+def estimators_for(*, process: bool) -> list[str]:
+    """The names of the estimators that fit rewards on tokens or steps, or one outcome per sample.
+
+    >>> estimators_for(process=True)
+    ['reinforce_plus_plus', 'gae', 'grpo_process', 'prime_rloo']
+    """
+    return [name for name, e in ADVANTAGE_ESTIMATORS.items() if (e.process if process else e.outcome)]

@@ -3,6 +3,10 @@
 The two halves are kept apart on purpose. A sum is additive over micro-batches and ranks, a mean is not: a
 mean per micro-batch would give the tokens of a small micro-batch more weight. So training accumulates
 `Aggregation.total` and divides by the global count of `Aggregation.unit` once, at the end of the step.
+
+A group is the sequences of one prompt. It may be spread over micro-batches, which therefore carry `group_tokens`:
+at every token the number of unmasked tokens of its group in the whole minibatch. Each token then stands for
+1 / group_tokens of a group, and these shares add up to the number of groups.
 """
 
 from collections.abc import Callable
@@ -16,30 +20,52 @@ from async_grpo.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Aggregation:
-    """`total(loss, mask, sequence_ids, scale)` is the un-normalised sum; `unit` names its divisor."""
+    """`total(loss, mask, sequence_ids, scale, group_tokens=None)` is the un-normalised sum; `unit` its divisor.
 
-    total: Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
-    unit: str  # "tokens" or "sequences", both counted where the mask is True
+    sequence_ids here run from 0 without large gaps (`compact_ids` makes them so).
+    """
+
+    total: Callable[..., Tensor]
+    unit: str | None  # "tokens", "sequences" or "groups", counted where the mask is True; None: divide by 1
     needs_scale: bool = False
 
 
-def _token_sum(loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None) -> Tensor:
+def _token_sum(
+    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
+) -> Tensor:
     return loss.sum()
 
 
-def _sum_of_sequence_means(loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None) -> Tensor:
+def _sum_of_sequence_means(
+    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
+) -> Tensor:
     lengths = tokens_per_sequence(mask, sequence_ids).to(loss.dtype).clamp(min=1)
     return (loss.flatten() / lengths[sequence_ids.flatten()]).sum()
 
 
-def _sum_over_constant(loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None) -> Tensor:
+def _sum_over_constant(
+    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
+) -> Tensor:
     return loss.sum() / scale
+
+
+def _sum_of_group_means(
+    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
+) -> Tensor:
+    if group_tokens is None:
+        raise ConfigurationError(
+            "prompt_mean needs the tokens of each group: give group_ids if every group is whole, else group_tokens"
+        )
+    return (loss / torch.where(mask, group_tokens, 1).to(loss.dtype)).sum()
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": Aggregation(_token_sum, unit="tokens"),
+    "token_sum": Aggregation(_token_sum, unit=None),
+    "sequence_mean_token_sum": Aggregation(_token_sum, unit="sequences"),
     "sequence_mean_token_mean": Aggregation(_sum_of_sequence_means, unit="sequences"),
     "constant_length": Aggregation(_sum_over_constant, unit="sequences", needs_scale=True),
+    "prompt_mean": Aggregation(_sum_of_group_means, unit="groups"),
 }
 
 
@@ -60,6 +86,18 @@ def row_ids(mask: Tensor) -> Tensor:
     return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
 
 
+def compact_ids(ids: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) the ids, numbered from 0; ids (B, T) or one per row (B,). Those at masked positions mean nothing.
+
+    >>> compact_ids(torch.tensor([[7, 10**12, 7, -1]]), torch.tensor([[True, True, True, False]])).tolist()
+    [[0, 1, 0, 0]]
+    """
+    if ids.dim() < mask.dim():
+        ids = ids[:, None].expand_as(mask)
+    ids = ids.masked_fill(~mask, ids[mask].min()) if mask.any() else torch.zeros_like(ids)
+    return torch.unique(ids, return_inverse=True)[1]
+
+
 def tokens_per_sequence(mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """(max id + 1,) int64: the number of unmasked tokens of each sequence id."""
     ids = sequence_ids.flatten()
@@ -67,16 +105,34 @@ def tokens_per_sequence(mask: Tensor, sequence_ids: Tensor) -> Tensor:
     return mask.new_zeros(num_sequences, dtype=torch.int64).index_add(0, ids, mask.flatten().long())
 
 
-def count_units(mask: Tensor, sequence_ids: Tensor) -> dict[str, Tensor]:
-    """The additive counts of every unit: unmasked tokens, and sequences that have one. 0-dim int64 each.
+def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
+    """(B, T) int64: at every unmasked token the number of those of its group in this tensor, elsewhere 0.
+
+    group_ids (B, T) or (B,).
+
+    >>> tokens_of_group(torch.tensor([[True, True], [True, False]]), torch.tensor([5, 5])).tolist()
+    [[3, 3], [3, 0]]
+    """
+    ids = compact_ids(group_ids, mask)
+    return torch.where(mask, tokens_per_sequence(mask, ids)[ids], 0)
+
+
+def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None) -> dict[str, Tensor]:
+    """The additive counts of every unit, 0-dim: unmasked tokens, and sequences that have one, int64.
+
+    With group_tokens (B, T) also "groups", float64: the shares of their groups that the unmasked tokens are.
 
     >>> mask = torch.tensor([[True, True, False], [False, False, False]])
-    >>> counts = count_units(mask, row_ids(mask))
+    >>> counts = count_units(mask, row_ids(mask), group_tokens=torch.full((2, 3), 4))
     >>> {unit: count.item() for unit, count in counts.items()}
-    {'tokens': 2, 'sequences': 1}
+    {'tokens': 2, 'sequences': 1, 'groups': 0.5}
     """
     lengths = tokens_per_sequence(mask, sequence_ids)
-    return {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
+    counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
+    if group_tokens is not None:
+        shares = torch.where(mask, group_tokens, 1).double().reciprocal()
+        counts["groups"] = torch.where(mask, shares, 0).sum()
+    return counts
 
 
 def aggregate_loss(
@@ -86,31 +142,51 @@ def aggregate_loss(
     *,
     sequence_ids: Tensor | None = None,
     group_ids: Tensor | None = None,
-    global_tokens: float | None = None,
-    global_sequences: float | None = None,
-    global_groups: float | None = None,
+    group_tokens: Tensor | None = None,
+    global_tokens: float | Tensor | None = None,
+    global_sequences: float | Tensor | None = None,
+    global_groups: float | Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """The loss of a minibatch, or of a part of it when the global counts are given; (B, T) -> 0-dim.
 
-    token_mean: sum / tokens. sequence_mean_token_mean: mean over sequences of their token mean.
-    constant_length: sum / (scale * sequences) (Dr. GRPO). Only unmasked tokens count, and only sequences that
-    have one; nothing unmasked gives 0. Parts evaluated with the global counts add up to the whole.
-    `group_ids` (B, T) and `global_groups` are for modes that weigh groups. ConfigurationError: unknown mode,
-    missing scale.
+    token_mean: sum / tokens (Yu et al. 2025, "DAPO"). token_sum: sum. sequence_mean_token_sum: sum / sequences.
+    sequence_mean_token_mean: mean over sequences of their token mean (Shao et al. 2024, "GRPO"). constant_length:
+    sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO"). prompt_mean: mean over groups of their token mean
+    (Khatri et al. 2025, "ScaleRL").
+
+    Only unmasked tokens count, and only sequences and groups that have one; nothing unmasked gives 0. Parts
+    evaluated with the global counts add up to the whole: whole sequences for the sequence means, and for
+    prompt_mean either whole groups, or any parts together with `group_tokens`. sequence_ids (B, T): default one
+    sequence per row. group_ids: (B, T) or (B,). Both may be any integers. group_tokens (B, T): unmasked tokens of
+    the token's group in the whole minibatch; default those in this tensor. ConfigurationError: unknown mode,
+    missing scale or groups.
 
     >>> loss = torch.tensor([[1., 2., 3.], [4., 5., 6.], [7., 8., 9.]])
     >>> mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
     >>> round(aggregate_loss(loss, mask, "token_mean").item(), 5)
     3.33333
+    >>> aggregate_loss(loss, mask, "token_sum").item()
+    10.0
+    >>> aggregate_loss(loss, mask, "sequence_mean_token_sum").item()
+    5.0
     >>> aggregate_loss(loss, mask, "sequence_mean_token_mean").item()
     4.25
+    >>> round(aggregate_loss(loss, mask, "constant_length", scale=3).item(), 5)
+    1.66667
+    >>> aggregate_loss(loss, mask, "constant_length", scale=5, global_sequences=4).item()
+    0.5
     """
     aggregation = get_aggregation(mode, scale)
     mask = mask.bool()
-    ids = row_ids(mask) if sequence_ids is None else sequence_ids
-    given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}[
-        aggregation.unit
-    ]
-    count = count_units(mask, ids)[aggregation.unit].clamp(min=1) if given is None else given
-    return aggregation.total(torch.where(mask, loss, 0), mask, ids, scale) / count
+    ids = row_ids(mask) if sequence_ids is None else compact_ids(sequence_ids, mask)
+    if group_tokens is None and group_ids is not None:
+        group_tokens = tokens_of_group(mask, group_ids)
+    total = aggregation.total(torch.where(mask, loss, 0), mask, ids, scale, group_tokens)
+    if aggregation.unit is None:
+        return total
+    given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}
+    count = given[aggregation.unit]
+    if count is None:
+        count = count_units(mask, ids, group_tokens)[aggregation.unit]
+    return (total / (count + (count == 0))).to(loss.dtype)

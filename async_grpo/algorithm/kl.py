@@ -1,5 +1,12 @@
-"""Estimators of KL(pi || ref) from log-probs of sampled tokens (Schulman 2020, "Approximating KL")."""
+"""Estimators of KL(pi || ref) from log-probs of sampled tokens (Schulman 2020, "Approximating KL").
 
+What an estimator averages to and what its gradient averages to are two things. Over the policy's own samples
+k1 and k3 are unbiased as values, but their gradients average to 0 and to the gradient of KL(ref || pi); it is
+k2 whose gradient averages to that of KL(pi || ref) (Tang and Munos 2025, "On a few pitfalls in KL divergence
+gradient estimation for RL"). A name that ends in `+` has the value of its base and the gradient of k2.
+"""
+
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,32 +14,55 @@ from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
 
-LOG_RATIO_LIMIT = 20.0
-K3_LIMIT = 10.0  # k3 grows like an exponential: one token far from the reference must not own the step
+
+def _k2(difference: Tensor) -> Tensor:
+    return difference.square() / 2
 
 
 def _k3(difference: Tensor) -> Tensor:
-    log_ratio = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return (torch.expm1(log_ratio) - log_ratio).clamp(-K3_LIMIT, K3_LIMIT)
+    # exp overflows at 88.7 in float32, 709.8 in float64: held a tenth below, so that a sum is finite too
+    log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
+    return torch.expm1(log_ratio) - log_ratio
 
 
-KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+_BASES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda difference: difference,
-    "k2": lambda difference: difference.square() / 2,
+    "k2": _k2,
     "k3": _k3,
     "abs": torch.abs,
 }
+# name -> value, a function of logprobs - ref_logprobs
+KL_KINDS = _BASES | {f"{name}+": value for name, value in _BASES.items()}
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token KL estimate, the shape of `logprobs`; d = logprobs - ref_logprobs.
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: float | None = None) -> Tensor:
+    """Per-token KL estimate, the shape of `logprobs`, in nats; d = logprobs - ref_logprobs.
 
-    k1: d (unbiased, can be negative). k2: d^2 / 2 (its gradient is the one of the KL). k3: exp(-d) - 1 + d
-    (unbiased, never negative, held at 10). abs: |d|. ConfigurationError: another kind.
+    k1: d (unbiased, can be negative). k2: d^2 / 2 (biased; its gradient is the one of the KL).
+    k3: exp(-d) - 1 + d (unbiased, never negative). abs: |d|.
+    k1+, k2+, k3+, abs+: that value, with the gradient of k2, d * grad(logprobs) (straight-through).
+
+    k3 is exact while d > -79 in float32, -638 in float64: below, where exp would overflow, d is held and the
+    gradient is 0. `clamp` holds the value of any kind to [-clamp, clamp] and its gradient beyond is 0; a `+`
+    kind keeps the gradient of k2 there too. Masked positions are the caller's to replace beforehand.
+    ConfigurationError: another kind, or a clamp that is not positive.
 
     >>> kl_penalty(torch.tensor(-1.), torch.tensor(-2.), "k1").item()
     1.0
+    >>> kl_penalty(torch.tensor(-9.), torch.tensor(-1.), "k3", clamp=10).item()  # e^8 - 1 - 8 = 2972
+    10.0
     """
     if kind not in KL_KINDS:
         raise ConfigurationError(f"unknown KL estimator {kind!r}; choose one of {', '.join(KL_KINDS)}")
-    return KL_KINDS[kind](logprobs - ref_logprobs)
+    if clamp is not None and not clamp > 0:
+        raise ConfigurationError(
+            f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out"
+        )
+    difference = logprobs - ref_logprobs
+    value = KL_KINDS[kind](difference)
+    if clamp is not None:
+        value = value.clamp(-clamp, clamp)
+    if kind.endswith("+"):
+        k2 = _k2(difference)
+        value = value.detach() + (k2 - k2.detach())
+    return value

@@ -41,7 +41,7 @@ def dispatch(config: WorkerConfig) -> None:
     if kind not in (GENERATION, *settings.logprob_roles):
         raise ConfigurationError(
             f"the loss of run {settings.run_name!r} uses no {kind} log-probs: this worker would have nothing to do "
-            "(a reference is used with --kl-coef above 0, a proximal one with --proximal)"
+            "(a reference is used with --kl-coef above 0, a proximal one with --old-policy proximal)"
         )
     registry = _registry(kind, config)
     worker_id = f"{kind}-{uuid.uuid4().hex[:6]}"

@@ -79,13 +79,15 @@ class RemoteGeneration:
         self._workers = workers
         self._mean_length = 64.0  # of completions so far: the registry balances by expected tokens
 
-    async def generate(self, prompt: Prompt, count: int) -> AsyncIterator[Completion]:
+    async def generate(
+        self, prompt: Prompt, count: int, *, greedy: bool = False
+    ) -> AsyncIterator[Completion]:
         """Yield `count` completions as they finish; what a lost worker still owed is generated elsewhere."""
         owed, losses = count, 0
         while owed:
             worker = await self._workers.lease(owed, len(prompt.token_ids) + int(self._mean_length))
             try:
-                async for completion in self._complete(worker, prompt, owed):
+                async for completion in self._complete(worker, prompt, owed, greedy):
                     owed -= 1
                     self._mean_length += 0.01 * (len(completion) - self._mean_length)
                     yield completion
@@ -98,9 +100,11 @@ class RemoteGeneration:
                     ) from lost
 
     async def _complete(
-        self, worker: "LeasedWorker", prompt: Prompt, count: int
+        self, worker: "LeasedWorker", prompt: Prompt, count: int, greedy: bool
     ) -> AsyncIterator[Completion]:
-        calls = [asyncio.ensure_future(worker.call("complete", prompt.token_ids)) for _ in range(count)]
+        calls = [
+            asyncio.ensure_future(worker.call("complete", prompt.token_ids, greedy)) for _ in range(count)
+        ]
         finished = 0
         try:
             for call in asyncio.as_completed(calls):

@@ -25,13 +25,14 @@ from async_grpo.experience.prompts import Question
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.preparation import Prepared, batcher_plan, objective, optimizer_settings
+from async_grpo.plans import batcher_plan, objective, optimizer_settings
+from async_grpo.preparation import Prepared
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
-from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.distributed import Ranks, distributed_run
-from async_grpo.training.optimizer import build_optimizer
+from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import Settings
@@ -68,10 +69,10 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     """Rank 0: it also opens the run, feeds the engines and writes the files."""
     run = open_run(config, prepared.settings)
     rewards = config.reward_fns or await_workers(run, config)
-    resolve(prepared.rewards, rewards)  # an unknown name ends the run here, with the list of known ones
+    adapters = resolve(prepared.rewards, rewards)  # an unknown name ends the run here, with the known ones
     names = parse_names(rewards)
     _write_params(config, prepared, ranks, names)
-    plan = batcher_plan(config, ranks.world_size)
+    plan = batcher_plan(config, ranks.world_size, adapters)
     batcher = start_batcher(run, config, plan, prepared.questions, (prepared.rewards, names))
     experience = Experience(config, batcher, ranks, prepared.eval_questions)
     engines = Engines(run, config, experience)
@@ -94,8 +95,13 @@ def _run_loop(
     metrics: MetricsWriter | None,
 ) -> None:
     policy = PolicyModel(
-        load_causal_lm(config.model_name_or_path, "float32"), chunk_tokens=config.logprob_chunk_size
+        load_causal_lm(config.model_name_or_path, "float32"),
+        chunk_tokens=config.logprob_chunk_size,
+        value_head=config.advantage_estimator == "gae",
+        value_trunk_gradient=config.critic_trunk_gradient,
     )
+    if policy.value_head is not None:
+        load_value_head(policy, config.model_name_or_path)  # of an earlier run; a new one starts at zero
     shard_policy(
         policy.to(ranks.device),
         ranks,
@@ -124,7 +130,7 @@ def _run_loop(
 
 
 def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> GradientAccumulator:
-    optimizer, scheduler = build_optimizer(policy.parameters(), optimizer_settings(config))
+    optimizer, scheduler = build_policy_optimizer(policy, optimizer_settings(config))
     return GradientAccumulator(
         policy,
         optimizer,

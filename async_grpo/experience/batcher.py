@@ -1,8 +1,8 @@
 """`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the ranks.
 
-    rollout_loop:  slot of the staleness budget -> prompt -> rollout (a task each)
-    rollout:       generate; score each completion while its siblings still generate; reference log-probs; advantages
-    offer:         group -> step -> packed micro-batches -> one queue per rank
+    rollout_loop:  slot of the staleness budget -> rollout (a task each)
+    rollout:       prompt; generate; score each completion while its siblings still generate; reference log-probs
+    offer:         group -> step -> advantages -> packed micro-batches -> one queue per rank
 
 Plain asyncio over three protocols; knows neither Ray nor vLLM. An error in any of its tasks ends the run: it is raised
 to every rank by `next_message`.
@@ -10,11 +10,13 @@ to every rank by `next_message`.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
-from async_grpo.experience.groups import reward_sample, with_advantages
+from async_grpo.experience.advantages import AdvantagePlan
+from async_grpo.experience.alarms import step_alarms
+from async_grpo.experience.groups import has_signal, mean_reward, reward_sample
 from async_grpo.experience.occupancy import Occupancy
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.prompts import PromptCursor, Question
@@ -36,10 +38,13 @@ class BatcherPlan:
     samples_per_question: int  # G
     max_staleness: int  # S
     max_tokens_per_gpu: int
-    advantage_estimator: str
-    mask_truncated: bool
     experience_timeout_s: float
     seed: int
+    advantages: AdvantagePlan = field(default_factory=AdvantagePlan)
+    max_resamples: int = 0  # prompts that may replace one whose group has no signal
+    retire_above: float | None = None  # a question whose group reached this mean reward is drawn no more
+    truncation_alarm: float = 1.0
+    with_baseline: bool = False  # also generate and score a greedy completion of every prompt
     with_samples: bool = False  # StepEnd carries every sample as text
 
 
@@ -65,7 +70,10 @@ class ExperienceBatcher:
         self.cursor = PromptCursor(questions, plan.seed)
         self.budget = StalenessBudget(plan.groups_per_step, plan.max_staleness)
         self.steps = StepAssembler(
-            plan.groups_per_step, plan.max_staleness, Packer(plan.num_ranks, plan.max_tokens_per_gpu)
+            plan.groups_per_step,
+            plan.max_staleness,
+            Packer(plan.num_ranks, plan.max_tokens_per_gpu),
+            plan.advantages,
         )
         self.occupancy = Occupancy()
         self._queues: list[asyncio.Queue[MicroBatch | StepEnd]] = [
@@ -119,7 +127,8 @@ class ExperienceBatcher:
             The reward statistics over all samples, `num_samples`, and `samples` as text.
         """
         prompts = [Prompt(-1 - number, q.token_ids, q.row) for number, q in enumerate(questions)]
-        groups = await asyncio.gather(*(self._generate_and_score(prompt, count) for prompt in prompts))
+        scored = await asyncio.gather(*(self._generate_and_score(prompt, count) for prompt in prompts))
+        groups = [Group(prompt, samples, 0, -1) for prompt, samples in zip(prompts, scored, strict=True)]
         samples = [sample for group in groups for sample in group.samples]
         return {**reward_stats(samples), "num_samples": len(samples), "samples": readable_samples(groups)}
 
@@ -132,34 +141,50 @@ class ExperienceBatcher:
     # The rollout loop -------------------------------------------------------------------------------------------
 
     async def rollout_loop(self) -> None:
-        """Admit every prompt of the run, each as soon as the staleness budget allows."""
-        for _ in range(self.plan.num_steps * self.plan.groups_per_step):
-            version = await self.budget.admit()
-            prompt = next(self.cursor)
-            self._supervise(self.rollout(prompt, version), f"the rollout of prompt {prompt.ordinal}")
+        """Admit every group of the run, each as soon as the staleness budget allows."""
+        for slot in range(self.plan.num_steps * self.plan.groups_per_step):
+            await self.budget.admit()
+            self._supervise(self.rollout(slot), f"the rollout of group {slot}")
 
-    async def rollout(self, prompt: Prompt, version: int) -> None:
-        """One group from prompt to micro-batches."""
-        group = await self._generate_and_score(prompt, self.plan.samples_per_question, version)
-        group = await self._add_logprobs(group)
-        samples = with_advantages(
-            group.samples, self.plan.advantage_estimator, {}, mask_truncated=self.plan.mask_truncated
-        )
-        await self._offer(replace(group, samples=samples))
+    async def rollout(self, slot: int) -> None:
+        """One group from prompt to micro-batches; a prompt without signal gives its slot to the next one."""
+        for resampled in range(self.plan.max_resamples + 1):
+            group = replace(await self._one_group(next(self.cursor), slot), resampled=resampled)
+            self._retire_if_solved(group)
+            if has_signal(group):
+                break
+        await self._offer(await self._add_logprobs(group))
 
-    async def _generate_and_score(self, prompt: Prompt, count: int, version: int = 0) -> Group:
+    async def _one_group(self, prompt: Prompt, slot: int) -> Group:
+        """The group of a prompt, with the greedy completion that some estimators compare with."""
+        version = self.budget.live_version
+        parts = [self._generate_and_score(prompt, self.plan.samples_per_question)]
+        if self.plan.with_baseline:
+            parts.append(self._generate_and_score(prompt, 1, greedy=True))
+        samples, *greedy = await asyncio.gather(*parts)
+        baseline = greedy[0][0].verdict if greedy else None
+        return Group(prompt, samples, version, slot, baseline)
+
+    async def _generate_and_score(
+        self, prompt: Prompt, count: int, *, greedy: bool = False
+    ) -> tuple[Sample, ...]:
         scoring: list[asyncio.Task[Sample]] = []
         self._generating(+count)
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for completion in self.generation.generate(prompt, count):
+                async for completion in self.generation.generate(prompt, count, greedy=greedy):
                     self._generating(-1)
                     scoring.append(tasks.create_task(self._score(prompt, completion)))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
         finally:
             self._generating(len(scoring) - count)
-        return Group(prompt, tuple(task.result() for task in scoring), version)
+        return tuple(task.result() for task in scoring)
+
+    def _retire_if_solved(self, group: Group) -> None:
+        reward = mean_reward(group)
+        if self.plan.retire_above is not None and reward is not None and reward >= self.plan.retire_above:
+            self.cursor.retire(group.prompt)
 
     async def _score(self, prompt: Prompt, completion: Completion) -> Sample:
         return Sample(prompt, completion, await self.verification.verify(reward_sample(prompt, completion)))
@@ -212,6 +237,8 @@ class ExperienceBatcher:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),
+            "alarms": step_alarms(closed.groups, self.plan.truncation_alarm),
+            "questions_retired": len(self.cursor.retired),
             **stats,
         }
         if self.plan.with_samples:

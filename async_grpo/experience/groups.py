@@ -1,19 +1,13 @@
-"""One finished group: what its verifiers see, and how its rewards become advantages."""
+"""One finished group: what its verifiers see, and whether there is anything to learn from it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.types import Completion, Prompt, RewardStatus, Sample
+from async_grpo.types import Completion, Group, Prompt, RewardStatus
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     """What a reward adapter receives: every column of the row, and the completion."""
-    return {
+    sample = {
         **{key: value for key, value in prompt.row.items() if key != "input_token_ids"},
         "completion": completion.text,
         "sample_text": prompt.row["input"] + completion.text,
@@ -21,28 +15,27 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         "truncated": completion.truncated,
         "group_id": prompt.ordinal,
     }
+    if completion.char_ends is not None:
+        sample["completion_char_ends"] = completion.char_ends.tolist()
+    return sample
 
 
-def with_advantages(
-    samples: Sequence[Sample], estimator: str, options: Mapping[str, Any], *, mask_truncated: bool
-) -> tuple[Sample, ...]:
-    """Give every trainable sample of one group its (T,) advantages; the others keep None and are not trained on.
+def has_signal(group: Group) -> bool:
+    """Whether at least two of its samples have a reward, and not all of them the same.
 
-    A sample whose reward is not OK takes no part in the group's statistics. A truncated one does, but is left out of
-    the loss under `mask_truncated`.
+    Process rewards count step by step: two samples of one total may have earned it in different places.
     """
-    lengths = [len(sample.completion) for sample in samples]
-    valid = torch.tensor([sample.verdict.status is RewardStatus.OK for sample in samples])
-    rewards = torch.zeros(len(samples), max(lengths), dtype=torch.float64)
-    mask = torch.zeros(len(samples), max(lengths), dtype=torch.bool)
-    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        mask[row, :length] = True
-        rewards[row, length - 1] = sample.verdict.reward or 0.0
-    group_ids = torch.zeros(len(samples), dtype=torch.int64)
-    advantages = ADVANTAGE_ESTIMATORS[estimator](rewards, mask, group_ids, valid=valid, **options)
-    return tuple(
-        replace(sample, advantages=row[: len(sample.completion)].numpy().astype(np.float32))
-        if ok and not (mask_truncated and sample.completion.truncated)
-        else sample
-        for sample, row, ok in zip(samples, advantages, valid.tolist(), strict=True)
-    )
+    scored = [sample.verdict for sample in group.samples if sample.verdict.status is RewardStatus.OK]
+    outcomes = {(verdict.reward, *(result.steps for result in verdict.results)) for verdict in scored}
+    return len(outcomes) > 1
+
+
+def num_scored(group: Group) -> int:
+    """How many of its samples have a reward."""
+    return sum(sample.verdict.status is RewardStatus.OK for sample in group.samples)
+
+
+def mean_reward(group: Group) -> float | None:
+    """Of the samples that have one; None if none has."""
+    rewards = [sample.verdict.reward for sample in group.samples if sample.verdict.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None

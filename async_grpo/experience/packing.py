@@ -58,13 +58,14 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
             [ids for s in samples for ids in (s.prompt.token_ids, s.completion.token_ids)]
         ),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_mask=_over_completions(samples, [np.ones(len(s.completion), bool) for s in samples], False),
+        loss_mask=_over_completions(samples, [s.loss_mask for s in samples], False),
         behaviour_logprobs=_over_completions(
             samples, [s.completion.logprobs for s in samples], np.float32(0)
         ),
         advantages=_over_completions(samples, [s.advantages for s in samples], np.float32(0)),
         versions=_over_completions(samples, [s.completion.versions for s in samples], np.int32(PROMPT_TOKEN)),
         group_ids=np.array([s.prompt.ordinal for s in samples], np.int64),
+        group_tokens=np.array([s.group_tokens for s in samples], np.int64),
         ref_logprobs=_optional(samples, [s.ref_logprobs for s in samples]),
         proximal_logprobs=_optional(samples, [s.proximal_logprobs for s in samples]),
     )

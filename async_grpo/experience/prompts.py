@@ -1,8 +1,10 @@
 """The data set: JSONL rows become tokenised prompts once, and one cursor walks through them for the whole run."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,11 @@ import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.types import Prompt
+
+KEPT_ORDERS = (
+    4  # epochs whose order is remembered: prompts of the last one are retired while the next is drawn
+)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ def _chat_tokens(messages: list, tokenizer: Any, where: str) -> list[int]:
 class PromptCursor:
     """Walks through the questions for ever, each epoch in a new order; the one owner of the position.
 
+    A question may be retired: it is passed over in later epochs, until none is left; then all are back.
+
     >>> questions = [Question(np.array([i], np.int32), {}) for i in range(3)]
     >>> drawn = [prompt.token_ids[0] for prompt, _ in zip(PromptCursor(questions, seed=0), range(6))]
     >>> sorted(drawn[:3]) == sorted(drawn[3:]) == [0, 1, 2]
@@ -116,19 +125,34 @@ class PromptCursor:
 
     def __init__(self, questions: Sequence[Question], seed: int) -> None:
         self.questions, self.seed = questions, seed
-        self.position = 0  # prompts drawn so far: all that a resume needs
+        self.position = 0  # places of the walk passed so far: with `retired`, all that a resume needs
+        self.retired: set[int] = set()  # indices of questions
+        self._order = lru_cache(KEPT_ORDERS)(self._draw_order)
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
-        epoch, index = divmod(self.position, len(self.questions))
-        if index == 0 or not hasattr(self, "_order"):
-            self._order = np.random.default_rng((self.seed, epoch)).permutation(len(self.questions))
-        question = self.questions[self._order[index]]
+        while (index := self._question_at(self.position)) in self.retired:
+            self.position += 1
+        question = self.questions[index]
         prompt = Prompt(self.position, question.token_ids, question.row)
         self.position += 1
         return prompt
+
+    def retire(self, prompt: Prompt) -> None:
+        """Draw the prompt's question no more."""
+        self.retired.add(self._question_at(prompt.ordinal))
+        if len(self.retired) == len(self.questions):
+            log.warning("every question has been retired (--no-positive-resampling): all of them are back")
+            self.retired.clear()
+
+    def _question_at(self, position: int) -> int:
+        epoch, index = divmod(position, len(self.questions))
+        return int(self._order(epoch)[index])
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.questions))
 
 
 def check_longest(

@@ -11,8 +11,11 @@ from async_grpo.types import Completion, Prompt, Verdict
 class Generation(Protocol):
     """Completes prompts on whichever engine has room."""
 
-    def generate(self, prompt: Prompt, count: int) -> AsyncIterator[Completion]:
-        """Yield `count` completions, each as soon as it is finished."""
+    def generate(self, prompt: Prompt, count: int, *, greedy: bool = False) -> AsyncIterator[Completion]:
+        """Yield `count` completions, each as soon as it is finished.
+
+        Greedy ones take the likeliest token at every place: for comparison, not to be trained on.
+        """
         ...
 
     async def take_stats(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.options import EngineOptions
 from async_grpo.types import Completion, FinishReason, Settings
 from async_grpo.weights.manifest import Manifest, TensorRecord
@@ -86,6 +87,7 @@ class GenerationWorker:
             seed=settings.seed,
             weight_transfer_config=WeightTransferConfig(backend=backend),
             worker_extension_cls=cls.worker_extension,
+            hf_overrides={"head_dtype": "float32"} if settings.float32_head else {},
             enable_log_requests=False,
         )
         engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: timeline])
@@ -97,8 +99,8 @@ class GenerationWorker:
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
-    async def complete(self, prompt_token_ids: np.ndarray) -> Completion:
-        """Sample one completion of the prompt.
+    async def complete(self, prompt_token_ids: np.ndarray, greedy: bool = False) -> Completion:
+        """Sample one completion of the prompt, or take the likeliest token at every place.
 
         Cancelling the call aborts the request in the engine.
 
@@ -106,7 +108,7 @@ class GenerationWorker:
             WorkerLost: the engine died, or its last weight update failed.
         """
         self._check_fit()
-        params = self._sampling_params(len(prompt_token_ids))
+        params = self._sampling_params(len(prompt_token_ids), greedy)
         # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
         prompt = {"prompt_token_ids": prompt_token_ids.tolist(), "cache_salt": str(self.policy_version)}
         self._count(+1)
@@ -117,7 +119,7 @@ class GenerationWorker:
         self._check_fit()
         return self._completion(final.outputs[0])
 
-    def _sampling_params(self, prompt_length: int) -> SamplingParams:
+    def _sampling_params(self, prompt_length: int, greedy: bool = False) -> SamplingParams:
         room = self.settings.max_total_tokens - prompt_length
         if room < 1:
             raise ConfigurationError(
@@ -125,7 +127,7 @@ class GenerationWorker:
                 "shorten it or raise --max-generation-tokens"
             )
         return SamplingParams(
-            temperature=self.settings.temperature,
+            temperature=0.0 if greedy else self.settings.temperature,
             max_tokens=min(self.settings.max_completion_tokens, room),
             stop_token_ids=list(self.settings.stop_token_ids),
             logprobs=0,  # the sampled token's own
@@ -154,12 +156,14 @@ class GenerationWorker:
             step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
         ]
         stopped = output.finish_reason == "stop"
+        text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray(logprobs, np.float32),
             versions=_versions(output, len(token_ids)),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            text=self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False),
+            text=text,
+            char_ends=char_ends(self.tokenizer, token_ids, text) if self.settings.char_ends else None,
         )
 
     async def update_weights(self, version: int, chunks: list[memoryview]) -> Manifest:

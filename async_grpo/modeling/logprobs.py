@@ -9,35 +9,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 
-def packed_logprobs(
-    hidden: Tensor,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    input_ids: Tensor,
-    needed: Tensor,
-    temperature: float,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies), both (N,) float32, of the tokens where `needed` (N,) is True; 0 elsewhere.
-
-    hidden (N, H) of the token *before* speaks of a token, so `needed` must be False on the first of every
-    sequence. The entropy (of the distribution that the token was drawn from) carries no gradient. With
-    nothing needed the result still hangs on `hidden`: a rank with nothing to learn must run the same backward
-    as the others.
-    """
-    positions = needed.nonzero().flatten()
-    logprobs, entropies = chunked_logprobs(
-        hidden.index_select(0, positions - 1),
-        head_weight,
-        head_bias,
-        input_ids[positions],
-        temperature,
-        chunk_tokens,
-    )
-    empty = logprobs.new_zeros(len(input_ids))
-    return empty.index_copy(0, positions, logprobs), empty.index_copy(0, positions, entropies)
-
-
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -49,7 +20,9 @@ def chunked_logprobs(
     """log softmax((hidden @ weight.T + bias) / temperature)[targets], and that softmax's entropy; (M,).
 
     hidden (M, H), weight (V, H), bias (V,) or None, targets (M,) int64. Logits are float32 (float64 for
-    float64 input). At most `chunk_tokens` rows of logits exist at a time.
+    float64 input). At most `chunk_tokens` rows of logits exist at a time, of their gradient as many, and
+    twice that where the entropies' gradient is asked for. Both results have a gradient; one that the loss
+    does not use costs nothing.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
@@ -60,7 +33,10 @@ def chunked_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """d logprob / d logits = (onehot - softmax) / temperature, recomputed from the kept log-normaliser."""
+    """With logits z / T, p their softmax and H its entropy (p recomputed from the kept log-normaliser):
+
+    d logprob / dz = (onehot - p) / T and dH / dz = -p (log p + H) / T.
+    """
 
     @staticmethod
     def forward(
@@ -80,23 +56,32 @@ class _ChunkedHead(torch.autograd.Function):
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
             entropies[rows] = normalisers[rows] - torch.linalg.vecdot(probs, logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # zeros for an unused entropy would pay for its gradient
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+    def backward(
+        ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_logprobs is None and grad_entropies is None:
+            return (None,) * 6
+        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(grad_entropies)
         grad_hidden = torch.empty_like(hidden)
         # float32 while it is summed over chunks: in bfloat16 every further chunk would round the sum again
-        grad_weight = torch.zeros_like(weight, dtype=grad_logprobs.dtype)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_logprobs.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            scale = grad_logprobs[rows, None] / ctx.temperature
-            grad_logits = _logits(hidden[rows], weight, bias, ctx.temperature)
-            grad_logits.sub_(normalisers[rows, None]).exp_().mul_(-scale)
+            scale = pull = grad_logprobs[rows, None] / ctx.temperature
+            logps = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(normalisers[rows, None])
+            if grad_entropies is not None:
+                entropy_scale = grad_entropies[rows, None] / ctx.temperature
+                pull = (logps + entropies[rows, None]).mul_(entropy_scale).add_(scale)
+            grad_logits = logps.exp_().mul_(-pull)
             grad_logits.scatter_add_(1, targets[rows, None], scale)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0)

@@ -7,34 +7,56 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from async_grpo.modeling.logprobs import packed_logprobs
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing, check_packable
+from async_grpo.modeling.value_head import ValueHead
 
 DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
 
 
 class PolicyModel(nn.Module):
-    """Wraps body and head in one forward, so that FSDP's root hooks gather the head's weight as well.
+    """Wraps body and heads in one forward, so that FSDP's root hooks gather the heads' weights as well.
 
-    Calling the head's weight outside a wrapped module's forward would meet a sharded DTensor. `model` becomes
-    packed: ConfigurationError if its attention or head cannot be.
+    Calling a head's weight outside a wrapped module's forward would meet a sharded DTensor. `model` becomes
+    packed: ConfigurationError if its attention or head cannot be. value_head: add a critic, `value_head`,
+    that reads the same hidden states. value_trunk_gradient: whether the values' gradient goes on into the
+    model, or stops at the head.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        value_head: bool = False,
+        value_trunk_gradient: bool = True,
+    ) -> None:
         super().__init__()
         check_packable(model)
         model.set_attn_implementation(PACKED_ATTENTION)
         self.model = model
         self.chunk_tokens = chunk_tokens
+        hidden_size = model.config.get_text_config().hidden_size
+        self.value_head = ValueHead(hidden_size, model.device) if value_head else None
+        self.value_trunk_gradient = value_trunk_gradient
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), both (N,), of `input_ids` (N,) where `loss_mask` (N,) is True; else 0.
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        loss_mask: Tensor,
+        temperature: float,
+        *,
+        with_values: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """(log-probs, entropies), each (N,), of `input_ids` (N,) where `loss_mask` (N,) is True; else 0.
 
         cu_seqlens (S + 1,): boundaries of the packed sequences. Entry i speaks of token i given those before
-        it in its own sequence; the first token of a sequence is given by nothing and stays 0. Only log-probs
-        have a gradient.
+        it in its own sequence; the first token of a sequence is given by nothing and stays 0. with_values:
+        (log-probs, entropies, values), a value being that of the state in which token i is chosen.
+        ConfigurationError: values without a value head. With an empty mask the results still hang on the
+        weights: a rank with nothing to learn must run the same backward as the others.
         """
         packing = Packing(np.asarray(cu_seqlens.tolist(), np.int64), input_ids.device)
         hidden = self.model.base_model(
@@ -44,10 +66,19 @@ class PolicyModel(nn.Module):
             packing=packing,
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        needed = loss_mask & (packing.position_ids > 0)
-        return packed_logprobs(
-            hidden, head.weight, head.bias, input_ids, needed, temperature, self.chunk_tokens
+        positions = (loss_mask & (packing.position_ids > 0)).nonzero().flatten()
+        states = hidden.index_select(0, positions - 1)  # what is known before the token is chosen
+        results = chunked_logprobs(
+            states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )
+        if with_values:
+            results = (*results, self._values(states))
+        return tuple(r.new_zeros(len(input_ids)).index_copy(0, positions, r) for r in results)
+
+    def _values(self, states: Tensor) -> Tensor:
+        if self.value_head is None:
+            raise ConfigurationError("this policy has no critic; build it with PolicyModel(value_head=True)")
+        return self.value_head(states if self.value_trunk_gradient else states.detach())
 
     @property
     def device(self) -> torch.device:
@@ -58,11 +89,21 @@ def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every weight, in the model's order; a tied head appears once.
 
     Of a sharded policy this is a collective: every rank must exhaust the iterator in lockstep. One tensor is
-    gathered at a time. Unsharded tensors are the live weights, not copies.
+    gathered at a time. Unsharded tensors are the live weights, not copies. The value head is not among them:
+    engines and Hugging Face folders know no critic.
     """
+    return _full_tensors(policy.model)
+
+
+def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
+    """The value head's `weight` (1, H) and `bias` (1,), whole; {} without one. A collective of a sharded policy."""
+    return {} if policy.value_head is None else dict(_full_tensors(policy.value_head))
+
+
+def _full_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     # state_dict, not named_parameters: its hooks bring FSDP's shards back if a forward left them gathered
-    for name, tensor in policy.model.state_dict(keep_vars=True).items():
+    for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))

@@ -3,6 +3,7 @@
     adapters/          the rewards that are shipped: plain functions sample -> dict
     source             the user's page of rewards, as text that travels to any process
     contract           how an adapter is called, and what its answer must look like
+    steps              process rewards: an adapter's list of steps -> rewards of tokens
     child              the main program of one adapter's process
     channel, framing   the parent's end of that process, and the messages between the two
     worker             what the pool asks of a worker: the seam for judges that are no local process

@@ -5,27 +5,35 @@ An adapter is `adapter(sample, **options) -> dict`. The sample holds every colum
     completion              the generated text; a trailing end token may be there or not
     sample_text             input + completion
     completion_token_ids    list of ints
+    completion_char_ends    for each token the characters of `completion` up to its end; in runs with process rewards
     truncated               whether generation ended at the length limit
     group_id                the same for all completions of one prompt
 
 The answer holds `reward` and any further numbers, logged per component; all of them finite. An adapter that
 cannot judge a sample answers {"abstain": "why"}. Anything else, an exception included, is a failure and no
 zero.
+
+A process reward, declared by `@process_reward`, also answers the steps (see `steps`); `reward` is then their sum
+unless it is given.
 """
 
 import inspect
-import math
 import traceback
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.steps import KINDS, is_finite_number, refuse_steps, steps_of
 
 MAX_REASON_CHARACTERS = 500
 
 Adapter = Callable[..., Any]
+
+
+def is_process(adapter: Adapter) -> bool:
+    """Whether the adapter is declared (`@process_reward`) to reward single steps."""
+    return getattr(adapter, "process", False) is True
 
 
 def accepted_options(adapter: Adapter, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,15 +60,16 @@ def check_options(adapters: Mapping[str, Adapter], options: Mapping[str, Any]) -
 
 
 def answer_of(adapter: Adapter, sample: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the adapter; whatever happens becomes a dict of `status`, `reward`, `extra` and `reason`.
+    """Call the adapter; whatever happens becomes a dict of `status`, `reward`, `extra`, `steps` and `reason`.
 
     >>> answer_of(lambda sample: {"reward": True, "length": 3}, {}, {})
-    {'status': 'ok', 'reward': 1.0, 'extra': {'length': 3.0}, 'reason': ''}
+    {'status': 'ok', 'reward': 1.0, 'extra': {'length': 3.0}, 'steps': [], 'reason': ''}
     >>> answer_of(lambda sample: 1.0, {}, {})["reason"]
     'the adapter returned a float, not a dict with a `reward`'
     """
     try:
-        return _checked(adapter(sample, **options))
+        # A copy: the steps are measured on the sample as it was, whatever the adapter writes into its own.
+        return _checked(adapter(dict(sample), **options), sample, is_process(adapter))
     except BaseException as error:  # sys.exit() and time-outs of libraries would take the process down
         return failure(describe(error))
 
@@ -88,26 +97,34 @@ def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
     return text if len(text) <= length else text[:length] + " ..."
 
 
-def _checked(answer: Any) -> dict[str, Any]:
+def _checked(answer: Any, sample: dict[str, Any], process: bool) -> dict[str, Any]:
     if not isinstance(answer, dict):
         return failure(f"the adapter returned a {type(answer).__name__}, not a dict with a `reward`")
     if "abstain" in answer:
         return _answer("abstained", reason=str(answer["abstain"]))
-    if "reward" not in answer:
+    try:
+        steps = steps_of(answer, sample) if process else refuse_steps(answer)
+    except ValueError as error:
+        return failure(str(error))
+    numbers = {name: value for name, value in answer.items() if name not in KINDS}
+    if process:
+        numbers.setdefault("reward", sum(reward for _, reward in steps))
+    if "reward" not in numbers:
         return failure(f"the adapter's dict has no `reward`, only {sorted(map(str, answer))}")
-    wrong = [f"{name}={value!r}" for name, value in answer.items() if not _is_finite_number(value)]
+    wrong = [f"{name}={value!r}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
         return failure(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
-    extra = {str(name): float(value) for name, value in answer.items() if name != "reward"}
-    return _answer("ok", reward=float(answer["reward"]), extra=extra)
-
-
-def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    extra = {str(name): float(value) for name, value in numbers.items() if name != "reward"}
+    return _answer("ok", float(numbers["reward"]), extra, steps)
 
 
 def _answer(
-    status: str, reward: float | None = None, extra: dict[str, float] | None = None, reason: str = ""
+    status: str,
+    reward: float | None = None,
+    extra: Mapping[str, float] | None = None,
+    steps: Sequence[tuple[int, float]] = (),
+    reason: str = "",
 ) -> dict[str, Any]:
     reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
-    return {"status": status, "reward": reward, "extra": extra or {}, "reason": reason}
+    extra, steps = dict(extra or {}), [list(step) for step in steps]  # as JSON gives them back
+    return {"status": status, "reward": reward, "extra": extra, "steps": steps, "reason": reason}

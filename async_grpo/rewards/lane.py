@@ -143,7 +143,8 @@ class Lane:
         if error := call.exception():
             return f"{type(error).__name__}: {error}"
         if not job.outcome.done():
-            self.stats.add(job.finish(_checked(call.result())))
+            num_tokens = len(job.sample.get("completion_token_ids", ()))
+            self.stats.add(job.finish(_checked(call.result(), num_tokens)))
         return ""
 
     def _retry_or_fail(self, job: _Job, trouble: str) -> None:
@@ -216,12 +217,20 @@ class Lane:
             self.stats.add(job.finish(failed))
 
 
-def _checked(result: AdapterResult) -> AdapterResult:
-    """A worker may be remote and of another make: only a finite reward is one."""
-    if result.status is RewardStatus.OK and (result.reward is None or not math.isfinite(result.reward)):
-        reason = f"the reward is {result.reward}"
-        return replace(result, status=RewardStatus.FAILED, reward=None, reason=reason)
-    return result
+def _checked(result: AdapterResult, num_tokens: int) -> AdapterResult:
+    """A worker may be remote and of another make: only finite rewards are some, and only on tokens there are."""
+    if result.status is not RewardStatus.OK:
+        return result
+    wrong = [
+        f"the step that ends in token {token} of {num_tokens} is worth {reward}"
+        for token, reward in result.steps
+        if not (0 <= token < num_tokens and math.isfinite(reward))
+    ]
+    if result.reward is None or not math.isfinite(result.reward):
+        wrong.append(f"the reward is {result.reward}")
+    if not wrong:
+        return result
+    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=wrong[0])
 
 
 def _retrieve(call: asyncio.Future[AdapterResult]) -> None:

@@ -87,6 +87,7 @@ class AdapterProcess:
             RewardStatus(answer["status"]),
             answer["reward"],
             answer["extra"],
+            tuple((token, reward) for token, reward in answer["steps"]),
             answer["reason"],
             attempts,
             latency_s=time.monotonic() - started,

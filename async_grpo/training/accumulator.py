@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from async_grpo.algorithm.diagnostics import mismatch_report
+from async_grpo.algorithm.value_loss import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.norms import UpdateStatistics, tensor_norms
-from async_grpo.training.objective import Objective
+from async_grpo.training.objective import Objective, StepTerms
 from async_grpo.training.sharding import local_shard
+from async_grpo.training.whole_step import step_terms
 from async_grpo.types import MicroBatch
 
 # Reported by every step, also where the loss in use does not compute them
@@ -27,7 +30,6 @@ ALWAYS_REPORTED = (
     "clip_frac_low",
     "clip_frac_high",
     "entropy",
-    "mismatch_kl",
     "ratio_mean",
     "ratio_max",
 )
@@ -55,13 +57,28 @@ class GradientAccumulator:
         self._objective, self._ranks = objective, ranks
         self._max_grad_norm, self._update_stats = max_grad_norm, update_stats
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
+        self._waiting: list[MicroBatch] = []  # for the end of their step
+        self._steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._histogram: Tensor | float = 0.0
 
     def add(self, batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch; what it adds to the metrics stays on the device."""
-        contribution = self._objective(self._policy, batch)
+        """Forward and backward of one micro-batch; or keep it, if the objective must see its whole step first."""
+        if self._objective.needs_whole_step:
+            self._objective.check_inputs(batch)
+            self._waiting.append(batch)
+        else:
+            self._backward(batch)
+
+    def _backward(self, batch: MicroBatch, terms: StepTerms | None = None) -> None:
+        """What it adds to the metrics stays on the device."""
+        contribution = self._objective(self._policy, batch, terms)
         contribution.loss.backward()
+        self._histogram = self._histogram + contribution.ratio_histogram
         for name, value in contribution.sums.items():
             self._sums[name] = self._sums.get(name, 0) + value.double()
         for name, value in contribution.maxima.items():
@@ -74,20 +91,30 @@ class GradientAccumulator:
         A step without one loss token changes no weight and says so (`update_skipped` 1). NonFiniteGradient:
         on all ranks alike, before anything was changed.
         """
-        sums, maxima = self._reduce()
+        if self._waiting:
+            batches, self._waiting = self._waiting, []
+            all_terms = step_terms(self._policy, self._objective, batches, self._ranks, self._steps)
+            for batch, terms in zip(batches, all_terms, strict=True):
+                self._backward(batch, terms)
+        self._steps += 1
+        sums, maxima, histogram = self._reduce()
         lr = self._scheduler.get_last_lr()[0]
-        count = sums.get(self._objective.unit, 0.0)
+        count = (
+            sums.get(self._objective.unit, 0.0) if self._objective.unit else float(sums.get("tokens", 0) > 0)
+        )
         update = self._update(count, sums["backward_loss"]) if count else {"grad_norm": 0.0}
         self._optimizer.zero_grad(set_to_none=True)
-        report = _metrics(sums, maxima, count)
+        report = _metrics(sums, maxima, histogram, count)
         return report | update | {"lr": lr, "update_skipped": float(count == 0)} | self._peak_memory()
 
-    def _reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """This step's sums and maxima over all ranks; forgets them."""
+    def _reduce(self) -> tuple[dict[str, float], dict[str, float], Tensor]:
+        """This step's sums, maxima and histogram over all ranks; forgets them."""
         sums, maxima = self._sums, self._maxima
-        self._sums, self._maxima = {}, {}
+        histogram = torch.as_tensor(self._histogram).flatten().tolist()
+        self._forget()
         total, highest = self._ranks.sum(_read(sums)), self._ranks.max(_read(maxima))
-        return dict(zip(sums, total, strict=True)), dict(zip(maxima, highest, strict=True))
+        histogram = torch.tensor(self._ranks.sum(histogram))
+        return dict(zip(sums, total, strict=True)), dict(zip(maxima, highest, strict=True)), histogram
 
     def _update(self, count: float, loss: float) -> dict[str, float]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -97,7 +124,7 @@ class GradientAccumulator:
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self._optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(
-                f"over {count:.0f} {self._objective.unit} the loss sums to {loss} and the gradient norm is "
+                f"over {count:.0f} {self._objective.unit or 'step'} the loss sums to {loss} and the gradient norm is "
                 f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
             )
         clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
@@ -123,19 +150,28 @@ def _read(scalars: dict[str, Tensor]) -> list[float]:
     return torch.stack(list(scalars.values())).tolist() if scalars else []
 
 
-def _metrics(sums: dict[str, float], maxima: dict[str, float], count: float) -> dict[str, float]:
-    """Token sums -> token means; the two losses are divided by what divides their gradient."""
-    tokens = sums.pop("tokens", 0.0)
-    sequences = sums.pop("sequences", 0.0)
-    losses = {name: sums.pop(name, 0.0) / max(1.0, count) for name in ("avg_loss", "backward_loss")}
+def _metrics(
+    sums: dict[str, float], maxima: dict[str, float], histogram: Tensor, count: float
+) -> dict[str, float]:
+    """Token sums -> token means; the losses are divided by what divides their gradient."""
+    mismatch = {name: sums.pop(name) for name in list(sums) if name.startswith("mismatch_")}
+    report = mismatch_report(mismatch, histogram) if mismatch else {"mismatch_kl": 0.0}
+    tokens, sequences = sums.pop("tokens", 0.0), sums.pop("sequences", 0.0)
+    sums.pop("groups", None)
+    losses = {name: sums.pop(name, 0.0) / (count or 1.0) for name in ("avg_loss", "backward_loss")}
     means = dict.fromkeys(ALWAYS_REPORTED, 0.0) | {
         name: total / max(1.0, tokens) for name, total in sums.items()
     }
+    if "value_error" in means:
+        report["explained_variance"] = explained_variance(means)
+    compared = mismatch.get("mismatch_tokens_sum", 0.0)
     return {
         **losses,
         **means,
         **maxima,
+        **report,
         "avg_pg_clip": means["clip_frac_low"] + means["clip_frac_high"],
+        "rejected_share": 1 - tokens / compared if compared else 0.0,
         "num_non_masked_tokens": tokens,
         "total_non_masked_tokens": tokens,
         "num_non_masked_sequences": sequences,

@@ -6,12 +6,14 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
-from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.distributed import Ranks
 
 # Copied as they are, not written anew: a checkpoint speaks the tokens, byte for byte, that the run was
@@ -27,6 +29,8 @@ COPIED_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# In a folder of its own: vLLM loads every *.safetensors beside the config.json as the model's
+VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 
 class CheckpointWriter:
@@ -34,8 +38,8 @@ class CheckpointWriter:
 
     model_path: the folder the run started from; tokenizer and generation settings are taken from it. dtype:
     of the saved weights. min_samples_between: a checkpoint is due that many samples after the last.
-    keep_last: how many to keep, None: all. Exact resumption would add the optimizer's state beside the
-    weights, inside `_write`.
+    keep_last: how many to keep, None: all. A value head goes to VALUE_HEAD_FILE,
+    in float32. Exact resumption would add the optimizer's state beside the weights, inside `_write`.
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class CheckpointWriter:
         for name, tensor in named_full_tensors(policy):  # every rank takes part, one keeps
             if self._ranks.is_main:
                 state[name] = tensor.to("cpu", self._dtype, copy=True)
+        value_head = value_head_tensors(policy)
         if self._ranks.is_main:
-            self._write(policy.model, state, target)
+            self._write(policy.model, state, value_head, target)
             self._prune(target)
         self._last_saved = samples
         return target
@@ -87,7 +92,9 @@ class CheckpointWriter:
     def _path(self, samples: int) -> Path:
         return self._folder / f"samples_{samples}"
 
-    def _write(self, model: PreTrainedModel, state: dict[str, Tensor], target: Path) -> None:
+    def _write(
+        self, model: PreTrainedModel, state: dict[str, Tensor], value_head: dict[str, Tensor], target: Path
+    ) -> None:
         """Under a hidden name first: a folder called samples_<n> is a whole one, come what may."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._folder.glob(".samples_*"):
@@ -97,6 +104,10 @@ class CheckpointWriter:
         for name in COPIED_FILES:
             if (self._source / name).is_file():
                 shutil.copyfile(self._source / name, partial / name)
+        if value_head:
+            (partial / VALUE_HEAD_FILE).parent.mkdir()
+            tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
+            save_file(tensors, partial / VALUE_HEAD_FILE)
         if target.exists():  # from an earlier run into the same output_dir
             os.rename(target, replaced)
         os.rename(partial, target)
@@ -107,6 +118,32 @@ class CheckpointWriter:
         self._written = [path for path in self._written if path != written] + [written]
         while self._keep_last and len(self._written) > self._keep_last:
             shutil.rmtree(self._written.pop(0))
+
+
+def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
+    """Load the value head of the checkpoint in `folder` into a policy not yet sharded; False: it has none.
+
+    False too if the policy has no value head to load into. ConfigurationError: a broken file, or one for
+    another model.
+    """
+    path = Path(folder) / VALUE_HEAD_FILE
+    if policy.value_head is None or not path.is_file():
+        return False
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}; remove it to start a new critic"
+        ) from error
+    expected = {name: tuple(tensor.shape) for name, tensor in policy.value_head.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        raise ConfigurationError(
+            f"{path} holds {found}, but the value head of this model is {expected}; "
+            "give the checkpoint of the same model, or remove the file to start a new critic"
+        )
+    policy.value_head.load_state_dict(tensors)
+    return True
 
 
 def _weightless_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,47 +1,82 @@
 """What one micro-batch adds to a step: an un-normalised loss, the counts that divide it, metric sums.
 
-Everything is additive over micro-batches and ranks, so a step is the same whatever the packing.
+Everything is additive over micro-batches and ranks, so a step is the same whatever the packing. What can only be known
+of the whole step (`whole_step`) is worked out before, and handed in.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
+from async_grpo.algorithm.diagnostics import mismatch_sums, ratio_histogram
 from async_grpo.algorithm.kl import KL_KINDS, kl_penalty
-from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm.losses import POLICY_LOSSES, PolicyLoss
+from async_grpo.algorithm.value_loss import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.types import MicroBatch
 
 
 @dataclass(frozen=True)
+class Critic:
+    """The value loss beside the policy's, and what turns values into advantages (GAE)."""
+
+    coef: float = 0.5
+    clip: float | None = 0.5
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """What a micro-batch is told of its whole step; (1, N) tensors, None where the objective needs none."""
+
+    advantages: Tensor | None = None  # in place of the micro-batch's own
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
+    selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
+    weight_mean: float | None = None  # of the importance weights
+
+
+@dataclass(frozen=True)
 class Contribution:
-    """0-dim tensors. `loss` is a sum, still to be divided; `sums` are sums over tokens, and the counts."""
+    """`loss` (0-dim) is a sum, still to be divided; `sums` are sums over tokens, and the counts; all additive."""
 
     loss: Tensor
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
+    ratio_histogram: Tensor
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Policy loss + kl_coef * KL to the reference, aggregated over tokens.
+    """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
     temperature: the sampling temperature; the engine's log-probs were taken at it, so the policy's must be.
-    aggregation_scale: the constant length of `constant_length`. ConfigurationError: an unknown name.
+    aggregation_scale: the constant length of `constant_length`. old_policy: what the ratio is taken against,
+    "behaviour", "proximal" or "current" (the policy itself at the start of the step, as each step trains on its
+    minibatch once; the ratio is then 1). ConfigurationError: an unknown name, or settings that contradict each other.
     """
 
     policy_loss: str = "ppo_clip"
-    policy_loss_options: Mapping[str, float] = field(default_factory=dict)
+    policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
     aggregation: str = "token_mean"
     aggregation_scale: float | None = None
     kl_coef: float = 0.0
     kl_kind: str = "k3"
+    kl_clamp: float | None = None
+    entropy_coef: float = 0.0
     temperature: float = 1.0
+    old_policy: str = "behaviour"
+    correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
+    critic: Critic | None = None
 
     def __post_init__(self) -> None:
         for setting, value, known in (
@@ -56,40 +91,88 @@ class Objective:
                 f"temperature is {self.temperature}, but training needs the log-probs of sampled tokens: "
                 "it must be positive"
             )
+        self.loss.check_options(**self.policy_loss_options)
+        if self.loss.needs_proximal and self.old_policy == "current":
+            raise ConfigurationError(
+                f"the loss {self.policy_loss} compares with a proximal policy: --old-policy current leaves none"
+            )
+        if self.correction.weighs and self.loss.needs_proximal:
+            raise ConfigurationError(
+                f"the loss {self.policy_loss} weighs by the engine's policy itself: leave --importance-level out"
+            )
+        if self.correction.weighs and self.old_policy == "behaviour" and self.loss.uses_ratio:
+            raise ConfigurationError(
+                f"the loss {self.policy_loss} already holds the ratio to the engine's policy; importance weights would "
+                "count it twice. Use --old-policy current or proximal with them, or the losses grpo and gpg"
+            )
 
     @property
-    def unit(self) -> str:
-        """The count that divides the loss: "tokens" or "sequences"."""
+    def loss(self) -> PolicyLoss:
+        return POLICY_LOSSES[self.policy_loss]
+
+    @property
+    def unit(self) -> str | None:
+        """The count that divides the loss: "tokens", "sequences", "groups", or nothing."""
         return get_aggregation(self.aggregation, self.aggregation_scale).unit
 
-    def __call__(self, policy: PolicyModel, batch: MicroBatch) -> Contribution:
+    @property
+    def needs_whole_step(self) -> bool:
+        """Whether micro-batches must wait for the end of their step, and be looked at together first."""
+        return self.critic is not None or self.loss.needs_selection or self.correction.normalize
+
+    def __call__(
+        self, policy: PolicyModel, batch: MicroBatch, terms: StepTerms | None = None
+    ) -> Contribution:
         """One forward of `policy` over `batch`; `loss.backward()` is the caller's.
 
         ConfigurationError: the loss or the KL term needs log-probs that the micro-batch does not carry.
         """
-        self._check_inputs(batch)
-        arrays = _BatchTensors(batch, policy.device)
-        logprobs, entropy = policy(arrays.input_ids, arrays.cu_seqlens, arrays.mask[0], self.temperature)
-        logprobs = logprobs[None]
-        mask, ids = arrays.mask, arrays.sequence_ids
-        per_token, metrics = POLICY_LOSSES[self.policy_loss](
-            logprobs,
-            arrays.old_logprobs,
-            arrays.advantages,
-            mask,
-            sequence_ids=ids,
-            **self.policy_loss_options,
+        self.check_inputs(batch)
+        terms = terms or StepTerms()
+        row = BatchTensors(batch, policy.device)
+        outputs = policy(
+            row.input_ids, row.cu_seqlens, row.mask[0], self.temperature, with_values=self.critic is not None
         )
-        kl = self._kl(logprobs, arrays, mask)
-        policy_loss = self._total(per_token, mask, ids)
-        loss = self._total(per_token + self.kl_coef * kl, mask, ids) if self.kl_coef else policy_loss
-        mismatch = kl_penalty(_where(mask, arrays.behaviour_logprobs), logprobs.detach(), "k3")
-        token_metrics = metrics | {"entropy": entropy, "avg_kl_div": kl.detach(), "mismatch_kl": mismatch}
-        sums, maxima = _reduce_metrics(token_metrics)
-        sums |= {"avg_loss": policy_loss.detach(), "backward_loss": loss.detach()} | count_units(mask, ids)
-        return Contribution(loss, sums, maxima)
+        logprobs, entropy, *values = (output[None] for output in outputs)
+        mask = self.correction.keep(
+            self.compared(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
+        )
+        per_token, metrics = self._policy_loss(logprobs, row, mask, terms)
+        policy_loss = self._total(per_token, mask, row)
+        kl = self._kl(logprobs, row, mask)
+        if self.kl_coef:
+            per_token = per_token + self.kl_coef * kl
+        if self.entropy_coef:  # else its gradient, a product with the whole vocabulary, is never computed
+            per_token = per_token - self.entropy_coef * _where(mask, entropy)
+        if self.critic:
+            assert terms.returns is not None and terms.old_values is not None
+            value_losses, value_metrics = value_loss(
+                values[0], terms.returns, terms.old_values, mask, clip=self.critic.clip
+            )
+            per_token = per_token + self.critic.coef * value_losses
+            metrics |= value_metrics | {"value_loss": value_losses.detach()}
+        loss = self._total(per_token, mask, row)
+        metrics |= {"entropy": _where(mask, entropy.detach()), "avg_kl_div": kl.detach()}
+        sums, maxima = _reduce_metrics(metrics)
+        sums |= {"avg_loss": policy_loss.detach(), "backward_loss": loss.detach()}
+        sums |= count_units(mask, row.sequence_ids, group_tokens=row.group_tokens)
+        sums |= mismatch_sums(logprobs, row.behaviour_logprobs, row.mask, sequence_ids=row.sequence_ids)
+        return Contribution(loss, sums, maxima, ratio_histogram(logprobs, row.behaviour_logprobs, row.mask))
 
-    def _check_inputs(self, batch: MicroBatch) -> None:
+    def compared(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
+        """The policy whose distance to the engine is corrected: the proximal one if there is one, else the own."""
+        return logprobs.detach() if row.proximal_logprobs is None else row.proximal_logprobs
+
+    def old_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
+        """What the ratio is taken against; for a loss with a proximal policy of its own, the engine's."""
+        if self.old_policy == "current":
+            return logprobs.detach()
+        if self.old_policy == "proximal" and not self.loss.needs_proximal:
+            return _or_zeros(row.proximal_logprobs, logprobs)
+        return row.behaviour_logprobs
+
+    def check_inputs(self, batch: MicroBatch) -> None:
+        """ConfigurationError: the batch lacks log-probs that the objective needs."""
         if batch.is_dummy:
             return
         if self.kl_coef and batch.ref_logprobs is None:
@@ -97,45 +180,57 @@ class Objective:
                 f"kl_coef is {self.kl_coef} but the samples carry no reference log-probs; "
                 "run a reference logprob worker or set kl_coef to 0"
             )
-        if POLICY_LOSSES[self.policy_loss].needs_proximal and batch.proximal_logprobs is None:
+        needs_proximal = self.old_policy == "proximal" or self.loss.needs_proximal
+        if needs_proximal and batch.proximal_logprobs is None:
             raise ConfigurationError(
-                f"the loss {self.policy_loss} needs proximal log-probs but the samples carry none; "
-                "run a proximal logprob worker or choose another loss"
+                f"the loss {self.policy_loss} with the ratio to the {self.old_policy} policy needs proximal log-probs but "
+                "the samples carry none; run a proximal logprob worker or choose another loss"
             )
 
-    def _kl(self, logprobs: Tensor, arrays: "_BatchTensors", mask: Tensor) -> Tensor:
-        if arrays.ref_logprobs is None:
+    def _policy_loss(
+        self, logprobs: Tensor, row: BatchTensors, mask: Tensor, terms: StepTerms
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        options = dict(self.policy_loss_options)
+        if self.loss.needs_proximal:
+            options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
+        if self.loss.needs_selection:
+            options["selected"] = terms.selected
+        weights = self.correction.weights(
+            self.compared(logprobs, row), row.behaviour_logprobs, mask, row.sequence_ids, terms.weight_mean
+        )
+        per_token, metrics = self.loss(
+            logprobs,
+            self.old_logprobs(logprobs, row),
+            row.advantages if terms.advantages is None else terms.advantages,
+            mask,
+            importance_weights=weights,
+            sequence_ids=row.sequence_ids,
+            **options,
+        )
+        return per_token, metrics | ({} if weights is None else {"importance_weight": weights})
+
+    def _kl(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
+        if row.ref_logprobs is None:
             return torch.zeros_like(logprobs)
-        kl = kl_penalty(_where(mask, logprobs), _where(mask, arrays.ref_logprobs), self.kl_kind)
+        kl = kl_penalty(
+            _where(mask, logprobs), _where(mask, row.ref_logprobs), self.kl_kind, clamp=self.kl_clamp
+        )
         return _where(mask, kl)
 
-    def _total(self, per_token: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
+    def _total(self, per_token: Tensor, mask: Tensor, row: BatchTensors) -> Tensor:
         aggregation = get_aggregation(self.aggregation, self.aggregation_scale)
-        return aggregation.total(per_token, mask, ids, self.aggregation_scale)
-
-
-class _BatchTensors:
-    """A micro-batch on the device, as one row (1, N); `mask` leaves out the first token of every sequence."""
-
-    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
-        def row(values: np.ndarray | None) -> Tensor | None:
-            return None if values is None else torch.tensor(values, device=device)[None]
-
-        trained = batch.loss_mask.copy()
-        trained[batch.cu_seqlens[:-1]] = False
-        self.input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=device)
-        self.cu_seqlens = torch.tensor(batch.cu_seqlens)
-        self.mask = row(trained)
-        self.sequence_ids = row(batch.sequence_ids())
-        self.advantages = row(batch.advantages)
-        self.behaviour_logprobs = row(batch.behaviour_logprobs)
-        self.ref_logprobs = row(batch.ref_logprobs)
-        proximal = row(batch.proximal_logprobs)
-        self.old_logprobs = self.behaviour_logprobs if proximal is None else proximal
+        return aggregation.total(
+            per_token, mask, row.sequence_ids, self.aggregation_scale, group_tokens=row.group_tokens
+        )
 
 
 def _where(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, 0)
+
+
+def _or_zeros(values: Tensor | None, like: Tensor) -> Tensor:
+    """Zeros for a dummy, which carries nothing."""
+    return torch.zeros_like(like) if values is None else values
 
 
 def _reduce_metrics(metrics: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

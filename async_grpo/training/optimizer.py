@@ -3,17 +3,22 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.policy import PolicyModel
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """`warmup_steps` and `total_steps` count optimizer steps; decay ends at `total_steps`."""
+    """`warmup_steps` and `total_steps` count optimizer steps; decay ends at `total_steps`.
+
+    critic_learning_rate: of the value head, under the same schedule; None: the policy's.
+    """
 
     learning_rate: float
     lr_scheduler: str = "constant_with_warmup"
@@ -21,6 +26,7 @@ class OptimizerSettings:
     total_steps: int = 0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
+    critic_learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.lr_scheduler not in LR_SCHEDULES:
@@ -31,6 +37,11 @@ class OptimizerSettings:
             raise ConfigurationError(
                 f"learning_rate {self.learning_rate} must be positive, weight_decay {self.weight_decay} "
                 f"and warmup_steps {self.warmup_steps} not negative"
+            )
+        if self.critic_learning_rate is not None and self.critic_learning_rate <= 0:
+            raise ConfigurationError(
+                f"critic_learning_rate {self.critic_learning_rate} must be positive; "
+                f"leave it unset for the policy's {self.learning_rate}"
             )
         if self.lr_scheduler in DECAYS_TO_ZERO and self.total_steps <= self.warmup_steps:
             raise ConfigurationError(
@@ -75,9 +86,11 @@ DECAYS_TO_ZERO = ("linear", "cosine")
 
 
 def build_optimizer(
-    parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings
+    parameters: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: OptimizerSettings
 ) -> tuple[Optimizer, LambdaLR]:
-    """AdamW over `parameters` (decay on all of them) and the schedule that scales its learning rate.
+    """AdamW over `parameters` (decay on all of them) and the schedule that scales its learning rates.
+
+    As for torch's own optimizers, `parameters` may be groups: {"params": ..., "lr": ...}.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> _, schedule = build_optimizer([weight], OptimizerSettings(learning_rate=1.0, warmup_steps=4))
@@ -93,3 +106,12 @@ def build_optimizer(
     )
     schedule = LR_SCHEDULES[settings.lr_scheduler]
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, settings))
+
+
+def build_policy_optimizer(policy: PolicyModel, settings: OptimizerSettings) -> tuple[Optimizer, LambdaLR]:
+    """`build_optimizer` over the policy, sharded or not: the model is group 0, a value head group 1."""
+    groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
+    if policy.value_head is not None:
+        lr = settings.critic_learning_rate or settings.learning_rate
+        groups.append({"params": list(policy.value_head.parameters()), "lr": lr})
+    return build_optimizer(groups, settings)

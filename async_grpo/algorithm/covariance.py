@@ -1,0 +1,175 @@
+"""Losses that treat a few tokens of the whole minibatch apart: those that drive the entropy down.
+
+Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning Language Models"): the entropy falls by the covariance
+(A - mean A)(log pi - mean log pi), and a handful of tokens carries most of it. Means, ranking and quota belong
+to the whole minibatch; taken per micro-batch (as verl does) the quota of one token each grows with their number.
+A sharded trainer chooses before the backward passes:
+
+    sums = all_reduce(sum of token_sums over its micro-batches)
+    scores = POLICY_LOSSES[name].selection_scores(...)                    # per micro-batch
+    count = num_selected(ratio, sums[2])
+    threshold = top_scores(all_gather(top_scores(its scores, count)), count)[-1]
+    selected = select(scores, threshold)                                  # option of the loss, per micro-batch
+
+The log-probs of the choice may be any close estimate of the current ones: before the first step of a minibatch
+the old ones are exact. Without `selected` the losses take the tensors they are given for the whole minibatch.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from async_grpo.algorithm.loss_batch import LossAndMetrics, LossBatch, clipped_surrogate, ratio_metrics
+
+
+def token_sums(batch: LossBatch) -> Tensor:
+    """(3,) float64: the sums of log pi and of A over unmasked tokens, and their number. Additive."""
+    terms = (batch.logprobs.detach(), batch.advantages, batch.mask)
+    return torch.stack([torch.where(batch.mask, values, 0).double().sum() for values in terms])
+
+
+def covariances(batch: LossBatch, sums: Tensor) -> Tensor:
+    """(B, T) float64: (A - mean A)(log pi - mean log pi), the means from the minibatch's `token_sums`."""
+    mean_logprob, mean_advantage = sums[:2] / sums[2].clamp(min=1)
+    return (batch.advantages - mean_advantage) * (batch.logprobs.detach() - mean_logprob)
+
+
+def kl_cov_scores(batch: LossBatch, sums: Tensor, token_keys: Tensor | None = None) -> Tensor:
+    """(B, T) float64: the covariance; -inf where it is exactly 0, or every token would tie if all A were equal."""
+    covariance = covariances(batch, sums)
+    return torch.where(batch.mask & (covariance != 0), covariance, -math.inf)
+
+
+def clip_cov_scores(
+    batch: LossBatch,
+    sums: Tensor,
+    token_keys: Tensor | None = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+    cov_low: float,
+    cov_high: float,
+    seed: int,
+) -> Tensor:
+    """(B, T) float64: a random number in [0, 1) for every candidate, else -inf.
+
+    Candidates: cov_low < covariance < cov_high, and PPO's clip leaves the token its gradient. token_keys
+    (B, T) int64: a number of the token's own within the minibatch, which makes the draw independent of packing;
+    None: its rank among the unmasked tokens of this tensor.
+    """
+    covariance = covariances(batch, sums)
+    clips = clipped_surrogate(batch.ratio.detach(), batch.advantages, clip_low, clip_high)[1]
+    candidates = batch.mask & (covariance > cov_low) & (covariance < cov_high)
+    candidates &= ~(clips["clip_frac_low"] | clips["clip_frac_high"])
+    if token_keys is None:
+        token_keys = batch.mask.flatten().cumsum(0).view_as(batch.mask)
+    return torch.where(candidates, uniform_draws(token_keys, seed), -math.inf)
+
+
+def num_selected(ratio: float, num_tokens: float) -> int:
+    """max(1, floor(ratio * num_tokens)); num_tokens: of the whole minibatch.
+
+    >>> num_selected(2e-4, 8192), num_selected(2e-4, 10)
+    (1, 1)
+    """
+    return max(1, int(ratio * num_tokens))
+
+
+def top_scores(scores: Tensor, count: int) -> Tensor:
+    """(count,) float64: the largest of `scores`, descending, -inf where there are not as many.
+
+    >>> top_scores(torch.tensor([3., 1.]), 3).tolist()
+    [3.0, 1.0, -inf]
+    """
+    top = scores.flatten().double().topk(min(count, scores.numel())).values
+    return torch.nn.functional.pad(top, (0, count - len(top)), value=-math.inf)
+
+
+def select(scores: Tensor, threshold: Tensor | float) -> Tensor:
+    """(B, T) bool: at or above the threshold, and a candidate (not -inf). Tokens that tie are treated alike.
+
+    >>> scores = torch.tensor([0.5, -math.inf, 0.5, 0.2])
+    >>> select(scores, top_scores(scores, 1)[-1]).tolist()
+    [True, False, True, False]
+    >>> select(scores, top_scores(scores, 4)[-1]).tolist()
+    [True, False, True, True]
+    """
+    return (scores >= threshold) & (scores > -math.inf)
+
+
+def uniform_draws(keys: Tensor, seed: int) -> Tensor:
+    """The shape of `keys` (int64), float64 in [0, 1): a hash of key and seed, the same on every device.
+
+    A generator would give a token another number for every packing. Mixing: SplitMix64 (Steele et al. 2014).
+    """
+    start = _mixed(torch.full_like(keys, int(seed)))
+    bits = _mixed(start + keys * _int64(0x9E3779B97F4A7C15))
+    return _shifted(bits, 11).double() / 2**53
+
+
+def _mixed(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _int64(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _int64(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, places: int) -> Tensor:
+    return (z >> places) & ((1 << (64 - places)) - 1)  # torch's shift drags the sign along
+
+
+def _int64(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+def _chosen(scores: Tensor, ratio: float, batch: LossBatch) -> Tensor:
+    count = num_selected(ratio, batch.mask.sum().item())
+    return select(scores, top_scores(scores, count)[-1])
+
+
+def clip_cov(
+    batch: LossBatch,
+    *,
+    selected: Tensor | None = None,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
+    ratio: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    seed: int = 0,
+) -> LossAndMetrics:
+    """`ppo_clip`, and 0 for the selected tokens: at random, `ratio` of all tokens, among cov_low < cov < cov_high.
+
+    selected (B, T) bool: the choice made over the whole minibatch; None: `clip_cov_scores` of these tensors.
+    Bounds of the clip: 1 and 1 as in the authors' recipe, which keeps it for extreme tokens only (verl: 0.2).
+    Change the seed from step to step. Metric: `selected_frac`.
+    """
+    if selected is None:
+        scores = clip_cov_scores(
+            batch,
+            token_sums(batch),
+            clip_low=clip_low,
+            clip_high=clip_high,
+            cov_low=cov_low,
+            cov_high=cov_high,
+            seed=seed,
+        )
+        selected = _chosen(scores, ratio, batch)
+    loss, metrics = clipped_surrogate(batch.ratio, batch.advantages, clip_low, clip_high)
+    return torch.where(selected, 0, loss), metrics | ratio_metrics(batch.ratio) | {"selected_frac": selected}
+
+
+def kl_cov(
+    batch: LossBatch, *, selected: Tensor | None = None, ratio: float = 2e-4, coef: float = 1.0
+) -> LossAndMetrics:
+    """-A r, plus coef |log pi - log pi_old| for the selected tokens: the `ratio` of all with the highest covariance.
+
+    selected (B, T) bool: the choice made over the whole minibatch; None: `kl_cov_scores` of these tensors.
+    coef: the paper's; verl configures 0.1. The penalty's log-ratio is not bounded: nothing overflows, and a bound
+    would end the pull. No clip. Metric: `selected_frac`.
+    """
+    if selected is None:
+        selected = _chosen(kl_cov_scores(batch, token_sums(batch)), ratio, batch)
+    penalty = coef * (batch.logprobs - batch.old_logprobs).abs()
+    loss = -batch.advantages * batch.ratio + torch.where(selected, penalty, 0)
+    return loss, ratio_metrics(batch.ratio) | {"selected_frac": selected}

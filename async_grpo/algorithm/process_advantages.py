@@ -1,0 +1,158 @@
+"""Estimators that know which token a reward stands on. The contract of a function: see `outcome_advantages`.
+
+Masked tokens inside a completion (a tool's answer, say) are skipped: they neither pay nor discount, and what was earned
+after them reaches the tokens before them.
+"""
+
+import torch
+from torch import Tensor
+
+from async_grpo.algorithm.outcome_advantages import weights_of
+from async_grpo.algorithm.statistics import Groups, ahead, decay_on, returns_to_go, reverse_scan, whitened
+
+
+def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma: float = 1.0) -> Tensor:
+    """Discounted returns-to-go, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++"). Batch-coupled.
+
+    verl up to 0.8 lost the reward at the first masked span; its later versions and this one carry it across.
+
+    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    >>> ADVANTAGE_ESTIMATORS["reinforce_plus_plus"](  # returns 1 2, 1 0: mean 1, variance 2/3
+    ...     torch.tensor([[0., 2.], [1., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int), gamma=0.5)
+    tensor([[ 0.0000,  1.2247],
+            [ 0.0000, -1.2247]])
+    """
+    return whitened(returns_to_go(rewards, used, gamma), used)
+
+
+def remax(rewards: Tensor, used: Tensor, groups: Groups, *, baselines: Tensor) -> Tensor:
+    """sum_{u>=t} r_iu - b_i, with the reward b (B,) of the greedy completion (Li et al. 2024, "ReMax"). Unbiased.
+
+    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    >>> rewards, baselines = torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([.25, .25])
+    >>> ADVANTAGE_ESTIMATORS["remax"](rewards, torch.ones(2, 2), torch.zeros(2, dtype=int), baselines=baselines)
+    tensor([[ 0.7500,  0.7500],
+            [-0.2500, -0.2500]])
+    """
+    return returns_to_go(rewards, used) - baselines[:, None]
+
+
+@torch.no_grad()
+def gae_returns(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(advantages before any whitening, returns = advantages + values), (B, T) each, zero where masked.
+
+    Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row, which ends in
+    value 0. The returns are what a critic is trained towards; neither carries a gradient. What stands at masked
+    positions is not read.
+
+    >>> rewards, values = torch.tensor([[0., 7., 1.]]), torch.tensor([[.5, 7., .25]])
+    >>> advantages, returns = gae_returns(rewards, values, torch.tensor([[1, 0, 1]]), gamma=1.0, lam=0.5)
+    >>> advantages.tolist(), returns.tolist()  # deltas: .25 - .5 and 1 - .25
+    ([[0.125, 0.0, 0.75]], [[0.625, 0.0, 1.0]])
+    """
+    used = mask.bool()
+    paid, worth = (torch.where(used, tensor, 0).double() for tensor in (rewards, values))
+    worth_ahead = ahead(reverse_scan(worth, (~used).double()))  # of the next unmasked token
+    deltas = torch.where(used, paid + gamma * worth_ahead - worth, 0)
+    advantages = reverse_scan(deltas, decay_on(used, gamma * lam))
+    advantages = torch.where(used, advantages, 0)
+    return advantages.to(rewards.dtype), (advantages + worth).to(rewards.dtype)
+
+
+def gae(
+    rewards: Tensor,
+    used: Tensor,
+    groups: Groups,
+    *,
+    values: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+) -> Tensor:
+    """Generalized advantages (`gae_returns`), whitened over all tokens of the batch. Batch-coupled.
+
+    `values` (B, T) are the critic's. Where the batch is spread over ranks, whiten with their merged moments instead
+    (`statistics.whitened`) and say whiten=False. verl leaves non-zero advantages on pads.
+
+    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    >>> ADVANTAGE_ESTIMATORS["gae"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
+    ...     values=torch.tensor([[.5, .75], [.5, .25]]), whiten=False)
+    tensor([[ 0.5000,  0.2500],
+            [-0.5000, -0.2500]])
+    """
+    advantages, _ = gae_returns(rewards, values, used, gamma=gamma, lam=lam)
+    return whitened(advantages, used) if whiten else advantages
+
+
+def grpo_process(
+    rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6, step_mask: Tensor | None = None
+) -> Tensor:
+    """sum_{u>=t} z_iu, z = (r - mean) / (std + eps) over the step rewards of the whole group, std with ddof 1.
+
+    Shao et al. 2024, "DeepSeekMath", 4.1.3. `step_mask` (B, T) says which tokens carry a step reward, all unmasked ones
+    if it is not given; the others have z = 0 and stay out of the statistics, or each of them would get -mean / std. A
+    group with fewer than two step rewards gets zeros. Two things to know of the method: the advantage of a first token
+    is (sum r - L_i * mean) / std for L_i steps, so that steps cost where the mean is positive and pay where it is
+    negative; and implementations that normalise and accumulate over pads turn signs around.
+
+    The twelve rewards sum to 3.1 and their squares to 0.99: the mean is 3.1/12 = 0.258333, the variance
+    (0.99 - 3.1**2/12)/11 = 0.0171970, the std 0.131137. The first token of row 1: (0.9 - 2 * 0.258333)/0.131137 = 2.9231.
+
+    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
+    >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
+    >>> rewards = torch.zeros(4, 4).masked_scatter(mask, torch.tensor(sum(steps, [])))
+    >>> ADVANTAGE_ESTIMATORS["grpo_process"](rewards, mask, torch.zeros(4, dtype=int))[mask]
+    tensor([-1.3345, -0.1271,  0.3177,  2.9231,  1.8428, -3.3044, -2.8596, -1.6522,
+            -1.2074,  1.7157,  1.3980,  0.3177])
+    """
+    counted = used if step_mask is None else step_mask
+    return returns_to_go(groups.standardised(rewards, counted, eps), used)
+
+
+def prime_rloo(
+    rewards: dict[str, Tensor],
+    used: Tensor,
+    groups: Groups,
+    *,
+    weights: dict[str, float] | None = None,
+    masks: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Leave-one-out step rewards, summed over sources, then returns-to-go whitened over the tokens of the batch.
+
+    Cui et al. 2025, "Process Reinforcement through Implicit Rewards" (PRIME). x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1)
+    on the tokens that carry the source's reward, rbar_j the mean of sample j's rewards, n the participants of the group
+    that have any (below two: nothing to leave out, and the source is zero for the group). The sum of the means, over
+    n-1, is not their mean. `rewards` is one tensor, or maps the names of sources (process, outcome, ...) to tensors;
+    `masks` likewise says which tokens carry a reward, all unmasked ones if not given; `weights` maps names, 1 where not
+    named. Batch-coupled. verl: a group of one is an error. ValueError: a weight or a mask for no source.
+
+    The sample means .2, .45, .15, 1/3 sum to 1.13333; over n-1 = 3 that is 0.377778. Row 1 has x = .4 * 4/3 - .377778 =
+    7/45 and .5 * 4/3 - .377778 = 13/45. The returns in 45ths are -15 -4 1, 20 13, -32 -27 -16 -11, 9 8 1; their sum is
+    -53, that of their squares 3087: mean -4.41667, std sqrt((3087 - 53**2/12)/11) = 16.1046. The first token of row 1
+    gets (20 + 4.41667)/16.1046 = 1.5161.
+
+    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
+    >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
+    >>> rewards = torch.zeros(4, 4).masked_scatter(mask, torch.tensor(sum(steps, [])))
+    >>> ADVANTAGE_ESTIMATORS["prime_rloo"](rewards, mask, torch.zeros(4, dtype=int))[mask]
+    tensor([-0.6572,  0.0259,  0.3363,  1.5161,  1.0815, -1.7128, -1.4023, -0.7193,
+            -0.4088,  0.8331,  0.7710,  0.3363])
+    >>> returns = torch.tensor([-15., -4, 1, 20, 13, -32, -27, -16, -11, 9, 8, 1])
+    >>> returns.sum().item(), returns.square().sum().item(), (returns - returns.mean()) / returns.std()
+    (-53.0, 3087.0, tensor([-0.6572,  0.0259,  0.3363,  1.5161,  1.0815, -1.7128, -1.4023, -0.7193,
+            -0.4088,  0.8331,  0.7710,  0.3363]))
+    """
+    total = torch.zeros_like(used, dtype=torch.float64)
+    for source, weight in weights_of(rewards, weights).items():
+        counted = used if masks is None else masks[source]
+        above = groups.above_lowest(rewards[source], counted)
+        count = counted.sum(dim=1, keepdim=True)
+        size = groups.total(count > 0)
+        means = groups.total(above.sum(dim=1, keepdim=True) / count.clamp(min=1))
+        left_out = (above * size - means) / (size - 1).clamp(min=1)
+        total += weight * torch.where(counted & (size >= 2), left_out, 0)
+    return whitened(returns_to_go(total, used), used)

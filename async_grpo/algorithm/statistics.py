@@ -1,0 +1,176 @@
+"""What every estimator computes: sums over groups, a pool made zero-mean and unit-variance, discounted sums.
+
+Rows are samples: a quantity per sample is (B, 1), one per token (B, T); everything is float64. Means are taken after
+the pool's lowest value is subtracted. In exact arithmetic that changes nothing; in floats it makes a pool of equal
+values come out as exact zeros. (Seven times 0.1 has a mean that is not 0.1, and the rounding noise, divided by an
+equally small deviation, would become a full-sized advantage.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+WHITENING_EPS = 1e-8  # added to the variance
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows are compared with which.
+
+    A participant is a candidate (a row that could teach: valid, with an unmasked token) with another candidate in its
+    group. The lone candidate of a group has nothing to be compared with, and so takes no part in any statistic.
+    """
+
+    index: Tensor  # (B,) 0 ... number - 1
+    number: int
+    participates: Tensor  # (B, 1) bool
+
+    @classmethod
+    def of(cls, group_ids: Tensor, candidates: Tensor) -> "Groups":
+        """From any integer id per row (B,) and the rows that could teach (B,).
+
+        >>> Groups.of(torch.tensor([7, 7, 3, 7, 3]), torch.tensor([1, 0, 1, 1, 0]).bool()).participates.flatten()
+        tensor([ True, False, False,  True, False])
+        """
+        distinct, index = torch.unique(group_ids, return_inverse=True)
+        sizes = torch.zeros(len(distinct), dtype=torch.int64, device=index.device)
+        sizes = sizes.index_add(0, index, candidates.long())
+        return cls(index, len(distinct), (candidates & (sizes[index] >= 2))[:, None])
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of (B, K) values over each row's group, (B, 1); they must be zero where they do not count."""
+        sums = torch.zeros(self.number, dtype=torch.float64, device=values.device)
+        return sums.index_add(0, self.index, values.double().sum(dim=1))[self.index, None]
+
+    def lowest(self, values: Tensor, counted: Tensor) -> Tensor:
+        """The least of the counted (B, K) values of each row's group, (B, 1); inf where none counts."""
+        rows = torch.where(counted, values, torch.inf).amin(dim=1)
+        least = rows.new_full((self.number,), torch.inf).scatter_reduce(0, self.index, rows, "amin")
+        return least[self.index, None]
+
+    def highest(self, values: Tensor, counted: Tensor) -> Tensor:
+        """The greatest of them; -inf where none counts."""
+        return -self.lowest(-values, counted)
+
+    def above_lowest(self, values: Tensor, counted: Tensor) -> Tensor:
+        """Counted values (B, K) minus the least of their group; zero where not counted."""
+        return torch.where(counted, values - self.lowest(values, counted), 0)
+
+    def centred(self, values: Tensor, counted: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Counted values (B, K) minus their group's mean, weighted by `weights` (B, 1); zero where not counted.
+
+        >>> groups = Groups.of(torch.tensor([0, 0, 0]), torch.ones(3).bool())
+        >>> scores = torch.tensor([[1.0], [0.0], [5.0]], dtype=torch.float64)
+        >>> groups.centred(scores, groups.participates).flatten().tolist()
+        [-1.0, -2.0, 3.0]
+        """
+        above = self.above_lowest(values, counted)
+        shares = counted.double() if weights is None else counted * weights
+        mean = over(self.total(shares * above), self.total(shares))
+        return torch.where(counted, above - mean, 0)
+
+    def standardised(self, values: Tensor, counted: Tensor, eps: float) -> Tensor:
+        """(value - mean) / (std + eps) over each group, std with ddof 1; zero where a group has fewer than two."""
+        centred = self.centred(values, counted)
+        return over(centred, self.deviation(centred, counted) + eps)
+
+    def deviation(self, centred: Tensor, counted: Tensor) -> Tensor:
+        """The standard deviation (ddof 1) of each row's group, (B, 1), of values that are centred already."""
+        return (self.total(centred.square()) / (self.total(counted) - 1).clamp(min=1)).sqrt()
+
+
+def over(values: Tensor, divisor: Tensor) -> Tensor:
+    """values / divisor, and 0 where the divisor is 0: an empty group, or a deviation of zero without eps."""
+    return torch.where(divisor > 0, values / divisor, 0)
+
+
+@torch.no_grad()
+def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
+    """(count, mean, sum of squared deviations from it) of the used values (B, T), as a (3,) float64 tensor.
+
+    >>> whitening_moments(torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[True, True, False]])).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    pool = values[used].double()
+    if not len(pool):
+        return pool.new_zeros(3)
+    lowest = pool.min()
+    mean = lowest + (pool - lowest).mean()
+    return torch.stack([pool.new_tensor(len(pool)), mean, (pool - mean).square().sum()])
+
+
+@torch.no_grad()
+def merge_moments(moments: Tensor) -> Tensor:
+    """The (3,) moments of the union of several pools, from theirs (R, 3): of a batch that is spread over R ranks.
+
+    Chan, Golub and LeVeque 1983: the squared deviations, plus those of the pools' means. A sum of squares minus a
+    squared sum would lose all digits where the mean is large against the deviation.
+
+    >>> merge_moments(torch.tensor([[2.0, 2.0, 2.0], [0.0, 0.0, 0.0], [1.0, 5.0, 0.0]])).tolist()  # 1 3 | | 5
+    [3.0, 3.0, 8.0]
+    """
+    moments = moments[moments[:, 0] > 0]  # the mean of an empty pool is nobody's
+    if not len(moments):
+        return moments.new_zeros(3)
+    counts, means, squares = moments.unbind(dim=1)
+    lowest = means.min()
+    mean = lowest + (counts * (means - lowest)).sum() / counts.sum()
+    return torch.stack([counts.sum(), mean, (squares + counts * (means - mean).square()).sum()])
+
+
+@torch.no_grad()
+def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Tensor:
+    """(value - mean) / sqrt(variance + 1e-8) of the used values (B, T), in their dtype; zero where not used.
+
+    The variance has ddof 1. A pool of equal values, or of one, gives exact zeros. Unused values may be NaN.
+
+    moments (3,): those of the whole pool, where the values are only a part of it:
+
+    >>> ours, theirs = torch.tensor([[1.0, 3.0]]), torch.tensor([[5.0, 7.0]])
+    >>> parts = torch.stack([whitening_moments(part, part > 0) for part in (ours, theirs)])  # an all-gather
+    >>> whitened(ours, ours > 0, merge_moments(parts)).tolist() == whitened(
+    ...     torch.cat([ours, theirs]), torch.ones(2, 2).bool())[:1].tolist()
+    True
+    """
+    count, mean, squares = (whitening_moments(values, used) if moments is None else moments).double()
+    deviation = (squares / (count - 1).clamp(min=1) + WHITENING_EPS).sqrt()
+    return torch.where(used, (values.double() - mean) / deviation, 0).to(values.dtype)
+
+
+def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
+    """x_t = terms_t + decay_t * x_{t+1} along the tokens (B, T), with x = 0 past the end.
+
+    Doubling windows (Hillis and Steele 1986): log2(T) rounds over the whole batch instead of T steps, and no division
+    by a vanishing power of the decay, as a cumulative sum would need.
+
+    >>> reverse_scan(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.5, 0.5, 0.5]])).tolist()
+    [[1.75, 1.5, 1.0]]
+    """
+    width = 1
+    while width < terms.shape[1]:
+        terms = terms + decay * ahead(terms, width)
+        decay = decay * ahead(decay, width)
+        width *= 2
+    return terms
+
+
+def ahead(values: Tensor, by: int = 1) -> Tensor:
+    """Each token's value (B, T) is that of the token `by` further on; zero past the end."""
+    return pad(values[:, by:], (0, by))
+
+
+def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t = r_t + gamma * R of the next used token (B, T). Masked tokens are skipped: they neither pay nor discount.
+
+    >>> rewards, used = torch.tensor([[1.0, 9.0, 4.0]]), torch.tensor([[True, False, True]])
+    >>> returns_to_go(rewards.double(), used, gamma=0.5).tolist()  # what a masked token holds is of no use
+    [[3.0, 4.0, 4.0]]
+    """
+    return reverse_scan(torch.where(used, rewards, 0), decay_on(used, gamma))
+
+
+def decay_on(used: Tensor, decay: float) -> Tensor:
+    """`decay` where used, 1 elsewhere, in float64; where(used, decay, 1.0) of two floats would be float32."""
+    return used * torch.tensor(decay, dtype=torch.float64, device=used.device) + ~used

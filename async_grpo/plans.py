@@ -1,0 +1,155 @@
+"""The command line's settings -> the plans that the rooms work by: objective, advantages, batcher, optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, estimators_for
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm_config import parse_assignments
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.advantages import AdvantagePlan
+from async_grpo.experience.batcher import BatcherPlan
+from async_grpo.experience.reward_tensors import OUTCOME, Payment
+from async_grpo.rewards.contract import is_process
+from async_grpo.training.correction import OffPolicyCorrection
+from async_grpo.training.objective import Critic, Objective
+from async_grpo.training.optimizer import OptimizerSettings
+
+
+def objective(config: RunConfig) -> Objective:
+    """The loss of the run.
+
+    Raises:
+        ConfigurationError: an unknown name, or options that contradict each other.
+    """
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    options = {name: value for name, value in clips.items() if value is not None}
+    if config.policy_loss in POLICY_LOSSES and set(options) - set(POLICY_LOSSES[config.policy_loss].options):
+        raise ConfigurationError(
+            f"the loss {config.policy_loss} does not clip: leave --clip-low and --clip-high out"
+        )
+    length = float(config.max_generation_tokens)
+    return Objective(
+        policy_loss=config.policy_loss,
+        policy_loss_options=options | parse_assignments(config.loss_options, "loss-options"),
+        aggregation=config.loss_aggregation,
+        aggregation_scale=length if config.loss_aggregation == "constant_length" else None,
+        kl_coef=0.0 if config.kl_in_reward else config.kl_coef,
+        kl_kind=config.kl_kind,
+        kl_clamp=config.kl_clamp,
+        entropy_coef=config.entropy_coef,
+        temperature=config.temperature,
+        old_policy=config.old_policy,
+        correction=OffPolicyCorrection(
+            level=config.importance_level,
+            mode=config.importance_mode,
+            low=config.importance_low,
+            high=config.importance_high,
+            normalize=config.importance_normalize,
+            statistic=config.rejection_statistic,
+            rejection_low=config.rejection_low,
+            rejection_high=config.rejection_high,
+        ),
+        critic=_critic(config),
+    )
+
+
+def _critic(config: RunConfig) -> Critic | None:
+    if config.advantage_estimator != "gae":
+        return None
+    return Critic(config.critic_coef, config.critic_clip, **estimator_options(config))
+
+
+def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantagePlan:
+    """How verdicts become advantages.
+
+    Args:
+        adapters: the run's rewards by name.
+
+    Raises:
+        ConfigurationError: these rewards and this estimator, or these weights, do not go together.
+    """
+    estimator = ADVANTAGE_ESTIMATORS[config.advantage_estimator]
+    process = tuple(name for name, adapter in adapters.items() if is_process(adapter))
+    if process and not estimator.process:
+        raise ConfigurationError(
+            f"--advantage-estimator {config.advantage_estimator} reads one score per sample, but {', '.join(process)} "
+            f"gives rewards step by step; estimators that fit: {', '.join(estimators_for(process=True))}"
+        )
+    if not process and not estimator.outcome:
+        raise ConfigurationError(
+            f"--advantage-estimator {config.advantage_estimator} reads rewards step by step, but {', '.join(adapters)} "
+            f"gives one score per sample; estimators that fit: {', '.join(estimators_for(process=False))}"
+        )
+    weights = parse_assignments(config.reward_weights, "reward-weights")
+    weighable = {*adapters, OUTCOME} if config.advantage_estimator in ("gdpo", "prime_rloo") else set(process)
+    if unknown := sorted(set(weights) - weighable):
+        raise ConfigurationError(
+            f"--reward-weights names {', '.join(unknown)}; with --advantage-estimator {config.advantage_estimator} and "
+            f"these rewards there is weight for {', '.join(sorted(weighable)) or 'none'}"
+        )
+    return AdvantagePlan(
+        estimator=config.advantage_estimator,
+        options=estimator_options(config),
+        payment=Payment(
+            process_adapters=process,
+            reward_weights=weights,
+            overlong_buffer=round(config.overlong_buffer * config.max_generation_tokens),
+            overlong_penalty=config.overlong_penalty,
+            max_completion_tokens=config.max_generation_tokens,
+            kl_coef=config.kl_coef if config.kl_in_reward else 0.0,
+            kl_kind=config.kl_kind,
+        ),
+        mask_truncated=config.mask_truncated,
+        filter_groups=config.zero_variance == "filter",
+        max_token_staleness=config.max_token_staleness,
+    )
+
+
+def estimator_options(config: RunConfig) -> dict[str, Any]:
+    options = parse_assignments(config.estimator_options, "estimator-options")
+    known = ADVANTAGE_ESTIMATORS[config.advantage_estimator].options
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigurationError(
+            f"--advantage-estimator {config.advantage_estimator} has no option {', '.join(unknown)}; it has "
+            f"{', '.join(known) or 'none'}"
+        )
+    return options
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """The optimizer of the run.
+
+    Raises:
+        ConfigurationError: a schedule that cannot work.
+    """
+    return OptimizerSettings(
+        learning_rate=config.learning_rate,
+        lr_scheduler=config.lr_scheduler,
+        warmup_steps=config.num_warmup_steps,
+        total_steps=config.num_steps,
+        weight_decay=config.weight_decay,
+        critic_learning_rate=config.critic_learning_rate,
+    )
+
+
+def batcher_plan(config: RunConfig, num_ranks: int, adapters: Mapping[str, Any]) -> BatcherPlan:
+    """The batcher's part of the configuration; `adapters`: the run's rewards by name."""
+    return BatcherPlan(
+        num_ranks=num_ranks,
+        num_steps=config.num_steps,
+        groups_per_step=config.groups_per_step,
+        steps_per_batch=config.steps_per_batch,
+        samples_per_question=config.samples_per_question,
+        max_staleness=config.max_staleness,
+        max_tokens_per_gpu=config.max_tokens_per_gpu,
+        experience_timeout_s=config.experience_timeout_s,
+        seed=config.infinite_sampler_seed,
+        advantages=advantage_plan(config, adapters),
+        max_resamples=config.max_resamples if config.zero_variance == "resample" else 0,
+        retire_above=config.no_positive_resampling,
+        truncation_alarm=config.truncation_alarm,
+        with_baseline="baselines" in ADVANTAGE_ESTIMATORS[config.advantage_estimator].needs,
+        with_samples=config.dump_samples_filename is not None,
+    )

@@ -1,0 +1,170 @@
+"""What can only be known of a whole step: one forward over all its micro-batches, before any gradient.
+
+Some terms of a loss are no sums over tokens: advantages whitened with the critic's values (GAE), importance weights
+divided by their mean, the few tokens with the largest covariance (clip_cov, kl_cov). They are worked out here over all
+micro-batches of all ranks, with the weights that the step starts from, and are the same whatever the packing. It costs
+a forward, and the step cannot begin before its last micro-batch has come.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from async_grpo.algorithm.covariance import num_selected, select, token_sums, top_scores
+from async_grpo.algorithm.loss_batch import LossBatch
+from async_grpo.algorithm.process_advantages import gae_returns
+from async_grpo.algorithm.statistics import merge_moments, whitened, whitening_moments
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.batch_tensors import BatchTensors
+from async_grpo.training.distributed import Ranks
+from async_grpo.training.objective import Critic, Objective, StepTerms
+from async_grpo.training.sharding import release_gathered
+from async_grpo.types import MicroBatch
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A micro-batch under the weights that the step starts from; (1, N) tensors without gradient."""
+
+    row: BatchTensors
+    logprobs: Tensor
+    values: Tensor | None
+    mask: Tensor  # without what is rejected
+    terms: StepTerms
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.row.advantages if self.terms.advantages is None else self.terms.advantages
+
+
+def step_terms(
+    policy: PolicyModel, objective: Objective, batches: Sequence[MicroBatch], ranks: Ranks, step: int
+) -> list[StepTerms]:
+    """The terms of each micro-batch; a collective: every rank must bring the same number of micro-batches.
+
+    Args:
+        step: seeds the random choice of clip_cov, the same for every packing and different in every step.
+    """
+    seen = [_look(policy, objective, batch) for batch in batches]
+    if objective.critic:
+        _estimate_advantages(seen, objective.critic, ranks)
+    if objective.correction.normalize:
+        _average_weights(seen, objective, ranks)
+    if objective.loss.needs_selection:
+        _select(seen, objective, ranks, step)
+    return [micro_batch.terms for micro_batch in seen]
+
+
+@torch.no_grad()
+def _look(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> _Seen:
+    row = BatchTensors(batch, policy.device)
+    with_values = objective.critic is not None
+    outputs = policy(
+        row.input_ids, row.cu_seqlens, row.mask[0], objective.temperature, with_values=with_values
+    )
+    release_gathered(policy)
+    logprobs, _, *values = (output[None] for output in outputs)
+    mask = objective.correction.keep(
+        objective.compared(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
+    )
+    return _Seen(row, logprobs, values[0] if values else None, mask, StepTerms())
+
+
+def _estimate_advantages(seen: Sequence[_Seen], critic: Critic, ranks: Ranks) -> None:
+    """GAE per sequence, over all its trained tokens, rejected or not; whitened over all tokens of the step."""
+    estimated = []
+    for one in seen:
+        assert one.values is not None
+        rows = _Rows(one.row.sequence_ids[0])
+        rewards, values, mask = (
+            rows.unpack(tensor[0]) for tensor in (one.row.advantages, one.values, one.row.mask)
+        )
+        advantages, returns = gae_returns(rewards, values, mask, gamma=critic.gamma, lam=critic.lam)
+        estimated.append((rows.pack(advantages)[None], rows.pack(returns)[None]))
+    moments = _all_moments([(a, one.row.mask) for (a, _), one in zip(estimated, seen, strict=True)], ranks)
+    for (advantages, returns), one in zip(estimated, seen, strict=True):
+        if critic.whiten:
+            advantages = whitened(advantages, one.row.mask, moments)
+        one.terms = dataclasses.replace(
+            one.terms, advantages=advantages, returns=returns, old_values=one.values
+        )
+
+
+def _all_moments(parts: Sequence[tuple[Tensor, Tensor]], ranks: Ranks) -> Tensor:
+    """The whitening moments (3,) of (values, mask) of all micro-batches of all ranks."""
+    own = merge_moments(torch.stack([whitening_moments(values, mask) for values, mask in parts]))
+    table = torch.zeros(ranks.world_size, 3, dtype=torch.float64)
+    table[ranks.rank] = own.cpu()
+    return merge_moments(_summed(table, ranks)).to(own.device)
+
+
+def _summed(table: Tensor, ranks: Ranks) -> Tensor:
+    """The element-wise sum of a tensor over all ranks: an all-gather, where each rank filled its own row."""
+    return torch.tensor(ranks.sum(table.flatten().tolist()), dtype=torch.float64).view_as(table)
+
+
+def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:
+    totals = [
+        objective.correction.totals(
+            objective.compared(one.logprobs, one.row),
+            one.row.behaviour_logprobs,
+            one.mask,
+            one.row.sequence_ids,
+        )
+        for one in seen
+    ]
+    total, count = ranks.sum([sum(column).item() for column in zip(*totals, strict=True)])
+    for one in seen:
+        one.terms = dataclasses.replace(one.terms, weight_mean=total / max(count, 1.0))
+
+
+def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int) -> None:
+    """The tokens with the highest scores of all micro-batches of all ranks."""
+    loss, options = objective.loss, {**objective.loss.options, **objective.policy_loss_options}
+    inputs = [
+        (one.logprobs, objective.old_logprobs(one.logprobs, one.row), one.advantages, one.mask)
+        for one in seen
+    ]
+    sums = _summed(sum(token_sums(LossBatch(*tensors)) for tensors in inputs).cpu(), ranks)
+    scores = [
+        loss.selection_scores(
+            *tensors,
+            sums=sums.to(tensors[0].device),
+            token_keys=_token_keys(one.row),
+            **{**options, **({"seed": int(options["seed"]) + step} if "seed" in options else {})},
+        )
+        for tensors, one in zip(inputs, seen, strict=True)
+    ]
+    count = num_selected(options["ratio"], sums[2].item())
+    table = torch.zeros(ranks.world_size, count, dtype=torch.float64)
+    table[ranks.rank] = top_scores(torch.cat([score.flatten() for score in scores]), count).cpu()
+    threshold = top_scores(_summed(table, ranks), count)[-1]
+    for one, score in zip(seen, scores, strict=True):
+        one.terms = dataclasses.replace(one.terms, selected=select(score, threshold.to(score.device)))
+
+
+def _token_keys(row: BatchTensors) -> Tensor:
+    """(1, N) int64: a number of each token's own, whatever it is packed with: its group, place and engine log-prob."""
+    starts = torch.searchsorted(row.sequence_ids[0], row.sequence_ids[0])
+    place = torch.arange(len(starts), device=starts.device) - starts
+    bits = row.behaviour_logprobs.float().view(torch.int32).long()
+    return bits + (place + (row.group_ids << 20) << 32)
+
+
+class _Rows:
+    """Sequences of one packed row (N,) as rows of a padded tensor (S, T), and back."""
+
+    def __init__(self, sequence_ids: Tensor) -> None:
+        starts = torch.searchsorted(sequence_ids, sequence_ids)  # ids ascend along a packed row
+        self._index = (sequence_ids, torch.arange(len(sequence_ids), device=sequence_ids.device) - starts)
+        self._shape = (int(sequence_ids[-1]) + 1, int(self._index[1].max()) + 1)
+
+    def unpack(self, values: Tensor) -> Tensor:
+        rows = values.new_zeros(self._shape)
+        rows[self._index] = values
+        return rows
+
+    def pack(self, rows: Tensor) -> Tensor:
+        return rows[self._index]

@@ -1,0 +1,138 @@
+"""Whitening over ranks, and what a critic is trained towards."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from advantage_reference import batches, call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.process_advantages import gae_returns
+from async_grpo.algorithm.statistics import (
+    merge_moments,
+    returns_to_go,
+    reverse_scan,
+    whitened,
+    whitening_moments,
+)
+
+numbers = st.lists(st.integers(-64, 64).map(lambda n: n / 8), min_size=0, max_size=12)
+
+
+def as_row(pool):
+    return torch.tensor([pool], dtype=torch.float64)
+
+
+def used(pool):
+    return torch.ones(1, len(pool), dtype=torch.bool)
+
+
+@given(st.lists(numbers, min_size=1, max_size=5), st.sampled_from([0.0, 1e6]))
+@settings(max_examples=150, deadline=None)
+def test_shards_whitened_with_merged_moments_equal_the_whole_batch(shards, offset):
+    shards = [[offset + x for x in shard] for shard in shards]
+    whole = [x for shard in shards for x in shard]
+    merged = merge_moments(torch.stack([whitening_moments(as_row(s), used(s)) for s in shards]))
+    assert merged[0] == len(whole)
+    if len(whole) >= 2:
+        mean, variance = statistics.fmean(whole), statistics.variance(whole)
+        assert merged[1].item() == pytest.approx(mean, abs=1e-9, rel=1e-15)
+        assert merged[2].item() == pytest.approx(variance * (len(whole) - 1), abs=1e-9, rel=1e-10)
+        together = torch.cat([whitened(as_row(s), used(s), merged) for s in shards], dim=1)
+        expected = [(x - mean) / math.sqrt(variance + 1e-8) for x in whole]
+        assert torch.allclose(together, as_row(expected), atol=1e-9, rtol=0)
+        assert torch.allclose(whitened(as_row(whole), used(whole)), together, atol=1e-9, rtol=0)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.sampled_from([0.1, 1 / 3, 1e9 + 0.1]))
+@settings(max_examples=50, deadline=None)
+def test_equal_values_on_all_ranks_are_whitened_to_exactly_zero(sizes, value):
+    merged = merge_moments(
+        torch.stack([whitening_moments(as_row([value] * n), used([value] * n)) for n in sizes])
+    )
+    assert (
+        whitened(as_row([value] * 7), used([value] * 7), merged if sum(sizes) else None).count_nonzero() == 0
+    )
+
+
+def test_a_pool_of_one_has_no_deviation():
+    assert whitened(torch.tensor([[5.0, math.nan]]), torch.tensor([[True, False]])).tolist() == [[0.0, 0.0]]
+    assert whitening_moments(torch.zeros(2, 3), torch.zeros(2, 3).bool()).tolist() == [0, 0, 0]
+
+
+def test_a_mean_that_dwarfs_the_deviation_costs_no_digits():
+    pool = [
+        2.0**40,
+        2.0**40 + 1,
+        2.0**40 + 2,
+    ]  # squared and subtracted, nothing would be left of the variance 1
+    halves = torch.stack([whitening_moments(as_row(half), used(half)) for half in (pool[:1], pool[1:])])
+    assert whitened(as_row(pool), used(pool), merge_moments(halves)).tolist() == [
+        pytest.approx([-1, 0, 1], abs=1e-8)
+    ]
+
+
+@given(rows=batches(), cut=st.integers(0, 10))
+@settings(max_examples=40, deadline=None)
+def test_gae_of_two_ranks_equals_that_of_the_whole_batch(rows, cut):
+    whole = call(ADVANTAGE_ESTIMATORS, "gae", rows)
+    plain = call(ADVANTAGE_ESTIMATORS, "gae", rows, whiten=False)
+    # the used positions of the whole batch: those of rows with a rival
+    counts = torch.tensor([row.mask for row in rows]) & torch.tensor(
+        [
+            row.valid and sum(o.valid and any(o.mask) for o in rows if o.group == row.group) >= 2
+            for row in rows
+        ]
+    ).unsqueeze(1)
+    parts = [slice(0, cut), slice(cut, None)]
+    merged = merge_moments(torch.stack([whitening_moments(plain[p], counts[p]) for p in parts]))
+    ranks = torch.cat([whitened(plain[p], counts[p], merged) for p in parts])
+    assert torch.allclose(ranks, whole, atol=1e-12, rtol=1e-12)
+
+
+@given(rows=batches(), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.7, 0.0]))
+@settings(max_examples=60, deadline=None)
+def test_advantages_and_returns_are_what_the_recursion_says(rows, gamma, lam):
+    mask = torch.tensor([row.mask for row in rows])
+    rewards = torch.tensor([row.a for row in rows], dtype=torch.float64)
+    values = torch.tensor([row.values for row in rows], dtype=torch.float64)
+    garbled = (torch.where(mask, tensor, math.nan) for tensor in (rewards, values))
+    advantages, returns = gae_returns(*garbled, mask, gamma=gamma, lam=lam)
+    for i, row in enumerate(rows):
+        worth_ahead = advantage = 0.0
+        for t in reversed(range(len(row.mask))):
+            if not row.mask[t]:
+                assert advantages[i, t] == returns[i, t] == 0
+                continue
+            delta = row.a[t] + gamma * worth_ahead - row.values[t]
+            advantage, worth_ahead = delta + gamma * lam * advantage, row.values[t]
+            assert advantages[i, t].item() == pytest.approx(advantage, abs=1e-12)
+            assert returns[i, t].item() == pytest.approx(advantage + row.values[t], abs=1e-12)
+
+
+def test_the_target_of_a_critic_does_not_carry_its_gradient():
+    # or (values - returns)^2 would have none: the values would cancel
+    values = torch.rand(2, 3, requires_grad=True)
+    advantages, returns = gae_returns(torch.ones(2, 3), values, torch.ones(2, 3))
+    assert not advantages.requires_grad and not returns.requires_grad
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 13])
+def test_a_scan_in_doubling_windows_equals_the_loop(width):
+    random = torch.Generator().manual_seed(width)
+    terms = torch.randn(4, width, dtype=torch.float64, generator=random)
+    decay = torch.rand(4, width, dtype=torch.float64, generator=random)
+    expected, carried = torch.zeros_like(terms), torch.zeros(4, dtype=torch.float64)
+    for t in reversed(range(width)):
+        carried = terms[:, t] + decay[:, t] * carried
+        expected[:, t] = carried
+    assert torch.allclose(reverse_scan(terms, decay), expected, atol=1e-14)
+
+
+def test_a_long_discounted_return_neither_over_nor_underflows():
+    # a cumulative sum of r * gamma^t, divided by gamma^t, would divide by 0.5^4000 = 0
+    rewards, mask = torch.ones(1, 4000, dtype=torch.float64), torch.ones(1, 4000, dtype=torch.bool)
+    assert torch.allclose(returns_to_go(rewards, mask, 0.5)[0, :3900], torch.tensor(2.0).double())

@@ -1,0 +1,172 @@
+"""Aggregation against hand arithmetic and loops; sums of parts against the whole."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithm.aggregation import (
+    AGGREGATIONS,
+    aggregate_loss,
+    compact_ids,
+    count_units,
+    get_aggregation,
+    row_ids,
+    tokens_of_group,
+)
+from async_grpo.errors import ConfigurationError
+
+LOSS = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]])
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale", "value", "value_of_a_part"),
+    [
+        ("token_mean", None, 10 / 3, 10 / 10),
+        ("token_sum", None, 10, 10),
+        ("sequence_mean_token_sum", None, 10 / 2, 10 / 4),
+        ("sequence_mean_token_mean", None, (1.5 + 7) / 2, (1.5 + 7) / 4),
+        ("constant_length", 3, 10 / 3 / 2, 10 / 3 / 4),
+        ("constant_length", 5, 10 / 5 / 2, 10 / 5 / 4),
+        ("prompt_mean", None, 10 / 3, 10 / 3 / 6),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_three_row_example_alone_and_as_part_of_10_tokens_4_sequences_and_6_groups(
+    mode, scale, value, value_of_a_part, dtype
+):
+    counts = {"global_tokens": 10, "global_sequences": 4, "global_groups": 6}
+    group = torch.tensor([8, 8, 8])
+    alone = aggregate_loss(LOSS.to(dtype), MASK, mode, scale=scale, group_ids=group)
+    part = aggregate_loss(LOSS.to(dtype), MASK, mode, scale=scale, group_ids=group, **counts)
+    assert (alone.item(), part.item()) == pytest.approx((value, value_of_a_part))
+    assert alone.dtype == part.dtype == dtype
+
+
+def test_a_prompt_weighs_the_same_however_many_tokens_it_has():
+    """Groups {rows 0, 2} and {row 1}: ((1+2+7)/3 + 4)/2. Token mean would be 14/4."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]])
+    value = aggregate_loss(LOSS, mask, "prompt_mean", group_ids=torch.tensor([10**12, 5, 10**12]))
+    assert value.item() == pytest.approx((10 / 3 + 4) / 2)
+    by_token = torch.tensor([10**12, 5, 10**12])[:, None].expand(3, 3)
+    assert aggregate_loss(LOSS, mask, "prompt_mean", group_ids=by_token).item() == value.item()
+
+
+def test_a_group_cut_in_two_counts_once():
+    mask, groups = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]]).bool(), torch.tensor([4, 5, 4])
+    tokens = tokens_of_group(mask, groups)
+    assert tokens.tolist() == [[3, 3, 0], [1, 0, 0], [3, 0, 0]]
+    parts = [
+        count_units(mask[i], row_ids(mask[i]), group_tokens=tokens[i]) for i in (slice(0, 2), slice(2, 3))
+    ]
+    assert sum(part["groups"].item() for part in parts) == pytest.approx(2, abs=1e-15)
+    assert [part["groups"].dtype for part in parts] == [torch.float64] * 2
+    values = [
+        aggregate_loss(LOSS[i], mask[i], "prompt_mean", group_tokens=tokens[i], global_groups=2).item()
+        for i in (slice(0, 2), slice(2, 3))
+    ]
+    assert sum(values) == pytest.approx((10 / 3 + 4) / 2)
+
+
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_nothing_unmasked_gives_zero_not_nan(mode):
+    nothing = {"group_ids": torch.tensor([1, 2, 3]), "scale": 5}
+    assert aggregate_loss(LOSS * math.nan, torch.zeros(3, 3), mode, **nothing).item() == 0
+
+
+def test_counts_do_not_speak_of_groups_unless_they_are_told_of_them():
+    assert set(count_units(MASK.bool(), row_ids(MASK))) == {"tokens", "sequences"}
+
+
+def test_constant_length_without_its_length_is_refused():
+    for scale in (None, 0.0, -1.0):
+        with pytest.raises(ConfigurationError, match="maximum number of completion tokens"):
+            aggregate_loss(LOSS, MASK, "constant_length", scale=scale)
+
+
+def test_prompt_mean_without_groups_is_refused():
+    with pytest.raises(ConfigurationError, match="give group_ids .* group_tokens"):
+        aggregate_loss(LOSS, MASK, "prompt_mean")
+    with pytest.raises(ConfigurationError, match="group_tokens"):
+        get_aggregation("prompt_mean").total(LOSS, MASK.bool(), row_ids(MASK), None)
+
+
+def test_an_unknown_mode_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigurationError, match=", ".join(AGGREGATIONS)):
+        aggregate_loss(torch.zeros(1, 1), torch.ones(1, 1), "mean")
+
+
+def test_ids_are_numbered_from_0_and_masked_ones_do_not_count():
+    ids = torch.tensor([[10**15, 3, 10**15], [8, -7, 3]])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    compact = compact_ids(ids, mask)
+    assert compact[mask].tolist() == [2, 0, 2, 1, 0] and compact.max() == 2
+    assert compact_ids(ids, torch.zeros_like(mask)).eq(0).all()
+
+
+def by_loops(loss, mask, sequences, groups, mode, scale):
+    """Plain Python over flat lists."""
+    tokens = [
+        (value, sequence, group)
+        for value, kept, sequence, group in zip(loss, mask, sequences, groups, strict=True)
+        if kept
+    ]
+    if not tokens:
+        return 0.0
+    total = sum(value for value, _, _ in tokens)
+    by_sequence, by_group = {}, {}
+    for value, sequence, group in tokens:
+        by_sequence.setdefault(sequence, []).append(value)
+        by_group.setdefault(group, []).append(value)
+    return {
+        "token_mean": total / len(tokens),
+        "token_sum": total,
+        "sequence_mean_token_sum": total / len(by_sequence),
+        "sequence_mean_token_mean": sum(sum(v) / len(v) for v in by_sequence.values()) / len(by_sequence),
+        "constant_length": total / scale / len(by_sequence),
+        "prompt_mean": sum(sum(v) / len(v) for v in by_group.values()) / len(by_group),
+    }[mode]
+
+
+@given(
+    rows=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=8),
+    mode=st.sampled_from(list(AGGREGATIONS)),
+    cut=st.integers(0, 8),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=200, deadline=None)
+def test_loops_packing_and_parts_agree_on_any_batch(rows, mode, cut, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(rows)
+    loss = torch.randn(mask.shape, dtype=torch.float64, generator=generator)
+    dirty = torch.where(mask, loss, math.nan)
+    ids = torch.randperm(100, generator=generator)[: len(rows)] * 10**12
+    groups = torch.randint(0, 3, (len(rows),), generator=generator) * 10**9
+    sequences, spread = (values[:, None].expand_as(mask) for values in (ids, groups))
+    flat = [values.flatten().tolist() for values in (loss, mask, sequences, spread)]
+    expected = by_loops(*flat, mode, scale=6.0)
+
+    whole = aggregate_loss(dirty, mask, mode, scale=6.0, group_ids=groups)
+    order = torch.randperm(mask.numel(), generator=generator)
+    packed_loss, packed_mask, packed_ids, packed_groups = (
+        values.flatten()[order][None] for values in (dirty, mask, torch.where(mask, sequences, -1), spread)
+    )
+    packed = aggregate_loss(
+        packed_loss, packed_mask, mode, sequence_ids=packed_ids, group_ids=packed_groups, scale=6.0
+    )
+    tokens = tokens_of_group(mask, groups)
+    counts = {
+        "global_tokens": int(mask.sum()),
+        "global_sequences": int(mask.any(1).sum()),
+        "global_groups": len(groups[mask.any(1)].unique()),
+    }
+    parts = sum(
+        aggregate_loss(dirty[part], mask[part], mode, scale=6.0, group_tokens=tokens[part], **counts)
+        for part in (slice(0, cut), slice(cut, None))
+        if mask[part].numel()
+    )
+    for got in (whole, packed, parts):
+        assert abs(float(got) - expected) <= 1e-12 * max(1.0, abs(expected)) + 1e-12

@@ -1,0 +1,158 @@
+"""Mismatch metrics against loops over Python floats, and histogram quantiles against torch.quantile."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_off_policy import batches, packed_and_shuffled, ragged
+
+from async_grpo.algorithm.diagnostics import (
+    FINEST_LOG_RATIO,
+    NUM_BINS,
+    RESOLUTION,
+    histogram_quantiles,
+    mismatch_report,
+    mismatch_sums,
+    ratio_histogram,
+)
+
+QS = [0.0, 0.01, 0.25, 0.5, 0.9, 0.99, 1.0]
+
+
+def reference_report(logprobs, behaviour, mask):
+    table = zip(logprobs.tolist(), behaviour.tolist(), mask.tolist(), strict=True)
+    rows = [[p - b for p, b, m in zip(*row, strict=True) if m] for row in table]
+    xs, rows = [x for row in rows for x in row], [row for row in rows if row]
+    if not xs:
+        return dict.fromkeys(["mismatch_k1", "mismatch_kl", "ess", "chi2_token", "ess_sequence"], math.nan)
+
+    def held(x):
+        return max(-20.0, min(20.0, x))
+
+    def effective_fraction(weights):
+        return math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+
+    weights = [math.exp(held(x)) for x in xs]
+    return {
+        "mismatch_k1": math.fsum(-x for x in xs) / len(xs),
+        "mismatch_kl": math.fsum(math.exp(x) - 1 - x for x in xs) / len(xs),
+        "ess": effective_fraction(weights),
+        "chi2_token": math.fsum(w * w for w in weights) / len(xs) - 1,
+        "ess_sequence": effective_fraction([math.exp(held(math.fsum(map(held, row)))) for row in rows]),
+    }
+
+
+def close(expected, tolerance=1e-10):
+    return pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True)
+
+
+@given(batches)
+@settings(max_examples=100, deadline=None)
+def test_the_report_is_that_of_a_loop_whatever_the_packing_the_order_and_the_garbage(shape):
+    arguments = ragged(*shape)
+    expected = close(reference_report(*arguments))
+    assert mismatch_report(mismatch_sums(*arguments)) == expected
+    packed, ids, _ = packed_and_shuffled(shape[0], *arguments)
+    assert mismatch_report(mismatch_sums(*packed, sequence_ids=ids)) == expected
+    assert torch.equal(ratio_histogram(*packed), ratio_histogram(*arguments))
+
+
+@given(batches, st.integers(0, 6))
+@settings(max_examples=50, deadline=None)
+def test_sums_and_histograms_of_parts_add_up_to_those_of_the_whole(shape, cut):
+    arguments = ragged(*shape)
+    parts = [[column[part] for column in arguments] for part in (slice(0, cut), slice(cut, None))]
+    whole, sums = mismatch_sums(*arguments), [mismatch_sums(*part) for part in parts]
+    assert all(total.dtype is torch.float64 and total.ndim == 0 for total in whole.values())
+    for name, total in whole.items():
+        torch.testing.assert_close(sums[0][name] + sums[1][name], total, rtol=1e-12, atol=1e-12)
+    assert torch.equal(ratio_histogram(*parts[0]) + ratio_histogram(*parts[1]), ratio_histogram(*arguments))
+
+
+def test_float32_log_probs_give_the_report_within_1e_5():
+    arguments = ragged(2, 6, 30, spread=0.05)
+    got = mismatch_report(mismatch_sums(*(column.float() for column in arguments[:2]), arguments[2]))
+    assert got == close(reference_report(*arguments), 1e-5)
+
+
+def test_the_effective_sample_size_by_hand():
+    # Ratios 1 and 3 in one sequence, 1 in the other: sequence ratios 3 and 1
+    logprobs = torch.tensor([[1.0, 3.0], [1.0, 9.0]], dtype=torch.float64).log()
+    mask = torch.tensor([[1, 1], [1, 0]])
+    report = mismatch_report(mismatch_sums(logprobs, torch.zeros_like(logprobs), mask))
+    assert report["ess"] == pytest.approx((1 + 3 + 1) ** 2 / (3 * (1 + 9 + 1)))
+    assert report["ess_sequence"] == pytest.approx((3 + 1) ** 2 / (2 * (9 + 1)))
+    assert report["chi2_token"] == pytest.approx(11 / 3 - 1)
+    assert report["mismatch_k1"] == pytest.approx(-math.log(3) / 3)
+    assert report["mismatch_kl"] == pytest.approx((2 - math.log(3)) / 3)
+
+
+def test_engines_that_agree_have_no_mismatch_and_every_weight_alike():
+    logprobs = ragged(0, 4, 5)[0]
+    ones = torch.ones_like(logprobs)
+    histogram = ratio_histogram(logprobs, logprobs, ones)
+    report = mismatch_report(mismatch_sums(logprobs, logprobs, ones), histogram)
+    ones_and_zeros = dict.fromkeys(["ess", "ess_sequence", "ratio_p01", "ratio_p50", "ratio_p99"], 1.0)
+    assert report == ones_and_zeros | {"mismatch_k1": 0.0, "mismatch_kl": 0.0, "chi2_token": 0.0}
+
+
+def test_without_tokens_every_metric_is_nan():
+    nothing = torch.full((2, 3), math.nan), torch.zeros(2, 3), torch.zeros(2, 3)
+    report = mismatch_report(mismatch_sums(*nothing), ratio_histogram(*nothing))
+    assert len(report) == 8 and all(math.isnan(value) for value in report.values())
+
+
+def test_a_nan_where_it_counts_shows_in_the_means_and_not_in_the_histogram():
+    arguments = torch.tensor([[math.nan, 0.0, 0.0]]), torch.zeros(1, 3), torch.ones(1, 3)
+    histogram = ratio_histogram(*arguments)
+    report = mismatch_report(mismatch_sums(*arguments), histogram)
+    assert math.isnan(report["mismatch_kl"]) and math.isnan(report["ess"])
+    assert histogram.sum() == 2 and report["ratio_p99"] == 1
+
+
+def test_the_bins_are_symmetric_and_hold_every_log_ratio_within_the_resolution():
+    assert RESOLUTION < 0.025
+    sizes = torch.logspace(-6, math.log10(20), 5000, dtype=torch.float64)
+    for x in torch.cat([sizes, -sizes, torch.tensor([500.0, -500.0])]).split(2503):
+        for value in x[::17].tolist():
+            counts = ratio_histogram(
+                torch.tensor([[value]], dtype=torch.float64), torch.zeros(1, 1), torch.ones(1, 1)
+            )
+            assert counts.shape == (NUM_BINS,) and counts.sum() == 1
+            read, size = math.log(histogram_quantiles(counts, [0.5]).item()), min(abs(value), 20)
+            assert abs(abs(read) - size) <= max(RESOLUTION * size * (1 + 1e-9), FINEST_LOG_RATIO)
+            assert read * value >= 0
+            mirrored = ratio_histogram(
+                torch.tensor([[-value]], dtype=torch.float64), torch.zeros(1, 1), torch.ones(1, 1)
+            )
+            assert torch.equal(mirrored, counts.flip(0))
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1, 2, 3, 10, 101, 1000]),
+    st.sampled_from([1e-6, 1e-3, 0.05, 1.0, 8.0]),
+    st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=100, deadline=None)
+def test_quantiles_are_those_of_torch_within_the_resolution(seed, count, spread, shift):
+    generator = torch.Generator().manual_seed(seed)
+    x = (shift + spread * torch.randn(count, dtype=torch.float64, generator=generator)).clamp(-20, 20)
+    qs = torch.tensor(QS, dtype=torch.float64)
+    counts = ratio_histogram(x[None], torch.zeros(1, count), torch.ones(1, count))
+    got = histogram_quantiles(counts, QS)
+    # an order statistic moves within its bin: the quantile lies between those of all moved down, and up
+    slack = (RESOLUTION * x.abs() * (1 + 1e-9)).clamp(min=FINEST_LOG_RATIO)
+    assert (got >= torch.quantile((x - slack).exp(), qs) * (1 - 1e-12)).all()
+    assert (got <= torch.quantile((x + slack).exp(), qs) * (1 + 1e-12)).all()
+
+
+def test_quantiles_of_many_tokens_by_name():
+    x = 0.02 * torch.randn(1, 20000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    arguments = x, torch.zeros_like(x), torch.ones_like(x)
+    report = mismatch_report(mismatch_sums(*arguments), ratio_histogram(*arguments))
+    for name, q in (("ratio_p01", 0.01), ("ratio_p50", 0.5), ("ratio_p99", 0.99)):
+        exact = torch.quantile(x, q).item()
+        assert math.log(report[name]) == pytest.approx(exact, rel=RESOLUTION, abs=FINEST_LOG_RATIO)

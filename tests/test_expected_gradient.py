@@ -1,0 +1,149 @@
+"""The expected gradient of each estimator, by enumeration of every group that a small policy can write.
+
+A group of G completions appears with the product of their probabilities; its gradient estimate is the mean over samples
+of sum_t A_t * grad log pi(token t). The expectation is compared with the gradient of the expected reward.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+
+
+class Bandit:
+    """One token, a softmax over four actions with different rewards."""
+
+    rewards = torch.tensor([0.3, -1.0, 2.5, 0.1], dtype=torch.float64)
+    num_logits = 4
+
+    def completions(self, logits):
+        """(log-probs (C, T), rewards (C, T), mask (C, T)) of every completion; the log-probs carry the gradient."""
+        return logits.log_softmax(0)[:, None], self.rewards[:, None], torch.ones(4, 1)
+
+
+class TwoTokens:
+    """Two choices, then three that depend on the first; the reward is on the last token, or some on each."""
+
+    num_logits = 2 + 2 * 3
+
+    def __init__(self, per_token):
+        self.per_token = per_token
+
+    def completions(self, logits):
+        first, second = logits[:2].log_softmax(0), logits[2:].reshape(2, 3).log_softmax(1)
+        logprobs = torch.stack([torch.stack([first[i], second[i, j]]) for i in (0, 1) for j in (0, 1, 2)])
+        last = torch.tensor([0.3, -1.0, 2.5, 0.1, 0.7, 0.0]).double()
+        early = torch.tensor([0.5, 0.5, 0.5, -0.2, -0.2, -0.2]).double() if self.per_token else 0 * last
+        return logprobs, torch.stack([early, last], dim=1), torch.ones(6, 2)
+
+
+class StopsEarly:
+    """The first token may end the completion: lengths 1 and 2."""
+
+    num_logits = 2 + 3
+
+    def completions(self, logits):
+        first, second = logits[:2].log_softmax(0), logits[2:].log_softmax(0)
+        goes_on = [torch.stack([first[1], second[j]]) for j in range(3)]
+        logprobs = torch.stack([torch.stack([first[0], 0 * first[0]]), *goes_on])
+        rewards = torch.tensor([[0.6, 0.0], [0.0, -1.0], [0.0, 2.0], [0.0, 0.5]]).double()
+        return logprobs, rewards, torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]])
+
+
+def logits_of(policy):
+    random = torch.Generator().manual_seed(3)
+    return torch.randn(policy.num_logits, dtype=torch.float64, generator=random).requires_grad_()
+
+
+def all_groups(policy, logits, group_size):
+    """(the completions of every group (N, G), the probability of the group (N,) with its gradient)."""
+    logprobs, rewards, mask = policy.completions(logits)
+    probabilities = (logprobs * mask).sum(1).exp()
+    assert probabilities.sum().item() == pytest.approx(1)
+    groups = torch.tensor(list(itertools.product(range(len(rewards)), repeat=group_size)))
+    return groups, probabilities[groups].prod(dim=1)
+
+
+def expected_estimate(policy, name, group_size, **options):
+    """The gradient with respect to the logits that the estimator expects; tensors in `options` are per completion."""
+    logits = logits_of(policy)
+    logprobs, rewards, mask = policy.completions(logits)
+    groups, chance = all_groups(policy, logits, group_size)
+    rows, ids = groups.flatten(), torch.arange(len(groups)).repeat_interleave(group_size)
+    inputs = {o: value[rows] if torch.is_tensor(value) else value for o, value in options.items()}
+    advantages = ADVANTAGE_ESTIMATORS[name](rewards[rows], mask[rows], ids, **inputs)
+    estimates = (advantages * logprobs[rows]).sum(dim=1).reshape(-1, group_size).mean(dim=1)
+    return torch.autograd.grad((chance.detach() * estimates).sum(), logits)[0]
+
+
+def true_gradient(policy, best_of=1):
+    """Of the expected reward, or of the expected best reward of so many completions."""
+    logits = logits_of(policy)
+    _, rewards, mask = policy.completions(logits)
+    groups, chance = all_groups(policy, logits, best_of)
+    best = (rewards * mask).sum(1)[groups].amax(dim=1)
+    (gradient,) = torch.autograd.grad((chance * best).sum(), logits)
+    assert gradient.abs().max() > 0.01
+    return gradient
+
+
+def same(one, other):
+    return torch.allclose(one, other, atol=1e-12, rtol=0)
+
+
+def cosine(one, other):
+    return (one @ other / math.sqrt(one @ one * (other @ other))).item()
+
+
+EQUAL_LENGTHS = [Bandit(), TwoTokens(per_token=False), TwoTokens(per_token=True)]
+POLICIES = [*EQUAL_LENGTHS, StopsEarly()]
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rloo_expects_the_true_gradient(policy, group_size):
+    assert same(expected_estimate(policy, "rloo", group_size), true_gradient(policy))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_remax_expects_the_true_gradient_whatever_its_baseline(policy):
+    baselines = torch.full((len(policy.completions(logits_of(policy))[1]),), 0.7)
+    assert same(expected_estimate(policy, "remax", 2, baselines=baselines), true_gradient(policy))
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "opo"])
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("policy", EQUAL_LENGTHS)
+def test_a_sample_in_its_own_baseline_costs_one_part_in_the_group_size(name, policy, group_size):
+    estimate = expected_estimate(policy, name, group_size)
+    assert same(estimate, true_gradient(policy) * (group_size - 1) / group_size)
+
+
+def test_opo_leans_to_one_side_where_lengths_differ():
+    policy = StopsEarly()
+    assert cosine(expected_estimate(policy, "opo", 3), true_gradient(policy)) < 1 - 1e-6
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_the_lead_of_the_best_sample_follows_the_gradient_of_the_expected_best(group_size):
+    estimate = expected_estimate(Bandit(), "grpo_passk", group_size, normalize=False)
+    assert same(group_size * estimate, true_gradient(Bandit(), best_of=group_size))
+
+
+def test_division_by_the_deviation_is_not_a_rescaling():
+    assert cosine(expected_estimate(Bandit(), "grpo", 3), true_gradient(Bandit())) < 0.999
+
+
+@pytest.mark.parametrize("lam, unbiased", [(1.0, True), (0.5, False)])
+def test_gae_expects_the_true_gradient_whatever_the_critic_says_of_a_prefix_if_nothing_is_discounted(
+    lam, unbiased
+):
+    policy = TwoTokens(per_token=True)
+    values = torch.tensor(
+        [[0.4, -3.0]] * 3 + [[0.4, 1.5]] * 3
+    )  # of the empty prefix, and of each first token
+    estimate = expected_estimate(policy, "gae", 2, values=values, lam=lam, whiten=False)
+    assert same(estimate, true_gradient(policy)) == unbiased

@@ -1,0 +1,144 @@
+"""KL estimators against closed forms and against the exact KL of a small distribution."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithm.kl import KL_KINDS, kl_penalty
+from async_grpo.errors import ConfigurationError
+
+# name -> (value, gradient with respect to logprobs), of the difference d = logprobs - ref_logprobs
+CLOSED_FORMS = {
+    "k1": (lambda d: d, lambda d: 1.0),
+    "k2": (lambda d: d * d / 2, lambda d: d),
+    "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+    "abs": (abs, lambda d: math.copysign(1.0, d)),
+}
+BASES = list(CLOSED_FORMS)
+
+
+def evaluate(difference, kind, dtype=torch.float64, **options):
+    """(value, gradient) at one token."""
+    logprobs = torch.tensor(difference, dtype=dtype, requires_grad=True)
+    penalty = kl_penalty(logprobs, torch.zeros_like(logprobs), kind, **options)
+    penalty.backward()
+    assert penalty.dtype is logprobs.grad.dtype is dtype
+    return penalty.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("difference", [-30.0, -12.0, -3.5, -0.5, 0.25, 2.0, 12.0, 30.0])
+def test_values_and_gradients_are_the_closed_forms_with_nothing_held(kind, difference):
+    value, gradient = CLOSED_FORMS[kind]
+    expected = pytest.approx((value(difference), gradient(difference)), rel=1e-10)
+    assert evaluate(difference, kind) == expected
+    expected = pytest.approx((value(difference), gradient(difference)), rel=1e-5)
+    assert evaluate(difference, kind, torch.float32) == expected
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("difference", [-30.0, -0.5, 0.25, 30.0])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind, difference):
+    expected = evaluate(difference, kind)[0], difference
+    assert evaluate(difference, kind + "+") == expected
+
+
+def test_the_gradient_of_a_plus_reaches_both_sides():
+    logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
+    ref = torch.tensor([-2.0, -1.0], requires_grad=True)
+    kl_penalty(logprobs, ref, "k1+").sum().backward()
+    assert logprobs.grad.tolist() == [1.0, -3.0] and ref.grad.tolist() == [-1.0, 3.0]
+
+
+def two_distributions(scale):
+    """Logits (requiring grad), log-probs p of them, and log-probs q of another distribution; 50 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = (torch.randn(50, dtype=torch.float64, generator=generator) * scale for _ in range(2))
+    logits.requires_grad_()
+    return logits, logits.log_softmax(0), other.log_softmax(0)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
+def test_k1_and_k3_average_to_the_exact_kl_over_the_whole_distribution(kind, scale):
+    _, p, q = two_distributions(scale)  # at scale 4 some k3 are far above 10
+    exact = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
+    torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["k2", *(f"{base}+" for base in BASES)])
+def test_on_policy_the_expected_gradient_of_k2_and_of_every_plus_is_that_of_the_kl(kind):
+    logits, p, q = two_distributions(2.0)
+    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    sampled = (p.exp().detach() * kl_penalty(p, q, kind)).sum()  # samples carry no gradient, log-probs do
+    (got,) = torch.autograd.grad(sampled, logits)
+    torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "abs"])
+def test_on_policy_the_expected_gradient_of_the_others_is_not_that_of_the_kl(kind):
+    logits, p, q = two_distributions(2.0)
+    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    (got,) = torch.autograd.grad((p.exp().detach() * kl_penalty(p, q, kind)).sum(), logits)
+    assert (got - exact).norm() > 0.3 * exact.norm()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 79.8), (torch.float64, 638.8)])
+def test_k3_is_exact_up_to_where_exp_would_overflow_and_held_beyond(dtype, limit):
+    value, gradient = evaluate(-(limit - 1), "k3", dtype)
+    assert value == pytest.approx(math.exp(limit - 1), rel=1e-4)
+    assert gradient == pytest.approx(-math.exp(limit - 1), rel=1e-4)
+    for difference in (-limit - 1, -800.0):
+        value, gradient = evaluate(difference, "k3", dtype)
+        assert value == pytest.approx(math.exp(limit), rel=0.1) and gradient == 0
+    assert evaluate(800.0, "k3", dtype) == (799.0, 1.0)  # the side that cannot overflow is not held
+    assert math.isfinite(1000 * torch.tensor(evaluate(-800.0, "k3", dtype)[0], dtype=dtype).item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "difference", "value", "gradient"),
+    [
+        ("k1", -30.0, -10.0, 0.0),
+        ("k1", -9.0, -9.0, 1.0),
+        ("k2", 5.0, 10.0, 0.0),
+        ("k2", 4.0, 8.0, 4.0),
+        ("k3", -30.0, 10.0, 0.0),
+        ("k3", 30.0, 10.0, 0.0),
+        ("k3", -2.0, math.exp(2) - 3, 1 - math.exp(2)),
+        ("abs", -11.0, 10.0, 0.0),
+        ("k3+", -30.0, 10.0, -30.0),
+        ("k1+", -30.0, -10.0, -30.0),
+        ("abs+", 3.0, 3.0, 3.0),
+    ],
+)
+def test_a_clamp_holds_the_value_and_stops_the_gradient_but_not_that_of_a_plus(
+    kind, difference, value, gradient
+):
+    assert evaluate(difference, kind, clamp=10.0) == pytest.approx((value, gradient), rel=1e-12)
+
+
+@given(st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=50), st.sampled_from(["k2", "k3", "abs"]))
+@settings(max_examples=200, deadline=None)
+def test_k2_k3_and_abs_are_never_negative_in_float32_and_any_shape_is_kept(differences, kind):
+    logprobs = torch.tensor([[differences]], dtype=torch.float32)
+    penalty = kl_penalty(logprobs, torch.zeros_like(logprobs), kind)
+    assert penalty.shape == logprobs.shape and (penalty >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["k4", "k3++", "", "K1"])
+def test_an_unknown_estimator_is_answered_with_the_known_ones(kind):
+    assert list(KL_KINDS) == ["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+    with pytest.raises(
+        ConfigurationError, match=re.escape(f"{kind!r}; choose one of " + ", ".join(KL_KINDS))
+    ):
+        kl_penalty(torch.zeros(1), torch.zeros(1), kind)
+
+
+@pytest.mark.parametrize("clamp", [0.0, -10.0, math.nan])
+def test_a_clamp_that_is_not_positive_is_refused(clamp):
+    with pytest.raises(ConfigurationError, match=f"must be positive, not {clamp}"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k3", clamp=clamp)

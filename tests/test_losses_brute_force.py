@@ -1,0 +1,293 @@
+"""Every policy loss against loops over sequences and tokens, one scalar at a time, written from the formulas.
+
+The reference shares nothing with the library: plain numbers for what carries no gradient, a scalar tensor of its
+own for every log-prob. `c_t` are random coefficients of the per-token losses, so that the gradient of each single
+token's loss shows, also where it reaches other tokens of its sequence.
+"""
+
+import math
+
+import pytest
+import torch
+
+from async_grpo.algorithm.losses import POLICY_LOSSES
+
+CASES = [
+    ("grpo", {}),
+    ("gpg", {}),
+    ("ppo_clip", {}),
+    ("ppo_clip", {"clip_low": 0.05, "clip_high": 0.4}),
+    ("dual_clip", {}),
+    ("dual_clip", {"clip_c": 1.3}),
+    ("decoupled", {}),
+    ("decoupled", {"cap": 1.1}),
+    ("decoupled", {"cap": 1.1, "cap_mode": "clamp"}),
+    ("gspo", {}),
+    ("gspo", {"clip_low": 0.1, "clip_high": 0.05}),
+    ("cispo", {}),
+    ("cispo", {"clip_low": 0.1, "clip_high": 0.2}),
+    ("sapo", {}),
+    ("sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
+    ("geo_mean", {}),
+    ("geo_mean", {"clip_low": 0.1, "clip_high": 0.2}),
+    ("dppo_tv", {}),
+    ("dppo_tv", {"eps_low": 0.02, "eps_high": 0.05, "clip_c": 1.2}),
+    ("dppo_kl", {}),
+    ("dppo_kl", {"eps_low": 0.001, "eps_high": 0.002, "clip_c": 1.2}),
+    ("topr", {}),
+    ("dro", {}),
+    ("dro", {"beta": 2.0}),
+    ("clip_cov", {"ratio": 1.0, "cov_low": -0.5, "cov_high": 0.8}),  # all candidates: nothing left to chance
+    ("clip_cov", {"ratio": 1.0, "cov_low": -0.2, "cov_high": 3.0, "clip_low": 0.1, "clip_high": 0.2}),
+    ("kl_cov", {"ratio": 0.2}),
+    ("kl_cov", {"coef": 0.1}),
+]
+
+
+def random_inputs(seed, dtype=torch.float64, *, spread=0.3, rows=6, tokens=9, with_proximal=False):
+    """Ragged rows with holes, one empty row; ratios around 1 with that spread in log space."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(rows, tokens, dtype=torch.float64, generator=generator)
+
+    logprobs = -normal().abs()
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    lengths[seed % rows] = 0
+    mask = (torch.arange(tokens) < lengths) & (torch.rand(rows, tokens, generator=generator) < 0.8)
+    inputs = {
+        "logprobs": logprobs,
+        "old_logprobs": (logprobs + spread * normal()).clamp(max=-1e-3),
+        "advantages": (normal() + normal()[:, :1]) * (normal().abs() > 0.1),  # some of them 0
+        "importance_weights": normal().abs(),
+    }
+    if with_proximal:
+        inputs["proximal_logprobs"] = (logprobs + spread * normal()).clamp(max=-1e-3)
+    return {name: values.to(dtype) for name, values in inputs.items()} | {"mask": mask}
+
+
+def evaluate(name, inputs, coefficients, **options):
+    """(per-token loss, metrics, gradient of sum(coefficients * loss))."""
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    loss, metrics = POLICY_LOSSES[name](**inputs | {"logprobs": logprobs}, **options)
+    (loss * coefficients).sum().backward()
+    return loss.detach(), metrics, logprobs.grad
+
+
+def bounded(k):
+    return max(-20.0, min(20.0, k))
+
+
+def constant(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def ratio_to(logp, old):
+    """exp(log ratio) with its gradient; held, without one, beyond 20."""
+    k = logp.item() - old
+    return (logp - old).exp() if abs(k) <= 20 else constant(math.exp(bounded(k)))
+
+
+def clipped_ratio_loss(ratio, a, options):
+    """(loss, which bound held it): `ratio` carries the gradient."""
+    r = ratio.item()
+    if a > 0 and r > 1 + options["clip_high"]:
+        return constant(-a * (1 + options["clip_high"])), "high"
+    if a < 0 and r < 1 - options["clip_low"]:
+        return constant(-a * (1 - options["clip_low"])), "low"
+    return -a * ratio, None
+
+
+def geometric_ratio(options, logps, olds, advantages):
+    """The sequence's ratio of GMPO, each log-ratio held on the side where its advantage would push further."""
+    total = constant(0.0)
+    for logp, old, a in zip(logps, olds, advantages, strict=True):
+        k = bounded(logp.item() - old)
+        if a > 0 and k > options["clip_high"]:
+            total = total + options["clip_high"]
+        elif a < 0 and k < -options["clip_low"]:
+            total = total - options["clip_low"]
+        elif a != 0:
+            total = total + (logp - old if abs(k) < 20 else k)
+    return (total / len(logps)).exp()
+
+
+def brute_force_sequence(name, options, logps, olds, advantages, proximals, selected):
+    """The losses of one sequence's unmasked tokens; everything but `logps` are plain numbers."""
+    n = len(logps)
+    ks = [bounded(logp.item() - old) for logp, old in zip(logps, olds, strict=True)]
+    mean_ratio = math.exp(sum(ks) / n)
+    losses, clips = [], []
+    for i, (logp, old, a, k) in enumerate(zip(logps, olds, advantages, ks, strict=True)):
+        rho, held = math.exp(k), None
+        ratio = ratio_to(logp, old)
+        if name == "grpo":
+            loss = -a + 0 * logp - a * (logp - logp.item())
+        elif name == "gpg":
+            loss = -a * logp
+        elif name in ("ppo_clip", "clip_cov"):
+            loss, held = clipped_ratio_loss(ratio, a, options)
+            loss = constant(0.0) if name == "clip_cov" and selected[i] else loss
+        elif name == "dual_clip":
+            loss, held = clipped_ratio_loss(ratio, a, options)
+            if a < 0 and rho > options["clip_c"]:
+                loss = constant(-a * options["clip_c"])
+        elif name == "decoupled":
+            weight = math.exp(bounded(proximals[i] - old))
+            if weight > options["cap"]:
+                weight = {"drop": 0.0, "clamp": options["cap"]}[options["cap_mode"]]
+            loss, held = clipped_ratio_loss(ratio_to(logp, proximals[i]), a, options)
+            loss = weight * loss
+        elif name == "gspo":
+            loss, held = clipped_ratio_loss(mean_ratio * (1 + logp - logp.item()), a, options)
+        elif name == "cispo":
+            weight = min(rho, 1 + options["clip_high"])
+            weight = weight if options["clip_low"] is None else max(weight, 1 - options["clip_low"])
+            loss = -weight * a * logp
+            held = "high" if weight < rho else "low" if weight > rho else None
+        elif name == "sapo":
+            tau = options["tau_pos"] if a > 0 else options["tau_neg"]
+            loss = -a * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+        elif name == "geo_mean":
+            loss = -a * geometric_ratio(options, logps, olds, advantages)
+            held = "high" if a > 0 and k > options["clip_high"] else None
+            held = "low" if a < 0 and k < -options["clip_low"] else held
+        elif name in ("dppo_tv", "dppo_kl"):
+            p, q = math.exp(logp.item()), math.exp(old)
+            binary_kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            distance = abs(p - q) if name == "dppo_tv" else binary_kl
+            if a > 0 and p > q and distance > options["eps_high"]:
+                held = "high"
+            if a < 0 and p < q and distance > options["eps_low"]:
+                held = "low"
+            loss = constant(0.0) if held else -a * min(rho, options["clip_c"]) * logp
+        elif name == "topr":
+            weight = 1 if sum(advantages) >= 0 else min(1.0, mean_ratio)
+            held = "high" if sum(advantages) < 0 and mean_ratio > 1 else None
+            loss = -weight * a * logp
+        elif name == "dro":
+            loss = -(a * logp - options["beta"] / 2 * (logp - old) ** 2)
+        elif name == "kl_cov":
+            loss = -a * ratio + (options["coef"] * abs(logp - old) if selected[i] else 0)
+        losses.append(loss)
+        clips.append(held)
+    return losses, clips
+
+
+def brute_force_selection(name, options, inputs):
+    """(B, T) bool over the whole batch: sorted() and if, no tensors of the library."""
+    positions = [tuple(p) for p in inputs["mask"].nonzero().tolist()]
+    logp, old, adv = (
+        {p: inputs[key][p].item() for p in positions} for key in ("logprobs", "old_logprobs", "advantages")
+    )
+    mean_logp, mean_adv = (sum(values.values()) / len(positions) for values in (logp, adv))
+    cov = {p: (adv[p] - mean_adv) * (logp[p] - mean_logp) for p in positions}
+    selected = torch.zeros_like(inputs["mask"])
+    if name == "kl_cov":
+        for p in sorted(positions, key=cov.get, reverse=True)[
+            : max(1, int(options["ratio"] * len(positions)))
+        ]:
+            selected[p] = True
+    if name == "clip_cov":
+        assert options["ratio"] == 1, "the reference has no random numbers"
+        for p in positions:
+            r = math.exp(logp[p] - old[p])
+            clipped = (adv[p] > 0 and r > 1 + options["clip_high"]) or (
+                adv[p] < 0 and r < 1 - options["clip_low"]
+            )
+            selected[p] = options["cov_low"] < cov[p] < options["cov_high"] and not clipped
+    return selected
+
+
+def brute_force(name, options, inputs, coefficients):
+    """(per-token loss, clip "low"/"high"/None by position, gradient), by loops."""
+    options = POLICY_LOSSES[name].options | options
+    rows, tokens = inputs["mask"].shape
+    leaves = {
+        (b, t): inputs["logprobs"][b, t].clone().requires_grad_() for b in range(rows) for t in range(tokens)
+    }
+    selected = brute_force_selection(name, options, inputs)
+    loss, gradient = (
+        torch.zeros(rows, tokens, dtype=torch.float64),
+        torch.zeros(rows, tokens, dtype=torch.float64),
+    )
+    held = {}
+    total = sum(
+        0 * leaf for leaf in leaves.values()
+    )  # every token may be held, and nothing left to differentiate
+    for b in range(rows):
+        positions = [(b, t) for t in range(tokens) if inputs["mask"][b, t]]
+        if not positions:
+            continue
+        columns = [[inputs[key][p].item() for p in positions] for key in ("old_logprobs", "advantages")]
+        proximals = inputs.get("proximal_logprobs", inputs["old_logprobs"])
+        losses, clips = brute_force_sequence(
+            name,
+            options,
+            [leaves[p] for p in positions],
+            *columns,
+            [proximals[p].item() for p in positions],
+            [bool(selected[p]) for p in positions],
+        )
+        for p, value, clipped in zip(positions, losses, clips, strict=True):
+            value = value * inputs["importance_weights"][p].item()
+            loss[p], held[p] = value.item(), clipped
+            total = total + coefficients[p].item() * value
+    total.backward()
+    for p, leaf in leaves.items():
+        gradient[p] = 0 if leaf.grad is None else leaf.grad
+    return loss, held, gradient
+
+
+def agree(got, expected, tolerance):
+    return torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.3, 2.0])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_values_gradients_and_clip_fractions_are_those_of_the_loops(name, options, spread):
+    for seed in range(3):
+        inputs = random_inputs(seed, spread=spread, with_proximal=name == "decoupled")
+        generator = torch.Generator().manual_seed(100 + seed)
+        coefficients = torch.randn(inputs["mask"].shape, dtype=torch.float64, generator=generator)
+        loss, metrics, gradient = evaluate(name, inputs, coefficients, **options)
+        expected_loss, held, expected_gradient = brute_force(name, options, inputs, coefficients)
+        assert agree(loss, expected_loss, 1e-10) and agree(gradient, expected_gradient, 1e-10)
+        for bound in ("low", "high"):
+            counted = metrics.get(f"clip_frac_{bound}", torch.zeros_like(loss))
+            assert {tuple(p) for p in counted.nonzero().tolist()} == {
+                p for p, which in held.items() if which == bound
+            }
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_log_ratios_beyond_20_are_held_there_and_stay_finite(name, options):
+    inputs = random_inputs(7, spread=0.3, with_proximal=name == "decoupled")
+    far = torch.rand(inputs["mask"].shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    inputs["logprobs"] = torch.where(far, inputs["logprobs"] - 30, inputs["logprobs"])  # log ratio near -30
+    far = torch.rand(inputs["mask"].shape, generator=torch.Generator().manual_seed(2)) < 0.3
+    inputs["old_logprobs"] = torch.where(
+        far, inputs["old_logprobs"] - 60, inputs["old_logprobs"]
+    )  # up to +60
+    coefficients = torch.ones(inputs["mask"].shape, dtype=torch.float64)
+    loss, metrics, gradient = evaluate(name, inputs, coefficients, **options)
+    expected_loss, _, expected_gradient = brute_force(name, options, inputs, coefficients)
+    assert agree(loss, expected_loss, 1e-10) and agree(gradient, expected_gradient, 1e-10)
+    assert all(torch.isfinite(values).all() for values in (loss, gradient, *metrics.values()))
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_float32_agrees_with_float64(name, options):
+    for seed in range(3):
+        # The same numbers in both: rounding the inputs is not the loss's doing
+        single = random_inputs(seed, torch.float32, with_proximal=name == "decoupled")
+        double = {key: values.double() if key != "mask" else values for key, values in single.items()}
+        ones = torch.ones(single["mask"].shape)
+        loss, metrics, gradient = evaluate(name, single, ones, **options)
+        expected_loss, _, expected_gradient = evaluate(name, double, ones.double(), **options)
+        assert agree(loss, expected_loss, 1e-5) and agree(gradient, expected_gradient, 1e-5)
+        assert {values.dtype for values in (loss, gradient, *metrics.values())} == {torch.float32}
+
+
+def test_every_loss_has_a_case():
+    assert {name for name, _ in CASES} == set(POLICY_LOSSES)

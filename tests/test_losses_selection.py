@@ -1,0 +1,197 @@
+"""The choice of clip_cov and kl_cov: covariance, candidates, quota, ties and the random draw."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_losses_brute_force import random_inputs
+
+from async_grpo.algorithm.covariance import (
+    clip_cov_scores,
+    covariances,
+    kl_cov_scores,
+    num_selected,
+    select,
+    token_sums,
+    top_scores,
+    uniform_draws,
+)
+from async_grpo.algorithm.loss_batch import LossBatch
+from async_grpo.algorithm.losses import POLICY_LOSSES
+
+CLIP_COV = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.1, "cov_high": 5.0}
+
+
+def batch_of(inputs, dtype=torch.float64):
+    mask = inputs["mask"]
+    names = ("logprobs", "old_logprobs", "advantages")
+    return LossBatch(*(torch.where(mask, inputs[name], 0).to(dtype) for name in names), mask)
+
+
+def test_covariances_by_hand():
+    """log pi -1 -2 -3 and A 1 0 -1 around their means -2 and 0: 1*1, 0*0, -1*-1."""
+    logprobs, advantages = torch.tensor([[-1.0, -2, -3, 0]]), torch.tensor([[1.0, 0, -1, 0]])
+    batch = LossBatch(logprobs, logprobs, advantages, torch.tensor([[True, True, True, False]]))
+    sums = token_sums(batch)
+    assert sums.tolist() == [-6, 0, 3]
+    assert covariances(batch, sums)[0, :3].tolist() == [1, 0, 1]
+    assert kl_cov_scores(batch, sums).tolist() == [[1, -math.inf, 1, -math.inf]]
+
+
+def test_the_covariances_average_to_the_covariance_of_numpy():
+    import numpy
+
+    batch = batch_of(random_inputs(3))
+    got = covariances(batch, token_sums(batch))[batch.mask].mean().item()
+    pairs = [values[batch.mask].numpy() for values in (batch.logprobs, batch.advantages)]
+    assert got == pytest.approx(numpy.cov(*pairs, ddof=0)[0, 1], abs=1e-12)
+
+
+@given(
+    scores=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 0.75, 2.0]), min_size=1, max_size=12),
+    count=st.integers(1, 14),
+    cut=st.integers(0, 12),
+)
+@settings(max_examples=200, deadline=None)
+def test_selected_are_the_best_with_their_ties_whoever_holds_them(scores, count, cut):
+    whole = torch.tensor(scores)
+    gathered = torch.cat([top_scores(whole[:cut], count), top_scores(whole[cut:], count)])
+    threshold = top_scores(gathered, count)[-1]
+    ranked = sorted((score for score in scores if score > -math.inf), reverse=True)
+    lowest = ranked[:count][-1] if ranked else math.inf
+    assert select(whole, threshold).tolist() == [score >= lowest for score in scores]
+
+
+def test_equal_advantages_drive_no_entropy_and_select_nothing():
+    inputs = random_inputs(0, torch.float32)
+    inputs["advantages"] = torch.full_like(inputs["advantages"], 0.3)
+    _, metrics = POLICY_LOSSES["kl_cov"](**inputs)
+    assert metrics["selected_frac"].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens", "count"), [(2e-4, 0, 1), (2e-4, 9_999, 1), (2e-4, 10_000, 2), (0.5, 7, 3)]
+)
+def test_the_quota_is_rounded_down_and_at_least_one(ratio, tokens, count):
+    assert num_selected(ratio, tokens) == count
+
+
+def test_candidates_of_clip_cov_lie_in_the_window_and_still_have_a_gradient():
+    for seed in range(20):
+        batch = batch_of(random_inputs(seed))
+        covariance = covariances(batch, token_sums(batch))
+        scores = clip_cov_scores(batch, token_sums(batch), seed=1, **CLIP_COV)
+        for position in batch.mask.nonzero().tolist():
+            p = tuple(position)
+            ratio = math.exp(batch.logprobs[p] - batch.old_logprobs[p])
+            clipped = (batch.advantages[p] > 0 and ratio > 1.2) or (batch.advantages[p] < 0 and ratio < 0.8)
+            assert (scores[p] > -math.inf) == (0.1 < covariance[p] < 5.0 and not clipped)
+        assert scores[~batch.mask].eq(-math.inf).all()
+
+
+def test_clip_cov_takes_its_quota_of_the_candidates_at_random():
+    chosen = []
+    inputs = random_inputs(2, rows=12)
+    options = CLIP_COV | {"ratio": 0.05}
+    scores = clip_cov_scores(batch_of(inputs), token_sums(batch_of(inputs)), seed=0, **CLIP_COV)
+    candidates = scores > -math.inf
+    for seed in range(300):
+        _, metrics = POLICY_LOSSES["clip_cov"](**inputs, **options, seed=seed)
+        selected = metrics["selected_frac"].bool()
+        assert selected.sum() == num_selected(0.05, inputs["mask"].sum().item()) < candidates.sum()
+        assert not (selected & ~candidates).any()
+        chosen.append(selected)
+    again = POLICY_LOSSES["clip_cov"](**inputs, **options, seed=299)[1]["selected_frac"].bool()
+    assert torch.equal(chosen[-1], again)
+    # each candidate in 300 draws with probability k/n: within 5 standard deviations of a binomial
+    times = torch.stack(chosen).sum(0)[candidates]
+    p = int(chosen[0].sum()) / int(candidates.sum())
+    assert (times - 300 * p).abs().max() < 5 * math.sqrt(300 * p * (1 - p))
+
+
+def test_the_draw_of_clip_cov_does_not_depend_on_padding():
+    inputs = random_inputs(2, rows=12)
+    mask = inputs["mask"]
+    packed = {name: values[mask][None] for name, values in inputs.items()}
+    options = CLIP_COV | {"ratio": 0.05, "seed": 3}
+    padded_choice, packed_choice = (
+        POLICY_LOSSES["clip_cov"](**batch, **options)[1]["selected_frac"].bool() for batch in (inputs, packed)
+    )
+    assert padded_choice.any() and torch.equal(padded_choice[mask], packed_choice[0])
+
+
+def test_fewer_candidates_than_the_quota_are_all_taken():
+    inputs = random_inputs(2)
+    options = CLIP_COV | {"cov_low": 0.8}
+    candidates = (
+        clip_cov_scores(batch_of(inputs), token_sums(batch_of(inputs)), seed=0, **options) > -math.inf
+    )
+    _, metrics = POLICY_LOSSES["clip_cov"](**inputs, **options, ratio=0.9)
+    assert 0 < candidates.sum() < 5 and torch.equal(metrics["selected_frac"].bool(), candidates)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_given_selection_is_obeyed(name):
+    inputs = random_inputs(4)
+    selected = torch.zeros_like(inputs["mask"])
+    chosen = tuple(inputs["mask"].nonzero()[3].tolist())
+    selected[chosen] = True
+    none = torch.zeros_like(selected)
+    (with_it, metrics), (without, _) = (
+        POLICY_LOSSES[name](**inputs, selected=choice) for choice in (selected, none)
+    )
+    assert (with_it != without).nonzero().tolist() == [list(chosen)]
+    assert metrics["selected_frac"].sum() == 1
+    if name == "clip_cov":
+        assert with_it[chosen] == 0
+    else:
+        penalty = (inputs["logprobs"] - inputs["old_logprobs"]).abs() * inputs["importance_weights"]
+        assert (with_it - without)[chosen].item() == pytest.approx(penalty[chosen].item())
+
+
+def test_scores_of_a_loss_without_selection_are_refused():
+    inputs = random_inputs(0)
+    names = ("logprobs", "old_logprobs", "advantages", "mask")
+    with pytest.raises(ValueError, match="ppo_clip selects no tokens"):
+        POLICY_LOSSES["ppo_clip"].selection_scores(*(inputs[name] for name in names), torch.ones(3))
+
+
+def test_scores_do_not_see_masked_garbage():
+    inputs = random_inputs(0)
+    names = ("logprobs", "old_logprobs", "advantages")
+    dirty = [torch.where(inputs["mask"], inputs[name], math.nan) for name in names]
+    sums = token_sums(batch_of(inputs))
+    for name in ("clip_cov", "kl_cov"):
+        loss = POLICY_LOSSES[name]
+        clean = loss.selection_scores(*(inputs[key] for key in names), inputs["mask"], sums)
+        assert torch.equal(loss.selection_scores(*dirty, inputs["mask"], sums), clean)
+
+
+def splitmix64(state):
+    """The published generator's output for a state, in Python's unbounded integers."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 123456789])
+def test_draws_are_splitmix64_whatever_the_shape(seed):
+    keys = torch.tensor([[0, 1, 2], [10**12, 2**62, 5]])
+    expected = [
+        (splitmix64((splitmix64(seed) + key * 0x9E3779B97F4A7C15) % 2**64) >> 11) / 2**53
+        for key in keys.flatten().tolist()
+    ]
+    assert uniform_draws(keys, seed).flatten().tolist() == expected
+    assert (
+        uniform_draws(torch.tensor(0), 0).item() == 0
+    )  # splitmix64(0) is 0: the smallest draw, still a candidate
+
+
+def test_draws_are_uniform_and_differ_between_seeds():
+    draws = [uniform_draws(torch.arange(100_000), seed) for seed in (0, 1)]
+    for values in draws:
+        counts = torch.histc(values, bins=20, min=0, max=1)
+        assert ((counts - 5000).abs() < 5 * math.sqrt(5000 * 0.95)).all()
+    assert abs(torch.corrcoef(torch.stack(draws))[0, 1].item()) < 5 / math.sqrt(100_000)

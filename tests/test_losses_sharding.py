@@ -1,0 +1,146 @@
+"""However a minibatch is cut into micro-batches and dealt to ranks, loss and gradient are those of the whole.
+
+Every loss with every aggregation. Sequences stay whole (the unit that cannot be cut), groups do not. The choice of
+clip_cov and kl_cov is made over the whole minibatch first, from the micro-batches, as a sharded trainer does it.
+"""
+
+import pytest
+import torch
+from test_losses_brute_force import random_inputs
+
+from async_grpo.algorithm.aggregation import (
+    AGGREGATIONS,
+    aggregate_loss,
+    count_units,
+    get_aggregation,
+    tokens_of_group,
+)
+from async_grpo.algorithm.covariance import num_selected, select, token_sums, top_scores
+from async_grpo.algorithm.loss_batch import LossBatch
+from async_grpo.algorithm.losses import POLICY_LOSSES
+
+ROWS, TOKENS, SCALE = 14, 7, 6.0
+SELECTION = {"clip_cov": {"ratio": 0.1, "cov_low": 0.1, "seed": 5}, "kl_cov": {"ratio": 0.1}}
+GROUP_IDS = torch.tensor([3, 10**9, 3, 7, 7, 10**9, 3, 0, 0, 7, 42, 10**9, 7, 3])  # 42 is a group of one
+
+
+def deal(seed, world_size):
+    """Row numbers [rank][micro-batch], at random; a rank may go empty-handed, a micro-batch may be one row."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(ROWS, generator=generator)
+    cuts = torch.randint(0, ROWS, (5,), generator=generator).sort().values
+    hands = [[] for _ in range(world_size)]
+    for part in order.tensor_split(cuts):
+        if len(part):
+            hands[torch.randint(world_size, (), generator=generator)].append(part)
+    return hands
+
+
+def micro_batch(inputs, rows, *, packed):
+    """Those rows of every tensor; packed into a single row with sequence ids, or as they are."""
+    part = {name: values[rows] for name, values in inputs.items()}
+    part["sequence_ids"] = torch.arange(len(rows))[:, None].expand(len(rows), TOKENS)
+    return {name: values.reshape(1, -1) for name, values in part.items()} if packed else part
+
+
+def whole_batch(name, seed):
+    """(inputs of the loss, per-token group ids, group_tokens); the selection comes from one call over everything."""
+    inputs = random_inputs(seed, rows=ROWS, tokens=TOKENS, with_proximal=name == "decoupled")
+    groups = GROUP_IDS[:, None].expand(ROWS, TOKENS)
+    return inputs, groups, tokens_of_group(inputs["mask"], groups)
+
+
+def loss_inputs(part):
+    return {name: values for name, values in part.items() if name not in ("groups", "group_tokens", "keys")}
+
+
+def sharded_selection(name, inputs, hands):
+    """(B, T) bool, each rank looking at its own micro-batches; what crosses ranks are sums and top scores."""
+    loss, options = POLICY_LOSSES[name], SELECTION[name]
+    keys = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+    parts = {rows: micro_batch(inputs | {"keys": keys}, rows, packed=True) for hand in hands for rows in hand}
+    batch_names = ("logprobs", "old_logprobs", "advantages", "mask")
+    sums = sum(token_sums(LossBatch(*(part[n] for n in batch_names))) for part in parts.values())
+    count = num_selected(options["ratio"], sums[2].item())
+    scores = {
+        rows: loss.selection_scores(*(part[n] for n in batch_names), sums, token_keys=part["keys"], **options)
+        for rows, part in parts.items()
+    }
+    gathered = [
+        top_scores(torch.cat([scores[rows].flatten() for rows in hand] or [torch.empty(0)]), count)
+        for hand in hands
+    ]
+    threshold = top_scores(torch.cat(gathered), count)[-1]
+    selected = torch.zeros(ROWS, TOKENS, dtype=torch.bool)
+    for rows, values in scores.items():
+        selected[rows] = select(values, threshold).view(-1, TOKENS)
+    return selected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_micro_batches_on_any_ranks_add_up_to_the_whole_batch(name, mode, world_size):
+    for seed in range(3):
+        inputs, groups, group_tokens = whole_batch(name, seed)
+        hands = deal(seed, world_size)
+        options = {}
+        if POLICY_LOSSES[name].needs_selection:
+            options = SELECTION[name]
+            inputs["selected"] = sharded_selection(name, inputs, hands)
+        leaf = inputs["logprobs"].clone().requires_grad_()
+        per_token, _ = POLICY_LOSSES[name](**inputs | {"logprobs": leaf}, **options)
+        whole = aggregate_loss(per_token, inputs["mask"], mode, group_ids=groups, scale=SCALE)
+        whole.backward()
+        counts = {
+            "global_tokens": int(inputs["mask"].sum()),
+            "global_sequences": int(inputs["mask"].any(1).sum()),
+            "global_groups": len(GROUP_IDS[inputs["mask"].any(1)].unique()),
+        }
+        aggregation, totals, units = get_aggregation(mode, SCALE), 0.0, 0.0
+        total_loss, gradient = 0.0, torch.zeros_like(leaf)
+        for hand in hands:
+            rank_leaf = inputs["logprobs"].clone().requires_grad_()
+            everything = inputs | {"logprobs": rank_leaf, "group_tokens": group_tokens}
+            for number, rows in enumerate(hand):
+                part = micro_batch(everything, rows, packed=number % 2 == 0)
+                per_token, _ = POLICY_LOSSES[name](**loss_inputs(part), **options)
+                shape = {"sequence_ids": part["sequence_ids"], "group_tokens": part["group_tokens"]}
+                value = aggregate_loss(per_token, part["mask"], mode, scale=SCALE, **shape, **counts)
+                value.backward()
+                total_loss += value.item()
+                # and what training does: un-normalised sums, divided once by the summed counts
+                ids, own_tokens = part["sequence_ids"], part["group_tokens"]
+                totals += aggregation.total(per_token, part["mask"], ids, SCALE, own_tokens).item()
+                counted = count_units(part["mask"], ids, group_tokens=own_tokens)
+                units += counted[aggregation.unit].item() if aggregation.unit else 0.0
+            gradient += 0 if rank_leaf.grad is None else rank_leaf.grad
+        assert abs(total_loss - whole.item()) <= 1e-12
+        assert abs(totals / (units or 1.0) - whole.item()) <= 1e-12
+        assert (gradient - leaf.grad).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", list(SELECTION))
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_selection_over_shards_is_the_one_over_the_whole_batch(name, world_size):
+    for seed in range(10):
+        inputs, *_ = whole_batch(name, seed)
+        del inputs["importance_weights"]
+        whole = [torch.arange(ROWS)]
+        selected = sharded_selection(name, inputs, deal(seed, world_size))
+        assert torch.equal(selected, sharded_selection(name, inputs, [whole]))
+        assert 0 < selected.sum() <= num_selected(SELECTION[name]["ratio"], inputs["mask"].sum().item())
+
+
+@pytest.mark.parametrize("name", list(SELECTION))
+def test_a_choice_per_micro_batch_is_another_one(name):
+    """What the sharded choice is for: one token each of many micro-batches is more than the quota."""
+    inputs, *_ = whole_batch(name, 0)
+    metric = "selected_frac"
+    total = sum(
+        POLICY_LOSSES[name](**micro_batch(inputs, rows, packed=True), **SELECTION[name] | {"ratio": 1e-4})[1][
+            metric
+        ].sum()
+        for rows in torch.arange(ROWS).split(1)
+    )
+    assert total > 1

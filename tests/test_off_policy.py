@@ -1,0 +1,324 @@
+"""Importance weights and rejection masks against loops over Python floats, one sequence at a time."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithm.off_policy import (
+    LEVELS,
+    MODES,
+    STATISTICS,
+    check_importance,
+    check_rejection,
+    importance_weights,
+    rejection_mask,
+    weight_totals,
+)
+from async_grpo.errors import ConfigurationError
+
+GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
+
+
+def ragged(seed, rows, width, spread=1.0, dtype=torch.float64):
+    """(logprobs, behaviour, mask), each (rows, width); the mask has holes, and rows that are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = -2 * torch.rand(rows, width, dtype=torch.float64, generator=generator)
+    behaviour = logprobs + spread * torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    mask = torch.rand(rows, width, generator=generator) < torch.rand(rows, 1, generator=generator)
+    return logprobs.to(dtype), behaviour.to(dtype), mask
+
+
+def packed_and_shuffled(seed, logprobs, behaviour, mask):
+    """The same tokens in one row, in any order, masked ones with garbage in them; and how to undo it."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(mask.numel(), generator=generator)
+    garbage = torch.tensor(GARBAGE, dtype=logprobs.dtype)[torch.arange(mask.numel()) % 4].view_as(mask)
+    ids = torch.arange(len(mask))[:, None].expand_as(mask)
+    ids = torch.where(mask, ids, torch.where(ids % 2 == 0, -7, 10**12))
+    columns = (torch.where(mask, logprobs, garbage), torch.where(mask, behaviour, garbage.flip(0)), mask, ids)
+    *arguments, ids = (column.flatten()[order][None] for column in columns)
+    return arguments, ids, lambda row: row[0][order.argsort()].view_as(mask)
+
+
+def held(x):
+    return max(-20.0, min(20.0, x))
+
+
+def log_ratios(logprobs, behaviour, mask):
+    """[row][t]: x of the unmasked tokens, None where masked."""
+    table = zip(logprobs.tolist(), behaviour.tolist(), mask.tolist(), strict=True)
+    return [[held(p - b) if m else None for p, b, m in zip(*row, strict=True)] for row in table]
+
+
+def reference_weights(xs, level, mode, low, high, normalize):
+    def bounded(w):
+        if mode == "mask":
+            return w if (low is None or w >= low) and w <= high else 0.0
+        return max(min(w, high), -math.inf if low is None else low)
+
+    weights, counted = [], []
+    for row in xs:
+        present = [x for x in row if x is not None]
+        if level == "token":
+            per_token = [bounded(math.exp(x)) for x in present]
+            counted += per_token
+        else:
+            per_token = [bounded(math.exp(held(math.fsum(present))))] * len(present)
+            counted += per_token[:1]
+        each = iter(per_token)
+        weights.append([0.0 if x is None else next(each) for x in row])
+    mean = math.fsum(counted) / len(counted) if counted and normalize else 1.0
+    weights = [[w / mean if mean else w for w in row] for row in weights]
+    return weights
+
+
+def reference_keep(xs, statistic, low, high):
+    scope, kind = statistic.rsplit("_", 1)
+    per_token = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[kind]
+    pool = {
+        "sequence_sum": math.fsum,
+        "sequence_mean": lambda values: math.fsum(values) / len(values),
+        "sequence_max": max,
+    }
+    keep = []
+    for row in xs:
+        values = [per_token(x) for x in row if x is not None]
+        if scope != "token" and values:
+            values = [pool[scope](values)] * len(values)
+        judged = iter(math.exp(value) if kind == "k1" else value for value in values)
+        bounds = -math.inf if low is None else low, math.inf if high is None else high
+        keep.append([x is not None and bounds[0] <= next(judged) <= bounds[1] for x in row])
+    return keep
+
+
+batches = st.tuples(
+    st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 7), st.sampled_from([0.1, 1.0, 15.0])
+)
+
+
+@given(
+    batches,
+    st.sampled_from(LEVELS),
+    st.sampled_from(MODES),
+    st.sampled_from([None, 0.0, 0.5, 0.9]),
+    st.sampled_from([0.9, 1.1, 2.0, math.inf]),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_weights_are_those_of_a_loop_whatever_the_packing_the_order_and_the_garbage(
+    shape, level, mode, low, high, normalize
+):
+    arguments = ragged(*shape)
+    options = {"level": level, "mode": mode, "low": low, "high": high, "normalize": normalize}
+    expected = reference_weights(log_ratios(*arguments), *options.values())
+    expected = torch.tensor(expected, dtype=torch.float64)
+    got = importance_weights(*arguments, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    packed, ids, unpack = packed_and_shuffled(shape[0], *arguments)
+    got = unpack(importance_weights(*packed, sequence_ids=ids, **options))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@given(
+    batches,
+    st.sampled_from(STATISTICS),
+    st.sampled_from([(None, 0.05), (None, 1.0), (None, 5.0), (0.001, 0.1), (0.9, 1.1), (0.3, None)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_kept_tokens_are_those_of_a_loop_whatever_the_packing_the_order_and_the_garbage(
+    shape, statistic, bounds
+):
+    arguments = ragged(*shape)
+    options = {"statistic": statistic, "low": bounds[0], "high": bounds[1]}
+    expected = torch.tensor(reference_keep(log_ratios(*arguments), *options.values()))
+    got = rejection_mask(*arguments, **options)
+    assert got.dtype is torch.bool and torch.equal(got, expected)
+    packed, ids, unpack = packed_and_shuffled(shape[0], *arguments)
+    assert torch.equal(unpack(rejection_mask(*packed, sequence_ids=ids, **options)), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_weights_are_within_1e_5_of_the_loop(level, mode):
+    arguments = ragged(3, 8, 20, spread=0.2, dtype=torch.float32)
+    options = {"level": level, "mode": mode, "low": 0.7, "high": 1.6, "normalize": True}
+    got = importance_weights(*arguments, **options)
+    assert got.dtype is torch.float32
+    expected = torch.tensor(reference_weights(log_ratios(*arguments), *options.values()), dtype=torch.float32)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(batches, st.sampled_from(LEVELS), st.sampled_from(MODES), st.integers(0, 6))
+@settings(max_examples=100, deadline=None)
+def test_parts_normalised_by_the_mean_of_all_parts_are_the_parts_of_the_whole(shape, level, mode, cut):
+    arguments = ragged(*shape)
+    options = {"level": level, "mode": mode, "low": 0.3, "high": 3.0}
+    whole = importance_weights(*arguments, normalize=True, **options)
+    parts = [[column[part] for column in arguments] for part in (slice(0, cut), slice(cut, None))]
+    totals = [weight_totals(importance_weights(*part, **options), part[2], level=level) for part in parts]
+    total, count = (sum(column) for column in zip(*totals, strict=True))
+    assert count == (arguments[2].sum() if level == "token" else arguments[2].any(1).sum())
+    for mean in (total / count.clamp(min=1), float(total / count.clamp(min=1))):
+        got = [importance_weights(*part, normalize=True, mean=mean, **options) for part in parts]
+        torch.testing.assert_close(torch.cat(got), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_normalised_weights_average_to_one_over_their_level():
+    arguments = ragged(5, 6, 9)
+    for level in LEVELS:
+        total, count = weight_totals(
+            importance_weights(*arguments, level=level, normalize=True), arguments[2], level=level
+        )
+        assert (total / count).item() == pytest.approx(1.0, rel=1e-12)
+
+
+def test_a_hand_made_sequence():
+    # Ratios 2, 1/4 and 8 (masked: 100): the sequence's is 4
+    logprobs = torch.tensor([[2.0, 0.25, 100.0, 8.0]], dtype=torch.float64).log() - 6
+    behaviour, mask = torch.full_like(logprobs, -6.0), torch.tensor([[1, 1, 0, 1]])
+
+    def weights(**options):
+        return importance_weights(logprobs, behaviour, mask, **options)[0].tolist()
+
+    assert weights(high=4.0) == pytest.approx([2, 0.25, 0, 4])
+    assert weights(low=0.5, high=4.0) == pytest.approx([2, 0.5, 0, 4])
+    assert weights(mode="mask", high=4.0) == pytest.approx([2, 0.25, 0, 0])
+    assert weights(mode="mask", low=0.5, high=4.0) == pytest.approx([2, 0, 0, 0])
+    assert weights(level="sequence", high=5.0) == pytest.approx([4, 4, 0, 4])
+    assert weights(level="sequence") == pytest.approx([2, 2, 0, 2])
+    assert weights(level="sequence", mode="mask") == [0, 0, 0, 0]
+    assert weights(high=4.0, normalize=True) == pytest.approx([0.96, 0.12, 0, 1.92])  # mean 6.25 / 3
+
+    def kept(statistic, **bounds):
+        return rejection_mask(logprobs, behaviour, mask, statistic=statistic, **bounds)[0].tolist()
+
+    assert kept("token_k1", high=3.0) == [True, True, False, False]
+    assert kept("token_k1", low=0.5) == [True, False, False, True]
+    assert (
+        kept("sequence_sum_k1", high=4.1) == kept("sequence_mean_k1", high=1.6) == [True, True, False, True]
+    )
+    assert not any(kept("sequence_sum_k1", high=3.9)) and not any(kept("sequence_mean_k1", high=1.58))
+    # k3: 2 - 1 - ln 2 = 0.307, 1/4 - 1 + ln 4 = 0.636, 8 - 1 - ln 8 = 4.921
+    assert kept("token_k3", high=1.0) == [True, True, False, False]
+    assert kept("token_k3", low=0.5) == [False, True, False, True]
+    assert any(kept("sequence_max_k3", high=4.93)) and not any(kept("sequence_max_k3", high=4.92))
+    assert any(kept("sequence_mean_k3", high=1.96)) and not any(kept("sequence_mean_k3", high=1.95))
+
+
+def test_a_ratio_on_a_bound_is_kept():
+    arguments = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
+    for level in LEVELS:
+        assert importance_weights(*arguments, level=level, mode="mask", low=1.0, high=1.0).item() == 1
+    for statistic in ("token_k1", "sequence_sum_k1", "sequence_mean_k1"):
+        assert rejection_mask(*arguments, statistic=statistic, low=1.0, high=1.0).all()
+
+
+def test_a_bound_above_implies_none_below():
+    logprobs, behaviour = torch.tensor([[-19.0, 0.5]]), torch.zeros(1, 2)
+    keep = rejection_mask(logprobs, behaviour, torch.ones(1, 2), statistic="token_k1", high=1.5)
+    assert keep.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ratios_beyond_e_to_the_20_are_held(level):
+    logprobs, behaviour = torch.tensor([[0.0], [-500.0]]), torch.tensor([[-500.0], [0.0]])
+    weights = importance_weights(logprobs, behaviour, torch.ones(2, 1), level=level, high=math.inf)
+    assert weights.flatten().tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-6)
+
+
+def test_weights_and_masks_carry_no_gradient():
+    logprobs = torch.zeros(1, 3, requires_grad=True)
+    arguments = logprobs, torch.ones(1, 3, requires_grad=True), torch.ones(1, 3)
+    assert not importance_weights(*arguments, normalize=True).requires_grad
+    assert not rejection_mask(*arguments, statistic="token_k3", high=1.0).requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(2, 3), (1, 0), (0, 3)])
+def test_nothing_unmasked_gives_zeros_and_keeps_nothing(level, shape):
+    nothing = torch.full(shape, math.nan), torch.full(shape, math.inf), torch.zeros(shape)
+    weights = importance_weights(*nothing, level=level, normalize=True)
+    assert weights.shape == shape and weights.eq(0).all()
+    assert [total.item() for total in weight_totals(*nothing[::2], level=level)] == [0, 0]
+    for statistic in STATISTICS:
+        assert not rejection_mask(*nothing, statistic=statistic, high=1.0).any()
+
+
+def test_weights_that_are_all_masked_out_stay_zero_when_normalised():
+    arguments = torch.zeros(1, 2), torch.full((1, 2), -3.0), torch.ones(1, 2)
+    assert importance_weights(*arguments, mode="mask", normalize=True).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_nan_where_it_counts_is_neither_weighed_away_nor_rejected(statistic):
+    arguments = torch.tensor([[math.nan, 0.0], [0.0, 0.0]]), torch.zeros(2, 2), torch.ones(2, 2)
+    for mode in MODES:
+        weights = importance_weights(*arguments, mode=mode, low=0.5)
+        assert weights[0, 0].isnan() and weights.flatten()[1:].eq(1).all()
+    assert rejection_mask(*arguments, statistic=statistic, low=None, high=1.5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_be_of_either_integer_type(dtype):
+    arguments = ragged(1, 3, 4)
+    ids = torch.tensor([[0], [2], [1]], dtype=dtype).expand(3, 4)
+    expected = importance_weights(*arguments, level="sequence")
+    assert torch.equal(importance_weights(*arguments, level="sequence", sequence_ids=ids), expected)
+    for statistic in STATISTICS:
+        options = {"statistic": statistic, "high": 1.1}
+        assert torch.equal(
+            rejection_mask(*arguments, sequence_ids=ids, **options), rejection_mask(*arguments, **options)
+        )
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "low", "high", "named"),
+    [
+        ("tokens", "truncate", None, 2.0, "'tokens'; choose one of token, sequence"),
+        ("token", "clip", None, 2.0, "'clip'; choose one of truncate, mask"),
+        ("token", "mask", 3.0, 2.0, "[3.0, 2.0]"),
+        ("token", "mask", -1.0, 2.0, "[-1.0, 2.0]"),
+        ("token", "mask", math.nan, 2.0, "[nan, 2.0]"),
+        ("sequence", "truncate", None, 0.0, "high=0.0"),
+        ("sequence", "truncate", None, -2.0, "high=-2.0"),
+        ("sequence", "truncate", None, math.nan, "high=nan"),
+        ("sequence", "truncate", None, None, "high=None"),
+    ],
+)
+def test_impossible_weights_are_refused_with_their_values(level, mode, low, high, named):
+    with pytest.raises(ConfigurationError, match=re.escape(named)):
+        check_importance(level, mode, low, high)
+    with pytest.raises(ConfigurationError, match=re.escape(named)):
+        importance_weights(*ragged(0, 2, 2), level=level, mode=mode, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "low", "high", "named"),
+    [
+        ("token_k4", None, 2.0, "'token_k4'; choose one of token_k1"),
+        ("sequence_max_k1", None, 2.0, "sequence_max_k2, sequence_max_k3"),
+        ("token_k1", None, None, "token_k1 without a bound"),
+        ("token_k3", 2.0, 1.0, "[2.0, 1.0]"),
+        ("sequence_mean_k1", 0.0, 2.0, "never 0.0"),
+        ("sequence_mean_k1", -0.5, 2.0, "below -0.5"),
+        ("token_k2", -0.5, None, "below -0.5"),
+        ("token_k2", math.nan, None, "below nan"),
+        ("token_k2", None, 0.0, "above 0.0"),
+        ("token_k1", None, math.nan, "above nan"),
+    ],
+)
+def test_impossible_rejections_are_refused_with_their_values(statistic, low, high, named):
+    with pytest.raises(ConfigurationError, match=re.escape(named)):
+        check_rejection(statistic, low, high)
+    with pytest.raises(ConfigurationError, match=re.escape(named)):
+        rejection_mask(*ragged(0, 2, 2), statistic=statistic, low=low, high=high)
+
+
+def test_there_are_eleven_statistics():
+    assert len(STATISTICS) == len(set(STATISTICS)) == 11
+    for statistic in STATISTICS:
+        check_rejection(statistic, None, 1.5)

@@ -1,0 +1,136 @@
+"""The value loss against plain Python, token by token; explained variance against numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithm.value_loss import explained_variance, value_loss
+from async_grpo.errors import ConfigurationError
+
+METRICS = {"value_clip_frac", "value_error", "value_error_square", "return_mean", "return_square"}
+
+
+def random_inputs(seed, rows=3, tokens=11):
+    """(values, returns, old values, mask), all (rows, tokens); about half of the values beyond a clip of 0.5."""
+    generator = torch.Generator().manual_seed(seed)
+    values, returns, old = (
+        torch.randn(rows, tokens, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
+    return values, returns, old, torch.rand(rows, tokens, generator=generator) < 0.7
+
+
+def by_hand(value, target, old, clip):
+    """(loss, its derivative, clipped) of one token."""
+    held = value if clip is None else min(max(value, old - clip), old + clip)
+    free, clipped = (value - target) ** 2, (held - target) ** 2
+    if clipped > free:
+        return clipped / 2, 0.0, True
+    return free / 2, value - target, False
+
+
+@given(seed=st.integers(0, 10_000), clip=st.sampled_from([None, 0.1, 0.5, 2.0]))
+@settings(max_examples=60, deadline=None)
+def test_losses_gradients_and_metrics_are_those_of_a_loop_over_tokens(seed, clip):
+    values, returns, old, mask = random_inputs(seed)
+    values.requires_grad_()
+    loss, metrics = value_loss(values, returns, old, mask, clip=clip)
+    loss.sum().backward()
+    assert metrics.keys() == METRICS
+    for row, t in np.ndindex(*mask.shape):
+        got = [loss[row, t].item(), values.grad[row, t].item()]
+        got += [metrics[name][row, t].item() for name in sorted(METRICS)]
+        expected = [0.0] * len(got)
+        if mask[row, t]:
+            value, target = values[row, t].item(), returns[row, t].item()
+            total, slope, clipped = by_hand(value, target, old[row, t].item(), clip)
+            error = value - target
+            expected = [total, slope, target, target**2, float(clipped), error, error**2]
+        assert got == pytest.approx(expected, abs=1e-10, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "old", "loss", "slope", "clipped"),
+    [
+        (1.2, 2.0, 1.0, 0.32, -0.8, False),  # within the clip: plain regression
+        (1.8, 2.0, 1.0, 0.125, 0.0, True),  # moved 0.8 towards the return: held at 1.5, has learnt enough
+        (0.2, 2.0, 1.0, 1.62, -1.8, False),  # moved away from it: the larger error pulls it back
+        (3.0, 2.0, 1.0, 0.5, 1.0, False),  # overshot by more than the held value lacks: pulled back
+        (2.3, 2.0, 1.0, 0.125, 0.0, True),  # overshot by less: held
+    ],
+)
+def test_the_clip_holds_only_what_moved_far_and_got_nearer(value, target, old, loss, slope, clipped):
+    values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+    given = (torch.tensor([[number]], dtype=torch.float64) for number in (target, old))
+    got, metrics = value_loss(values, *given, torch.ones(1, 1))
+    got.sum().backward()
+    assert (got.item(), values.grad.item()) == pytest.approx((loss, slope))
+    assert metrics["value_clip_frac"].item() == clipped
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_garbage_in_masked_positions_changes_nothing(garbage, clip):
+    *clean, mask = random_inputs(3)
+    dirty = [torch.where(mask, given, garbage) for given in clean]
+    results = []
+    for values, returns, old in (clean, dirty):
+        values = values.clone().requires_grad_()
+        loss, metrics = value_loss(values, returns, old, mask, clip=clip)
+        loss.sum().backward()
+        results.append([loss, values.grad, *metrics.values()])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got) and got[~mask].eq(0).all()
+
+
+def test_only_the_values_learn():
+    values, returns, old, mask = (given.clone() for given in random_inputs(0))
+    for given_values in (values, returns, old):
+        given_values.requires_grad_()
+    loss, metrics = value_loss(values, returns, old, mask)
+    loss.sum().backward()
+    assert values.grad is not None and returns.grad is old.grad is None
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def test_float32_stays_float32_and_a_mask_may_be_of_numbers():
+    values, returns, old, mask = random_inputs(1)
+    expected, _ = value_loss(values, returns, old, mask)
+    got, metrics = value_loss(values.float(), returns.float(), old.float(), mask.float())
+    assert {got.dtype, *(metric.dtype for metric in metrics.values())} == {torch.float32}
+    torch.testing.assert_close(got, expected.float())
+
+
+@pytest.mark.parametrize("clip", [0.0, -0.5, math.nan])
+def test_a_clip_that_lets_nothing_move_is_refused(clip):
+    with pytest.raises(ConfigurationError, match=f"value clip is {clip}"):
+        value_loss(*random_inputs(0), clip=clip)
+
+
+def token_means(parts):
+    """The means that the accumulator would report: sums over micro-batches, divided once."""
+    sums, tokens = dict.fromkeys(METRICS, 0.0), 0
+    for values, returns, old, mask in parts:
+        _, metrics = value_loss(values, returns, old, mask)
+        sums = {name: sums[name] + metrics[name].sum().item() for name in METRICS}
+        tokens += int(mask.sum())
+    return {name: total / tokens for name, total in sums.items()}
+
+
+@given(seed=st.integers(0, 1000), cut=st.integers(1, 10))
+@settings(max_examples=20, deadline=None)
+def test_explained_variance_is_that_of_all_tokens_however_they_were_cut(seed, cut):
+    inputs = random_inputs(seed)
+    inputs[1].mul_(0.3).add_(inputs[0])  # returns that the values say something about
+    parts = [[given[:, :cut] for given in inputs], [given[:, cut:] for given in inputs]]
+    values, returns, mask = (inputs[i].numpy() for i in (0, 1, 3))
+    expected = 1 - np.var((returns - values)[mask]) / np.var(returns[mask])
+    assert explained_variance(token_means(parts)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_equal_returns_leave_nothing_to_explain():
+    values, _, old, mask = (given.float() for given in random_inputs(0, tokens=1000))
+    assert explained_variance(token_means([(values, torch.full_like(values, 0.1), old, mask.bool())])) == 0

@@ -1,0 +1,305 @@
+"""Every loss and correction, over two FSDP ranks and any packing, has the gradient of one padded pass.
+
+The reference shares neither packing, nor sharding, nor the split into micro-batches: transformers' eager forward of a
+padded batch, and the functions of `algorithm` called once, on all of it.
+"""
+
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from test_gradient_exactness import deal, relative_error
+from tiny_policy import pack, random_sequence, tiny_model
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
+from async_grpo.algorithm.kl import kl_penalty
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
+from async_grpo.algorithm.process_advantages import gae_returns
+from async_grpo.algorithm.value_loss import value_loss
+from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.correction import OffPolicyCorrection
+from async_grpo.training.distributed import distributed_run
+from async_grpo.training.objective import Critic, Objective
+from async_grpo.training.sharding import shard_policy
+
+WORLD_SIZE, DEADLINE_S = 2, 240
+SCALE = 40.0
+
+CASES = {
+    **{name: {"policy_loss": name} for name in POLICY_LOSSES},
+    **{f"aggregation {name}": {"aggregation": name} for name in AGGREGATIONS},
+    "kl_cov takes more": {"policy_loss": "kl_cov", "policy_loss_options": {"ratio": 0.2}},
+    "clip_cov takes more": {
+        "policy_loss": "clip_cov",
+        "policy_loss_options": {"ratio": 0.1, "cov_low": 0.01, "cov_high": 50.0},
+    },
+    "entropy bonus": {"entropy_coef": 0.3},
+    "straight-through kl": {"kl_coef": 0.2, "kl_kind": "k3+", "kl_clamp": 2.0},
+    "truncated weights": {
+        "policy_loss": "gpg",
+        "correction": OffPolicyCorrection("token", high=1.5, normalize=True),
+    },
+    "masked weights of sequences": {
+        "policy_loss": "grpo",
+        "aggregation": "prompt_mean",
+        "correction": OffPolicyCorrection("sequence", "mask", low=1e-4, high=1e4, normalize=True),
+    },
+    "weights beside a ratio of one": {
+        "old_policy": "current",
+        "correction": OffPolicyCorrection("token", "truncate", high=2.0),
+    },
+    "rejected tokens": {
+        "aggregation": "sequence_mean_token_mean",
+        "correction": OffPolicyCorrection(statistic="token_k1", rejection_low=0.8, rejection_high=1.25),
+    },
+    "rejected sequences": {
+        "policy_loss": "gspo",
+        "aggregation": "prompt_mean",
+        "correction": OffPolicyCorrection(statistic="sequence_mean_k3", rejection_high=0.045),
+    },
+    "proximal ratio": {"policy_loss": "dual_clip", "old_policy": "proximal"},
+    "critic": {"critic": Critic(coef=0.7, clip=0.1, gamma=0.9, lam=0.8)},
+    "critic without whitening": {"critic": Critic(whiten=False), "aggregation": "sequence_mean_token_sum"},
+    "critic and covariance": {
+        "critic": Critic(lam=0.5),
+        "policy_loss": "kl_cov",
+        "policy_loss_options": {"ratio": 0.1},
+    },
+}
+
+
+def objective_of(case: str) -> Objective:
+    settings = CASES[case]
+    scale = SCALE if settings.get("aggregation") == "constant_length" else None
+    return Objective(**settings, aggregation_scale=scale)
+
+
+def minibatch(seed: int) -> list[dict]:
+    """Random sequences in groups of about three; some have nothing to train on."""
+    rng = np.random.default_rng(seed)
+    sequences = [random_sequence(rng, 30, with_ref=True) for _ in range(11)]
+    for number, sequence in enumerate(sequences):
+        sequence["group"] = number // 3
+        sequence["proximal"] = sequence["behaviour"] + rng.normal(0, 0.3, len(sequence["ids"]))
+    for sequence in sequences:
+        members = [s for s in sequences if s["group"] == sequence["group"]]
+        sequence["group_tokens"] = sum(int(s["mask"][1:].sum()) for s in members)
+    return sequences
+
+
+def policy_of(objective: Objective) -> PolicyModel:
+    policy = PolicyModel(tiny_model(), chunk_tokens=13, value_head=objective.critic is not None)
+    if policy.value_head is not None:
+        torch.manual_seed(5)
+        torch.nn.init.normal_(policy.value_head.weight, std=0.05)
+        torch.nn.init.normal_(policy.value_head.bias, std=0.5)
+    return policy
+
+
+class RecordingOptimizer(torch.optim.SGD):
+    """Takes no step; keeps the full gradients that it was asked to take one with."""
+
+    def __init__(self, policy):
+        super().__init__(policy.parameters(), lr=0.0)
+        self.policy, self.gradients = policy, None
+
+    def step(self):
+        self.gradients = {
+            name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone()
+            for name, p in self.policy.named_parameters()
+        }
+
+
+def step_gradients(ranks, case, micro_batches):
+    objective = objective_of(case)
+    policy = shard_policy(policy_of(objective), ranks)
+    optimizer = RecordingOptimizer(policy)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks, max_grad_norm=1e9)
+    for micro_batch in micro_batches:
+        accumulator.add(micro_batch)
+    return accumulator.finish(), optimizer.gradients
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    import os
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with distributed_run("cpu", timeout_s=60) as ranks:
+        results = {
+            case: step_gradients(ranks, case, deal(minibatch(seed), seed, WORLD_SIZE)[rank])
+            for seed, case in enumerate(CASES)
+        }
+    if rank == 0:
+        torch.save(results, Path(folder) / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    context = mp.spawn(run_rank, args=(port, str(folder)), nprocs=WORLD_SIZE, join=False)
+    deadline = time.monotonic() + DEADLINE_S
+    while not context.join(timeout=1.0):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the two ranks did not finish within {DEADLINE_S} s")
+    return torch.load(folder / "results.pt")
+
+
+@pytest.fixture
+def alone():
+    with distributed_run("cpu") as ranks:
+        yield ranks
+
+
+def padded(sequences, column, fill=0.0):
+    """(B, T): one row per sequence; masked positions and padding hold `fill`."""
+    longest = max(len(s["ids"]) for s in sequences)
+    rows = torch.full((len(sequences), longest), fill)
+    for row, sequence in enumerate(sequences):
+        values = torch.tensor(np.nan_to_num(sequence[column].astype(np.float32)))
+        rows[row, : len(values)] = values
+    return rows
+
+
+def reference_gradients(case, sequences):
+    """One padded forward of plain transformers, and each function of `algorithm` called once."""
+    objective, policy = objective_of(case), policy_of(objective_of(case))
+    model = policy.model
+    model.set_attn_implementation("eager")
+    ids = padded(sequences, "ids").long()
+    mask = padded(sequences, "mask").bool()
+    mask[:, 0] = False
+    output = model(ids, output_hidden_states=True)  # causal: what fills up a row is never looked at
+    log_softmax = output.logits[:, :-1].log_softmax(-1)
+    logprobs = torch.nn.functional.pad(log_softmax.gather(2, ids[:, 1:, None])[..., 0], (1, 0))
+    entropy = torch.nn.functional.pad(-(log_softmax.exp() * log_softmax).sum(-1), (1, 0))
+    behaviour, proximal, advantages = (padded(sequences, c) for c in ("behaviour", "proximal", "advantages"))
+
+    full_mask, kept, correction = mask, mask, objective.correction
+    if correction.statistic:
+        bounds = {"low": correction.rejection_low, "high": correction.rejection_high}
+        kept = rejection_mask(proximal, behaviour, mask, statistic=correction.statistic, **bounds)
+    weights = None
+    if correction.weighs:
+        bounds = {
+            "level": correction.level,
+            "mode": correction.mode,
+            "low": correction.low,
+            "high": correction.high,
+        }
+        weights = importance_weights(proximal, behaviour, kept, normalize=correction.normalize, **bounds)
+    values = returns = None
+    if objective.critic:
+        critic = objective.critic
+        states = output.hidden_states[-1][:, :-1]
+        values = torch.nn.functional.pad(
+            policy.value_head(states.flatten(0, 1)).view(states.shape[:2]), (1, 0)
+        )
+        settings = {"gamma": critic.gamma, "lam": critic.lam}
+        _, returns = gae_returns(advantages, values, full_mask, **settings)
+        one_group = torch.zeros(len(sequences), dtype=torch.int64)
+        advantages = ADVANTAGE_ESTIMATORS["gae"](
+            advantages, full_mask, one_group, values=values.detach(), whiten=critic.whiten, **settings
+        )
+    options, old = dict(objective.policy_loss_options), behaviour
+    if objective.loss.needs_proximal:
+        options["proximal_logprobs"] = proximal
+    elif objective.old_policy == "proximal":
+        old = proximal
+    elif objective.old_policy == "current":
+        old = logprobs.detach()
+    loss, _ = objective.loss(logprobs, old, advantages, kept, importance_weights=weights, **options)
+    if objective.kl_coef:
+        kl = kl_penalty(logprobs, padded(sequences, "ref"), objective.kl_kind, clamp=objective.kl_clamp)
+        loss = loss + objective.kl_coef * torch.where(kept, kl, 0)
+    loss = loss - objective.entropy_coef * torch.where(kept, entropy, 0)
+    if objective.critic:
+        loss = (
+            loss
+            + objective.critic.coef
+            * value_loss(values, returns, values.detach(), kept, clip=objective.critic.clip)[0]
+        )
+    groups = torch.tensor([s["group"] for s in sequences])
+    counts = {}
+    if objective.aggregation == "prompt_mean":  # weights of the groups are those before anything was rejected
+        tokens = torch.tensor([s["group_tokens"] for s in sequences])[:, None].expand_as(kept)
+        counts = {"group_tokens": tokens}
+    aggregate_loss(
+        loss, kept, objective.aggregation, group_ids=groups, scale=objective.aggregation_scale, **counts
+    ).backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in policy.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.startswith("clip_cov")]
+)  # whose random choice goes by the token's own number, which a padded batch does not know
+def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ranks, case):
+    sequences = minibatch(list(CASES).index(case))
+    expected = reference_gradients(case, sequences)
+    overall, worst = relative_error(two_ranks[case][1], expected)
+    assert overall < 2e-5 and worst < 2e-5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("clip_cov")])
+def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_ranks, alone, case):
+    metrics, gradients = step_gradients(alone, case, [pack(minibatch(list(CASES).index(case)))])
+    overall, worst = relative_error(two_ranks[case][1], gradients)
+    assert overall < 2e-5 and worst < 2e-5
+    if case == "clip_cov takes more":
+        assert metrics["selected_frac"] > 0.03
+
+
+def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
+    for case, (metrics, _) in two_ranks.items():
+        for name in (
+            "mismatch_kl",
+            "ess",
+            "ratio_p01",
+            "ratio_p50",
+            "ratio_p99",
+            "clip_frac_low",
+            "clip_frac_high",
+        ):
+            assert np.isfinite(metrics[name]), (case, name)
+        assert (
+            metrics["ratio_p01"] <= metrics["ratio_p50"] <= metrics["ratio_p99"] and 0 < metrics["ess"] <= 1
+        )
+    assert (
+        two_ranks["rejected tokens"][0]["rejected_share"]
+        > 0.1
+        < two_ranks["rejected sequences"][0]["rejected_share"]
+    )
+    assert two_ranks["ppo_clip"][0]["rejected_share"] == 0
+    assert two_ranks["critic"][0]["explained_variance"] < 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy_loss_options": {"clip_c": 3.0}}, "no option clip_c"),
+        ({"correction": OffPolicyCorrection("token")}, "count it twice"),
+        (
+            {"policy_loss": "decoupled", "correction": OffPolicyCorrection("token")},
+            "leave --importance-level out",
+        ),
+        ({"policy_loss": "decoupled", "old_policy": "current"}, "leaves none"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, said):
+    with pytest.raises(ConfigurationError, match=said):
+        Objective(**settings)
