@@ -101,9 +101,6 @@ class AlgorithmConfig:
     )
     overlong_penalty: float = option(1.0, "What the longest completion loses.", "Groups")
     truncation_alarm: float = option(0.5, "Warn when more than this share of a step is truncated.", "Groups")
-    reward_weights: str = option(
-        "", "Weights of rewards in gdpo and of process rewards: name=0.5,...", "Groups"
-    )
 
     critic_coef: float = option(0.5, "Weight of the value loss (estimator gae).", "Critic")
     critic_clip: float = option(0.5, "Values are clipped to this distance from the old ones.", "Critic")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from async_grpo.algorithm_config import AlgorithmConfig, dashed, option, refuse, required
 from async_grpo.recipes import apply_recipe, check_applied
+from async_grpo.reward_config import RewardConfig
 
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -20,7 +21,7 @@ TRANSPORTS = ("object_store", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(AlgorithmConfig):
+class RunConfig(RewardConfig, AlgorithmConfig):
     """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
 
     announces_recipe: ClassVar[bool] = True
@@ -55,17 +56,6 @@ class RunConfig(AlgorithmConfig):
         1.0, "Sampling temperature, and the divisor of the policy's logits.", "Generation"
     )
     max_generation_tokens: int = option(8192, "Longest completion, in tokens.", "Generation")
-
-    reward_fns: str = option(
-        "", "Comma list of rewards (default: what the generation workers name).", "Rewards"
-    )
-    reward_registry: str | None = option(
-        None, "The page of rewards (default: reward_registry.py here).", "Rewards"
-    )
-    verifiers_per_reward: int = option(4, "Worker processes for each reward.", "Rewards")
-    reward_timeout_s: float = option(
-        30.0, "Longest scoring of one sample; then the sample is masked.", "Rewards"
-    )
 
     learning_rate: float = option(2e-6, "Peak learning rate of AdamW.", "Optimizer")
     lr_scheduler: str = option("constant_with_warmup", f"One of: {', '.join(LR_SCHEDULERS)}.", "Optimizer")
@@ -118,9 +108,10 @@ class RunConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_rewards()
         check_applied(self, {field.name: field.default for field in dataclasses.fields(self)})
         positive = ("batch_size", "samples_per_question", "num_training_batches", "max_tokens_per_gpu", "temperature",
-                    "max_generation_tokens", "verifiers_per_reward", "reward_timeout_s", "learning_rate", "max_grad_norm",
+                    "max_generation_tokens", "learning_rate", "max_grad_norm",
                     "logprob_chunk_size", "min_samples_per_checkpoint", "start_timeout_s", "experience_timeout_s",
                     "sync_timeout_s", "worker_grace_s")  # fmt: skip
         for name in positive:

@@ -81,7 +81,7 @@ class FakeVerification:
     ) -> None:
         self._reward, self._delay_s = reward, delay_s
 
-    async def verify(self, sample: dict[str, Any]) -> Verdict:
+    async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         await asyncio.sleep(self._delay_s)
         outcome = self._reward(sample)
         if isinstance(outcome, AdapterResult):

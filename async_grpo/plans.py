@@ -1,6 +1,6 @@
 """The command line's settings -> the plans that the rooms work by: objective, advantages, batcher, optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, estimators_for
@@ -9,8 +9,11 @@ from async_grpo.algorithm_config import parse_assignments
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.advantages import AdvantagePlan
+from async_grpo.experience.alarms import AlarmLimits
 from async_grpo.experience.batcher import BatcherPlan
+from async_grpo.experience.failures import FailurePolicy
 from async_grpo.experience.reward_tensors import OUTCOME, Payment
+from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.contract import is_process
 from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.training.objective import Critic, Objective
@@ -82,12 +85,15 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
             f"--advantage-estimator {config.advantage_estimator} reads rewards step by step, but {', '.join(adapters)} "
             f"gives one score per sample; estimators that fit: {', '.join(estimators_for(process=False))}"
         )
-    weights = parse_assignments(config.reward_weights, "reward-weights")
-    weighable = {*adapters, OUTCOME} if config.advantage_estimator in ("gdpo", "prime_rloo") else set(process)
+    weights = config.weights_by_name
+    weighable = set(process)
+    if config.advantage_estimator in ("gdpo", "prime_rloo") or config.reward_combine in ("sum", "mean"):
+        weighable = {*adapters, OUTCOME}
     if unknown := sorted(set(weights) - weighable):
         raise ConfigurationError(
-            f"--reward-weights names {', '.join(unknown)}; with --advantage-estimator {config.advantage_estimator} and "
-            f"these rewards there is weight for {', '.join(sorted(weighable)) or 'none'}"
+            f"--reward-weights names {', '.join(unknown)}; with --advantage-estimator {config.advantage_estimator}, "
+            f"--reward-combine {config.reward_combine} and these rewards there is weight for "
+            f"{', '.join(sorted(weighable)) or 'none'}"
         )
     return AdvantagePlan(
         estimator=config.advantage_estimator,
@@ -102,6 +108,7 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
             kl_kind=config.kl_kind,
         ),
         mask_truncated=config.mask_truncated,
+        min_valid=config.min_valid_samples,
         filter_groups=config.zero_variance == "filter",
         max_token_staleness=config.max_token_staleness,
     )
@@ -134,6 +141,41 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     )
 
 
+def combination(config: RunConfig, adapters: Collection[str]) -> Combination:
+    """How the rewards of one sample become one.
+
+    Raises:
+        ConfigurationError: a weight, constant or mode that does not fit these rewards.
+    """
+    weights = config.weights_by_name if config.reward_combine in ("sum", "mean") else {}
+    return Combination(
+        tuple(adapters),
+        config.reward_combine,
+        weights={name: weight for name, weight in weights.items() if name != OUTCOME},
+        threshold=config.gate_threshold,
+        column=config.reward_column,
+        constants=config.failure_constants,
+    )
+
+
+def failure_policy(config: RunConfig, adapters: Collection[str]) -> FailurePolicy:
+    """What becomes of samples without a reward.
+
+    Raises:
+        ConfigurationError: it speaks of a reward that the run does not have.
+    """
+    policies = config.failure_policies
+    if unknown := sorted(set(policies) - set(adapters)):
+        raise ConfigurationError(
+            f"--on-reward-failure names {', '.join(unknown)}; the rewards are {', '.join(adapters)}"
+        )
+    return FailurePolicy(
+        group_mean=frozenset(name for name, policy in policies.items() if policy == "group_mean"),
+        refill=frozenset(name for name, policy in policies.items() if policy == "refill"),
+        min_valid=config.min_valid_samples,
+    )
+
+
 def batcher_plan(config: RunConfig, num_ranks: int, adapters: Mapping[str, Any]) -> BatcherPlan:
     """The batcher's part of the configuration; `adapters`: the run's rewards by name."""
     return BatcherPlan(
@@ -147,9 +189,11 @@ def batcher_plan(config: RunConfig, num_ranks: int, adapters: Mapping[str, Any])
         experience_timeout_s=config.experience_timeout_s,
         seed=config.infinite_sampler_seed,
         advantages=advantage_plan(config, adapters),
-        max_resamples=config.max_resamples if config.zero_variance == "resample" else 0,
+        failures=failure_policy(config, adapters),
+        resample=config.zero_variance == "resample",
+        max_resamples=config.max_resamples,
         retire_above=config.no_positive_resampling,
-        truncation_alarm=config.truncation_alarm,
+        alarms=AlarmLimits(truncated=config.truncation_alarm, failed=config.failure_alarm),
         with_baseline="baselines" in ADVANTAGE_ESTIMATORS[config.advantage_estimator].needs,
         with_samples=config.dump_samples_filename is not None,
     )

@@ -6,7 +6,7 @@ S sequences and N tokens of one packed micro-batch (N = sum of the sequence leng
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (one per rank) ... StepEnd
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -92,6 +92,17 @@ class AdapterResult:
     latency_s: float = 0.0  # from the request to the answer, queueing included
     queue_s: float = 0.0  # of which waiting for a free worker
 
+    def standing_in_for(self, failed: "AdapterResult") -> "AdapterResult":
+        """This result under the name of the adapter whose failure it makes good; the reason says so."""
+        reason = f"{self.adapter} in place of {failed.adapter}, which {failed.status.value}: {failed.reason}"
+        return replace(
+            self,
+            adapter=failed.adapter,
+            reason=f"{reason}; {self.reason}" if self.reason else reason,
+            attempts=failed.attempts + self.attempts,
+            latency_s=failed.latency_s + self.latency_s,
+        )
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -100,6 +111,7 @@ class Verdict:
     status: RewardStatus
     reward: float | None
     results: tuple[AdapterResult, ...] = ()
+    filled: bool = False  # the reward stands in for a failure, as the run's policy says
 
     def __post_init__(self) -> None:
         if (self.status is RewardStatus.OK) != (self.reward is not None):

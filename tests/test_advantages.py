@@ -196,10 +196,17 @@ def test_a_batch_without_participants_gives_zeros(name):
             torch.full((2, 3), math.nan), mask, one_group(2), valid=valid, **inputs
         )
         assert torch.equal(advantages, torch.zeros(2, 3))
-    nothing = {option: tensor[:0] for option, tensor in inputs.items()}
-    assert ADVANTAGE_ESTIMATORS[name](
-        torch.zeros(0, 3), torch.zeros(0, 3), one_group(0), **nothing
-    ).shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name, shape):
+    inputs = {"values": torch.zeros(shape), "baselines": torch.zeros(shape[0])}
+    inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].needs}
+    advantages = ADVANTAGE_ESTIMATORS[name](
+        torch.zeros(shape), torch.zeros(shape), one_group(shape[0]), **inputs
+    )
+    assert advantages.shape == shape
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,10 +242,12 @@ def test_seven_equal_rewards_of_a_tenth_give_exactly_zero(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["grpo_process", "prime_rloo"])
-def test_equal_step_rewards_on_rows_of_all_lengths_give_exactly_zero(name):
-    mask = torch.arange(6) < torch.tensor([1, 2, 3, 4, 5, 6, 6])[:, None]
-    advantages = ADVANTAGE_ESTIMATORS[name](torch.full((7, 6), 0.1).double(), mask, one_group(7))
-    assert advantages.count_nonzero() == 0
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 11])
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1 / 3, -2.7])
+def test_equal_step_rewards_on_rows_of_all_lengths_give_exactly_zero(name, size, reward):
+    mask = torch.arange(6) < torch.tensor([1 + i % 6 for i in range(size)])[:, None]
+    rewards = torch.full((size, 6), reward, dtype=torch.float64)
+    assert ADVANTAGE_ESTIMATORS[name](rewards, mask, one_group(size)).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae"])
@@ -253,6 +262,12 @@ def test_a_pool_of_equal_returns_is_whitened_to_exactly_zero(name, size):
 def test_without_eps_equal_rewards_still_give_zero(name):
     rewards, mask = outcome([0.1] * 7, [1] * 7)
     assert ADVANTAGE_ESTIMATORS[name](rewards, mask, one_group(7), eps=0.0).count_nonzero() == 0
+
+
+def test_statistics_are_float64_whatever_the_rewards_are():
+    rewards = torch.tensor([[2.0**24, 1.0], [2.0**24, 0.0]], dtype=torch.float32)
+    assert rewards.sum(dim=1).unique().numel() == 1  # summed as they come, the rows would be equal
+    assert DR_GRPO(rewards, torch.ones(2, 2), one_group(2))[:, 0].tolist() == [0.5, -0.5]
 
 
 def test_a_large_constant_beside_the_rewards_costs_no_digits():

@@ -45,6 +45,7 @@ def test_options_are_the_scalars_and_needs_the_inputs():
     "name, rewards, options, message",
     [
         ("grpo", REWARDS, {"gamma": 1.0}, r"grpo has no option \['gamma'\]; known: eps"),
+        ("grpo", REWARDS, {"baselines": None}, r"grpo has no option \['baselines'\]; known: eps"),
         ("gae", REWARDS, {"value": 1}, r"known: values, gamma, lam, whiten"),
         ("gae", REWARDS, {}, r"gae needs \['values'\]"),
         ("remax", REWARDS, {"baselines": None}, r"remax needs \['baselines'\]"),

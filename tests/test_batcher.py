@@ -7,6 +7,7 @@ import pytest
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.advantages import AdvantagePlan
+from async_grpo.experience.alarms import AlarmLimits
 from async_grpo.experience.batcher import BatcherPlan, ExperienceBatcher
 from async_grpo.experience.prompts import Question
 from async_grpo.fakes import FakeGeneration, FakeLogprobs, FakeVerification, completion
@@ -234,7 +235,9 @@ async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
 async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_step_gets_smaller():
     # Prompts 1 and 2 give equal rewards in the group, the others do not
     generation = FakeGeneration(length=lambda ordinal, member: 3 if ordinal in (1, 2) else 1 + member)
-    batcher = ExperienceBatcher(plan(max_resamples=3), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(
+        plan(resample=True, max_resamples=3), questions(), generation, FakeVerification()
+    )
     await batcher.start()
     steps = await train(batcher, generation, 3)
     assert [end.num_groups for _, end in steps] == [2, 2, 2] and [end.num_samples for _, end in steps] == [
@@ -249,7 +252,9 @@ async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_st
 
 async def test_resampling_ends_where_nothing_has_signal_and_says_so():
     generation = FakeGeneration()  # every completion has 3 tokens: every reward is the same
-    batcher = ExperienceBatcher(plan(max_resamples=2), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(
+        plan(resample=True, max_resamples=2), questions(), generation, FakeVerification()
+    )
     await batcher.start()
     steps = await train(batcher, generation, 3)
     assert [end.stats["groups_without_signal"] for _, end in steps] == [2, 2, 2]
@@ -295,7 +300,7 @@ async def test_a_step_of_truncated_completions_raises_an_alarm():
         async def _complete(self, ordinal: int, member: int):
             return completion(3, self.live, truncated=member > 0)
 
-    settings = plan(num_steps=1, truncation_alarm=0.5)
+    settings = plan(num_steps=1, alarms=AlarmLimits(truncated=0.5))
     batcher = ExperienceBatcher(settings, questions(), Truncating(), FakeVerification())
     await batcher.start()
     while not isinstance(end := await batcher.next_message(0), StepEnd):

@@ -6,13 +6,14 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.combine import combine
+from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.process import process_maker
 from async_grpo.rewards.source import RewardSource
@@ -142,13 +143,14 @@ def result(status: RewardStatus, reward: float | None = None) -> AdapterResult:
     ],
 )
 def test_the_best_reward_wins_unless_one_is_unknown(results, status, reward):
-    verdict = combine(results)
-    assert (verdict.status, verdict.reward, verdict.results) == (status, reward, tuple(results))
+    results = tuple(replace(result, adapter=name) for name, result in zip("abc", results, strict=False))
+    verdict = Combination(("a", "b", "c")).verdict(results)
+    assert (verdict.status, verdict.reward, verdict.results) == (status, reward, results)
 
 
 def test_combining_nothing_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
-        combine([])
+        Combination(())
 
 
 def test_all_adapters_score_each_sample_at_the_same_time():

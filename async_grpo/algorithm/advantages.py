@@ -95,8 +95,8 @@ class Estimator:
         Traceback (most recent call last):
         ValueError: dr_grpo has no option ['epsilon']; known: none
         """
-        options = {name: value for name, value in options.items() if value is not None}
         self._check_options(options)
+        options = {name: value for name, value in options.items() if value is not None}
         sources = self._by_name(rewards, mask, group_ids, valid)
         mask = mask.bool()
         candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
@@ -109,9 +109,9 @@ class Estimator:
             if name in options:
                 options[name] = _finite(name, options[name], _fitting(name, options[name], read))
         if "step_mask" in options:
-            options["step_mask"] = paid[SOLE] & used
+            options["step_mask"] = paid[SOLE]
         if "masks" in options:
-            options["masks"] = {name: counted & used for name, counted in paid.items()}
+            options["masks"] = paid
 
         dtype = reduce(torch.promote_types, (values.dtype for values in sources.values()))
         if not used.any():
@@ -123,7 +123,7 @@ class Estimator:
         name, known = self.function.__name__, list(self._keywords)
         if unknown := [option for option in options if option not in known]:
             raise ValueError(f"{name} has no option {unknown}; known: {', '.join(known) or 'none'}")
-        if missing := [option for option in self.needs if option not in options]:
+        if missing := [option for option in self.needs if options.get(option) is None]:
             raise ValueError(f"{name} needs {missing} beside the rewards")
 
     def _by_name(

@@ -1,6 +1,8 @@
 """The batcher's three protocols over Ray: leases from a registry, channels to the workers, retries when one is lost."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from async_grpo.errors import WorkerLost
 from async_grpo.experience.registry import Lease
 from async_grpo.types import Completion, Prompt, Verdict
 
+POOL_RESTART_S, POOL_KNOCK_S = 120.0, 0.5  # how long the pool's actor may be away, and between two attempts
 MAX_LOSSES = 3  # workers that one group may outlive; a fourth loss looks like the group's own fault
 
 
@@ -130,16 +133,32 @@ class RemoteGeneration:
 
 
 class RemoteVerification:
-    """`Verification` over the pool's actor."""
+    """`Verification` over the pool's actor. Ray starts it anew when it dies; what it owed is asked again."""
 
     def __init__(self, pool: Any) -> None:
-        self._pool = Channel(pool, "verifier pool")
+        self._actor = pool
+        self._channel = Channel(pool, "verifier pool")
 
-    async def verify(self, sample: dict[str, Any]) -> Verdict:
-        return await self._pool.call("verify", sample)
+    async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
+        return await self._call("verify", sample, evaluation)
 
     async def take_stats(self) -> dict[str, Any]:
-        return await self._pool.call("take_stats")
+        return await self._call("take_stats")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        give_up = math.inf
+        while True:
+            channel = self._channel
+            try:
+                return await channel.call(method, *args)
+            except WorkerLost:
+                give_up = min(give_up, time.monotonic() + POOL_RESTART_S)
+                if time.monotonic() > give_up:
+                    raise
+                await asyncio.sleep(POOL_KNOCK_S)
+                if self._channel is channel:  # else a call that was lost with ours was quicker
+                    channel.close()
+                    self._channel = Channel(self._actor, "verifier pool")
 
 
 class RemoteLogprobs:

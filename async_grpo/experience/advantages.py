@@ -29,6 +29,7 @@ class AdvantagePlan:
         payment: what each token is paid.
         mask_truncated: leave truncated completions out of the loss (they stay in the baseline).
         filter_groups: leave groups without signal out of the loss, and so out of its denominators.
+        min_valid: groups with fewer rewards are left out as well.
         max_token_staleness: older tokens are left out of the loss, the rest of their sample is not; None: all are in.
     """
 
@@ -37,6 +38,7 @@ class AdvantagePlan:
     payment: Payment = field(default_factory=Payment)
     mask_truncated: bool = True
     filter_groups: bool = False
+    min_valid: int = 2
     max_token_staleness: int | None = None
 
     @property
@@ -96,8 +98,7 @@ class AdvantagePlan:
         return replace(sample, advantages=np.where(loss_mask, values, np.float32(0)), loss_mask=loss_mask)
 
     def _regrouped(self, group: Group, samples: Sequence[Sample]) -> Group:
-        lonely = self.estimator in IN_TRAINER and num_scored(group) < 2  # what the estimators give zeros
-        if lonely or (self.filter_groups and not has_signal(group)):
+        if num_scored(group) < self.min_valid or (self.filter_groups and not has_signal(group)):
             samples = group.samples
         tokens = sum(int(s.loss_mask.sum()) for s in samples if s.loss_mask is not None)
         return replace(group, samples=tuple(replace(s, group_tokens=tokens) for s in samples))

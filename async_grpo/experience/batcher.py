@@ -15,7 +15,8 @@ from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.advantages import AdvantagePlan
-from async_grpo.experience.alarms import step_alarms
+from async_grpo.experience.alarms import AlarmLimits, step_alarms
+from async_grpo.experience.failures import FailurePolicy
 from async_grpo.experience.groups import has_signal, mean_reward, reward_sample
 from async_grpo.experience.occupancy import Occupancy
 from async_grpo.experience.packing import Packer
@@ -41,9 +42,11 @@ class BatcherPlan:
     experience_timeout_s: float
     seed: int
     advantages: AdvantagePlan = field(default_factory=AdvantagePlan)
-    max_resamples: int = 0  # prompts that may replace one whose group has no signal
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    resample: bool = False  # a prompt whose group has no signal gives its place to another one
+    max_resamples: int = 8  # prompts that may do so for one place
     retire_above: float | None = None  # a question whose group reached this mean reward is drawn no more
-    truncation_alarm: float = 1.0
+    alarms: AlarmLimits = field(default_factory=AlarmLimits)
     with_baseline: bool = False  # also generate and score a greedy completion of every prompt
     with_samples: bool = False  # StepEnd carries every sample as text
 
@@ -127,7 +130,9 @@ class ExperienceBatcher:
             The reward statistics over all samples, `num_samples`, and `samples` as text.
         """
         prompts = [Prompt(-1 - number, q.token_ids, q.row) for number, q in enumerate(questions)]
-        scored = await asyncio.gather(*(self._generate_and_score(prompt, count) for prompt in prompts))
+        scored = await asyncio.gather(
+            *(self._generate_and_score(prompt, count, evaluation=True) for prompt in prompts)
+        )
         groups = [Group(prompt, samples, 0, -1) for prompt, samples in zip(prompts, scored, strict=True)]
         samples = [sample for group in groups for sample in group.samples]
         return {**reward_stats(samples), "num_samples": len(samples), "samples": readable_samples(groups)}
@@ -147,13 +152,16 @@ class ExperienceBatcher:
             self._supervise(self.rollout(slot), f"the rollout of group {slot}")
 
     async def rollout(self, slot: int) -> None:
-        """One group from prompt to micro-batches; a prompt without signal gives its slot to the next one."""
+        """One group from prompt to micro-batches; one that will not do gives its slot to the next prompt."""
         for resampled in range(self.plan.max_resamples + 1):
             group = replace(await self._one_group(next(self.cursor), slot), resampled=resampled)
             self._retire_if_solved(group)
-            if has_signal(group):
+            if not self._wants_another(group):
                 break
-        await self._offer(await self._add_logprobs(group))
+        await self._offer(await self._add_logprobs(self.plan.failures.apply(group)))
+
+    def _wants_another(self, group: Group) -> bool:
+        return self.plan.failures.wants_refill(group) or (self.plan.resample and not has_signal(group))
 
     async def _one_group(self, prompt: Prompt, slot: int) -> Group:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
@@ -166,7 +174,7 @@ class ExperienceBatcher:
         return Group(prompt, samples, version, slot, baseline)
 
     async def _generate_and_score(
-        self, prompt: Prompt, count: int, *, greedy: bool = False
+        self, prompt: Prompt, count: int, *, greedy: bool = False, evaluation: bool = False
     ) -> tuple[Sample, ...]:
         scoring: list[asyncio.Task[Sample]] = []
         self._generating(+count)
@@ -174,7 +182,7 @@ class ExperienceBatcher:
             async with asyncio.TaskGroup() as tasks:
                 async for completion in self.generation.generate(prompt, count, greedy=greedy):
                     self._generating(-1)
-                    scoring.append(tasks.create_task(self._score(prompt, completion)))
+                    scoring.append(tasks.create_task(self._score(prompt, completion, evaluation)))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
         finally:
@@ -186,8 +194,9 @@ class ExperienceBatcher:
         if self.plan.retire_above is not None and reward is not None and reward >= self.plan.retire_above:
             self.cursor.retire(group.prompt)
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> Sample:
-        return Sample(prompt, completion, await self.verification.verify(reward_sample(prompt, completion)))
+    async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
+        sample = reward_sample(prompt, completion)
+        return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
 
     async def _add_logprobs(self, group: Group) -> Group:
         ref_logprobs = await self._logprobs(self.reference, group)
@@ -237,9 +246,9 @@ class ExperienceBatcher:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),
-            "alarms": step_alarms(closed.groups, self.plan.truncation_alarm),
             "questions_retired": len(self.cursor.retired),
             **stats,
+            "alarms": step_alarms(closed.groups, stats["verifiers"], self.plan.alarms),
         }
         if self.plan.with_samples:
             stats["samples"] = readable_samples(closed.groups)

@@ -27,7 +27,9 @@ class Generation(Protocol):
 class Verification(Protocol):
     """Scores single samples."""
 
-    async def verify(self, sample: dict[str, Any]) -> Verdict: ...
+    async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
+        """The verdict; samples of an evaluation never wait behind those of the training."""
+        ...
 
     async def take_stats(self) -> dict[str, Any]: ...
 

@@ -28,6 +28,7 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
                     components.setdefault(f"{result.adapter}/{name}", []).append(value)
     return {
         "avg_reward": mean(sample.verdict.reward for sample in scored),
+        "num_reward_filled": sum(sample.verdict.filled for sample in samples),
         **{f"num_reward_{status.value}": statuses[status] for status in RewardStatus},
         **{name: mean(values) for name, values in sorted(components.items())},
     }

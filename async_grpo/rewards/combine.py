@@ -1,35 +1,128 @@
-"""Several adapters' results on one sample -> one verdict: the best result wins."""
+"""Several adapters on one sample -> one verdict: who is asked, and how their rewards become one."""
 
-from collections.abc import Sequence
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
+MODES = ("best", "sum", "mean", "product", "gate")
 
-def combine(results: Sequence[AdapterResult]) -> Verdict:
-    """The best reward, unless it is unknown.
+Ask = Callable[[str], Awaitable[AdapterResult]]
 
-    If any adapter failed or timed out, the maximum is unknown: the verdict is that status and the sample is
-    masked, not scored (a failure goes before a time-out). Adapters that abstained are left out; if all did,
-    so does the verdict.
 
-    Raises:
-        ValueError: there is no result at all.
+@dataclass(frozen=True)
+class Combination:
+    """How the results of a sample become its verdict.
 
-    >>> ok = AdapterResult("mathd", RewardStatus.OK, 0.0)
-    >>> combine([ok, AdapterResult("sympy", RewardStatus.OK, 1.0)]).reward
-    1.0
-    >>> combine([ok, AdapterResult("sympy", RewardStatus.TIMED_OUT)]).status.value
-    'timed_out'
+    Modes: `best` (the highest), `sum` and `mean` (weighted), `product`; `gate` asks one adapter after the other, in the
+    order given, as long as each passes `threshold`: cheap rules go before paid judges, and the reward is that of the
+    last one asked.
+
+    If any adapter that was asked failed or timed out, the combination is unknown: the verdict is that status (a failure
+    goes before a time-out) and the sample is masked, not scored; unless `constants` has a reward for that adapter's
+    failures. Adapters that abstained are left out; if all did, so does the verdict.
+
+    Args:
+        weights: by adapter, for `sum` and `mean`; 1 where not named.
+        threshold: the reward from which a gate opens.
+        column: of the row, naming the adapters that judge this sample (a comma list); None: all of them judge all.
+        constants: by adapter, the reward that stands in for a failure of it.
     """
-    if not results:
-        raise ValueError("there is no result to combine: a sample must be scored by at least one adapter")
-    statuses = {result.status for result in results}
-    for unknown in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
-        if unknown in statuses:
-            return Verdict(unknown, None, tuple(results))
-    rewards = [
-        result.reward for result in results if result.status is RewardStatus.OK and result.reward is not None
-    ]
-    if not rewards:
-        return Verdict(RewardStatus.ABSTAINED, None, tuple(results))
-    return Verdict(RewardStatus.OK, max(rewards), tuple(results))
+
+    adapters: tuple[str, ...]
+    mode: str = "best"
+    weights: Mapping[str, float] = field(default_factory=dict)
+    threshold: float = 0.5
+    column: str | None = None
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.adapters:
+            raise ConfigurationError(
+                "there is nothing to combine: a sample must be scored by at least one adapter"
+            )
+        if self.mode not in MODES:
+            raise ConfigurationError(
+                f"unknown reward combination {self.mode!r}; choose one of {', '.join(MODES)}"
+            )
+        for what, named in (("weight", self.weights), ("constant", self.constants)):
+            if unknown := sorted(set(named) - set(self.adapters)):
+                raise ConfigurationError(
+                    f"a {what} is given for {', '.join(unknown)}, but the adapters are {', '.join(self.adapters)}"
+                )
+        if self.mode == "mean" and not sum(self.weights.get(name, 1.0) for name in self.adapters) > 0:
+            raise ConfigurationError(f"a mean needs a positive sum of weights, not {dict(self.weights)}")
+
+    def chosen(self, sample: Mapping[str, Any]) -> tuple[str, ...]:
+        """The adapters that judge this sample.
+
+        ConfigurationError: its column is missing or names an adapter that the run does not have.
+        """
+        if self.column is None:
+            return self.adapters
+        named = sample.get(self.column)
+        names = tuple(part.strip() for part in named.split(",")) if isinstance(named, str) else ()
+        if not names or set(names) - set(self.adapters):
+            raise ConfigurationError(
+                f"the column {self.column!r} of a row says {named!r}; it must name some of {', '.join(self.adapters)}"
+            )
+        return names
+
+    def verdict(self, results: Sequence[AdapterResult]) -> Verdict:
+        """The verdict of these results.
+
+        >>> ok = AdapterResult("mathd", RewardStatus.OK, 0.0)
+        >>> best = Combination(("mathd", "sympy"))
+        >>> best.verdict([ok, AdapterResult("sympy", RewardStatus.OK, 1.0)]).reward
+        1.0
+        >>> best.verdict([ok, AdapterResult("sympy", RewardStatus.TIMED_OUT)]).status.value
+        'timed_out'
+        """
+        results = tuple(results)
+        for unknown in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
+            if any(result.status is unknown and result.adapter not in self.constants for result in results):
+                return Verdict(unknown, None, results)
+        rewards = {
+            result.adapter: self._reward(result)
+            for result in results
+            if result.status is not RewardStatus.ABSTAINED
+        }
+        if not rewards:
+            return Verdict(RewardStatus.ABSTAINED, None, results)
+        filled = any(result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) for result in results)
+        return Verdict(RewardStatus.OK, self._combined(rewards), results, filled)
+
+    async def __call__(self, sample: Mapping[str, Any], ask: Ask) -> Verdict:
+        """Ask whom it takes, all at once or, at a gate, one after the other."""
+        names = self.chosen(sample)
+        if self.mode != "gate":
+            return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
+        results: list[AdapterResult] = []
+        for name in names:
+            results.append(await ask(name))
+            verdict = self.verdict(results)
+            abstained = results[-1].status is RewardStatus.ABSTAINED
+            if not abstained and (verdict.reward is None or verdict.reward < self.threshold):
+                break
+        return self.verdict(results)
+
+    def _reward(self, result: AdapterResult) -> float:
+        return self.constants[result.adapter] if result.reward is None else result.reward
+
+    def _combined(self, rewards: Mapping[str, float]) -> float:
+        weighted = [self.weights.get(name, 1.0) * reward for name, reward in rewards.items()]
+        match self.mode:
+            case "best":
+                return max(rewards.values())
+            case "sum":
+                return math.fsum(weighted)
+            case "mean":
+                total = math.fsum(self.weights.get(name, 1.0) for name in rewards)
+                return math.fsum(weighted) / total if total else 0.0
+            case "product":
+                return math.prod(rewards.values())
+        return list(rewards.values())[-1]  # gate

@@ -2,10 +2,11 @@
 
     score -> queue (first come, first served) -> a slot's worker -> result
 
-Each slot holds one worker and gives it one sample at a time. A worker that raises or does not answer is
-fenced: closed and replaced before its slot takes another sample, so that a late answer can never reach the
-wrong sample. Its sample goes back to the head of the queue once, then it has failed. When the last slot's
-worker cannot be replaced, the lane is broken: every sample fails with the reason, at once.
+Each slot gives its worker one sample at a time; a worker that takes several at once (`capacity`) serves as many
+slots. A worker that raises or does not answer is fenced: closed and replaced before its slots take another sample,
+so that a late answer can never reach the wrong sample. Its samples go back to the head of the queue once, then they
+have failed. When the last worker cannot be replaced, the lane is broken: every sample fails with the reason, at once.
+Every `regrow_s` it is tried again to make the workers that are missing.
 """
 
 import asyncio
@@ -50,6 +51,14 @@ class _Job:
         return result
 
 
+class _Seat:
+    """One worker and the slots that share it."""
+
+    def __init__(self, worker: VerifierWorker) -> None:
+        self.worker = worker
+        self.lock = asyncio.Lock()
+
+
 class Lane:
     """See the module; `start` before the first `score`, `close` at the end."""
 
@@ -63,6 +72,8 @@ class Lane:
         self._tickets = itertools.count()
         self._slots: set[asyncio.Task[None]] = set()
         self._workers: set[VerifierWorker] = set()
+        self._regrowing: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._out_of_order = ""  # why no sample can be scored any more
 
     @property
@@ -79,7 +90,13 @@ class Lane:
         for worker in made:
             if isinstance(worker, BaseException):
                 raise worker
-            slot = asyncio.create_task(self._run_slot(worker), name=f"verifier slot of {self.adapter}")
+            self._seat(worker)
+
+    def _seat(self, worker: VerifierWorker) -> None:
+        """Open as many slots as the worker takes samples at once."""
+        seat = _Seat(worker)
+        for _ in range(getattr(worker, "capacity", 1)):
+            slot = asyncio.create_task(self._run_slot(seat), name=f"verifier slot of {self.adapter}")
             self._slots.add(slot)
             slot.add_done_callback(self._slot_ended)
 
@@ -96,27 +113,32 @@ class Lane:
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""
+        self._closed = True
         self._break(f"the verifier lane of {self.adapter!r} was closed")
-        slots = set(self._slots)
+        slots = self._slots | self._regrowing
         for slot in slots:
             slot.cancel()
         if slots:
             await asyncio.wait(slots, timeout=2 * self._patience.grace_s)
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
 
-    async def _run_slot(self, worker: VerifierWorker) -> None:
+    async def _run_slot(self, seat: "_Seat") -> None:
         while True:
             job = await self._queue.get()
             if job.outcome.done():  # its caller gave up while it waited
                 continue
             try:
+                async with seat.lock:  # while a sibling's slot replaces the worker, nobody gives it anything
+                    worker = seat.worker
                 trouble = await self._serve(worker, job)
             except BaseException as error:  # closing, or a bug of ours: nobody else will answer this job
                 self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
                 raise
             if trouble:
                 self._retry_or_fail(job, trouble)
-                worker = await self._replacement_of(worker, trouble)
+                async with seat.lock:
+                    if seat.worker is worker:  # else a sibling was quicker
+                        seat.worker = await self._replacement_of(worker, trouble)
 
     async def _serve(self, worker: VerifierWorker, job: _Job) -> str:
         """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can."""
@@ -204,6 +226,23 @@ class Lane:
         logger.error("a verifier of %r less, %d left", self.adapter, len(self._slots), exc_info=error)
         if not self._slots:
             self._break(str(error))
+        if not self._closed and not self._regrowing:
+            task = asyncio.create_task(self._regrow(), name=f"regrowing verifiers of {self.adapter}")
+            self._regrowing.add(task)
+            task.add_done_callback(self._regrowing.discard)
+
+    async def _regrow(self) -> None:
+        """Make the missing workers, however long it takes: what broke them may pass."""
+        while len(self._workers) < self._num_workers:
+            await asyncio.sleep(self._patience.regrow_s)
+            try:
+                worker = await self._make()
+            except Exception as error:  # it was said why before; the next attempt comes
+                logger.warning("still no worker of %r: %s: %s", self.adapter, type(error).__name__, error)
+                continue
+            logger.warning("a verifier of %r is back", self.adapter)
+            self._out_of_order = ""
+            self._seat(worker)
 
     def _break(self, reason: str) -> None:
         """From now on every sample fails with the reason, those in the queue included."""

@@ -21,9 +21,11 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 class LaneStats:
-    """Counters since the last reset."""
+    """Counters since the last reset, and what an adapter that says always the same gives itself away by."""
 
     def __init__(self) -> None:
+        self._values: set[float] = set()  # different rewards ever seen, two at most: more is not asked
+        self._rewards = 0
         self.reset()
 
     def reset(self) -> None:
@@ -33,8 +35,15 @@ class LaneStats:
         self.retries = 0
         self.workers_lost = 0
         self.busy_s = 0.0
+        self.first_reason = ""  # of a failure or a time-out
 
     def add(self, result: AdapterResult) -> None:
+        if result.reward is not None:
+            self._rewards += 1
+            if len(self._values) < 2:
+                self._values.add(result.reward)
+        if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) and not self.first_reason:
+            self.first_reason = result.reason
         self._statuses[result.status] += 1
         self._latencies_s.append(result.latency_s)
         self._queue_s.append(result.queue_s)
@@ -47,6 +56,9 @@ class LaneStats:
             "retries": self.retries,
             "workers_lost": self.workers_lost,
             "busy_s": self.busy_s,
+            "first_reason": self.first_reason,
+            "rewards_so_far": self._rewards,
+            "only_reward_so_far": next(iter(self._values)) if len(self._values) == 1 else None,
             "latency_p50_s": quantile(self._latencies_s, 0.5),
             "latency_p95_s": quantile(self._latencies_s, 0.95),
             "latency_max_s": quantile(self._latencies_s, 1.0),

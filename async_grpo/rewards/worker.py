@@ -31,3 +31,4 @@ class Patience:
     grace_s: float = 10.0  # for the worker to say so, to obey a cancellation, or to close
     make_s: float = 120.0  # for making one worker
     backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one
+    regrow_s: float = 30.0  # between attempts to make one that could not be made

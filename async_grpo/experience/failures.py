@@ -1,0 +1,48 @@
+"""What becomes of samples whose reward could not be had. Whatever it is, it is never a silent zero."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from async_grpo.experience.groups import mean_reward, num_scored
+from async_grpo.types import Group, RewardStatus, Sample, Verdict
+
+LOST = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """By the adapter that failed; one that is named nowhere masks its sample (a constant is the combination's matter).
+
+    Args:
+        group_mean: adapters whose failure gives the sample the mean reward of its group: it stays in the loss, and moves
+            the baseline nowhere.
+        refill: adapters whose failure drops the whole group, and another prompt takes its place.
+        min_valid: samples with a reward that a group must have, or it is left out of the loss (and refilled, if one of
+            its failures asks for it).
+    """
+
+    group_mean: frozenset[str] = frozenset()
+    refill: frozenset[str] = frozenset()
+    min_valid: int = 2
+
+    def wants_refill(self, group: Group) -> bool:
+        """Whether the group should be dropped for another one."""
+        return any(culprit in self.refill for sample in group.samples for culprit in culprits(sample))
+
+    def apply(self, group: Group) -> Group:
+        """The group with the mean reward where the policy gives it."""
+        mean = mean_reward(group)
+        if mean is None or num_scored(group) < self.min_valid:
+            return group
+        return replace(group, samples=tuple(self._filled(sample, mean) for sample in group.samples))
+
+    def _filled(self, sample: Sample, mean: float) -> Sample:
+        blamed = set(culprits(sample))
+        if not blamed or blamed - self.group_mean or sample.verdict.status not in LOST:
+            return sample
+        return replace(sample, verdict=Verdict(RewardStatus.OK, mean, sample.verdict.results, filled=True))
+
+
+def culprits(sample: Sample) -> Iterator[str]:
+    """The adapters that failed on a sample."""
+    return (result.adapter for result in sample.verdict.results if result.status in LOST)

@@ -1,0 +1,200 @@
+"""Recipes: what they set, what the user keeps, and a short real run of each."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm_config import parse_assignments
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.local import as_arguments
+from async_grpo.plans import advantage_plan, batcher_plan, estimator_options, objective
+from async_grpo.recipes import RECIPES
+from async_grpo.rewards.adapters import process_reward
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = {field.name: field.default for field in dataclasses.fields(RunConfig)} | {
+    "model_name_or_path": "m",
+    "data_path": "d",
+}
+
+
+def outcome(sample):
+    return {"reward": 1.0}
+
+
+@process_reward
+def steps(sample):
+    return {"step_rewards": []}
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig(**{"model_name_or_path": "m", "data_path": "d", **changes})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_every_option_that_it_names_and_makes_a_run_that_can_start(name, capsys):
+    made = RunConfig.from_options(BASE | {"recipe": name}, given={"recipe"})
+    assert {key: getattr(made, key) for key in RECIPES[name]} == RECIPES[name]
+    said = capsys.readouterr().out
+    assert all(f"{key}={value}" in said for key, value in RECIPES[name].items())
+    adapters = {"steps": steps} if name == "process" else {"outcome": outcome}
+    objective(made), batcher_plan(made, 2, adapters)
+
+
+def test_what_the_user_sets_goes_before_the_recipe_and_is_said(capsys):
+    options = BASE | {"recipe": "dapo", "clip_high": 0.5, "zero_variance": "keep"}
+    made = RunConfig.from_options(options, given={"recipe", "clip_high", "zero_variance"})
+    assert (made.clip_high, made.zero_variance, made.clip_low) == (0.5, "keep", 0.2)
+    assert "yours: clip_high=0.5 zero_variance=keep" in capsys.readouterr().out
+
+
+def test_a_recipe_that_was_named_but_not_applied_is_refused():
+    with pytest.raises(ConfigurationError, match="not applied"):
+        config(recipe="dapo")
+
+
+def test_an_unknown_recipe_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigurationError, match="dr_grpo"):
+        RunConfig.from_options(BASE | {"recipe": "ppo"}, given={"recipe"})
+
+
+def test_a_choice_that_happens_to_be_the_default_survives_the_way_to_the_trainer():
+    """The launcher hands its settings on as options: the recipe must not come back over what the user kept."""
+    options = BASE | {"recipe": "dapo", "mask_truncated": True, "zero_variance": "keep"}
+    made = RunConfig.from_options(options, given={"recipe", "mask_truncated", "zero_variance"})
+    handed_on = as_arguments(made, RunConfig)
+    assert "--mask-truncated" in handed_on and "--zero-variance=keep" in handed_on
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_every_estimator_is_reachable_with_the_rewards_that_fit_it(name):
+    estimator = ADVANTAGE_ESTIMATORS[name]
+    adapters = {"outcome": outcome} if estimator.outcome else {"steps": steps}
+    made = config(advantage_estimator=name)
+    assert advantage_plan(made, adapters).group_local == (estimator.group_local or name == "gae")
+    assert objective(made).needs_whole_step == (name == "gae")
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_rewards_that_do_not_fit_the_estimator_are_refused_with_those_that_would(name):
+    estimator = ADVANTAGE_ESTIMATORS[name]
+    if not estimator.process:
+        with pytest.raises(ConfigurationError, match=r"step by step; estimators that fit: .*grpo_process"):
+            advantage_plan(config(advantage_estimator=name), {"outcome": outcome, "steps": steps})
+    if not estimator.outcome:
+        with pytest.raises(
+            ConfigurationError, match=r"one score per sample; estimators that fit: .*grpo, dr_grpo"
+        ):
+            advantage_plan(config(advantage_estimator=name), {"outcome": outcome})
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_is_reachable_and_brings_its_workers(name):
+    made = config(policy_loss=name)
+    assert objective(made).policy_loss == name
+    assert ("proximal" in made.logprob_roles) == POLICY_LOSSES[name].needs_proximal
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy_loss": "gpg", "clip_low": 0.2}, "does not clip"),
+        ({"loss_options": "cap=5"}, "no option cap"),
+        ({"loss_options": "cap"}, "not name=value"),
+        ({"policy_loss": "decoupled", "loss_options": "cap_mode=bend"}, "bend"),
+        ({"policy_loss": "dro", "loss_options": "beta=0"}, "beta"),
+        ({"importance_level": "token"}, "count it twice"),
+        ({"importance_level": "token", "policy_loss": "gpg", "importance_high": -1}, "-1"),
+        ({"rejection_statistic": "sequence_k9", "rejection_high": 2}, "sequence_k9"),
+        ({"rejection_statistic": "token_k1"}, "reject"),
+        ({"kl_kind": "k1*"}, "k1*"),
+        ({"loss_aggregation": "mean"}, "mean"),
+    ],
+)
+def test_contradictory_or_unknown_options_fail_at_start(options, said):
+    with pytest.raises(ConfigurationError, match=said.replace("*", r"\*")):
+        objective(config(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_p": 0.9}, "log-probs of the truncated policy"),
+        ({"top_k": 50}, "log-probs of the truncated policy"),
+        ({"kl_in_reward": True}, "give --kl-coef"),
+        ({"rejection_high": 2.0}, "without --rejection-statistic"),
+        ({"old_policy": "reference"}, "known: behaviour, proximal, current"),
+        ({"zero_variance": "drop"}, "known: keep, filter, resample"),
+        ({"overlong_buffer": 2.0}, "between 0 and 1"),
+        ({"entropy_coef": -1.0}, "cannot be negative"),
+    ],
+)
+def test_values_that_can_never_work_are_refused_by_the_configuration(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        config(**options)
+
+
+def test_estimator_options_must_be_the_estimators_own():
+    assert estimator_options(config(advantage_estimator="gae", estimator_options="lam=0.9")) == {"lam": 0.9}
+    with pytest.raises(ConfigurationError, match="has no option lam; it has eps"):
+        estimator_options(config(estimator_options="lam=0.9"))
+
+
+def test_weights_must_name_what_there_is():
+    weighty = config(advantage_estimator="gdpo", reward_weights="outcome=2,other=1")
+    with pytest.raises(ConfigurationError, match="names other"):
+        advantage_plan(weighty, {"outcome": outcome})
+
+
+def test_an_assignment_given_twice_is_refused():
+    with pytest.raises(ConfigurationError, match="cap is given twice"):
+        parse_assignments("cap=1,cap=2", "loss-options")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_short_real_run_of_each_recipe_does_what_it_says(name, tmp_path):
+    """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics."""
+    data = ROOT / "sample-data"
+    command = [
+        *[sys.executable, "-m", "async_grpo", "run", f"--recipe={name}", f"--output-dir={tmp_path / 'run'}"],
+        *[f"--model-name-or-path={data / 'tiny-model'}", f"--data-path={data / 'countdown_train.jsonl'}"],
+        *[
+            f"--run-name=recipe-{name}",
+            f"--reward-fns={'countdown_steps' if name == 'process' else 'countdown'}",
+        ],
+        *[
+            "--batch-size=8",
+            "--samples-per-question=4",
+            "--num-training-batches=3",
+            "--max-generation-tokens=24",
+        ],
+        *["--max-tokens-per-gpu=1024", "--learning-rate=2e-3", "--num-warmup-steps=1", "--enforce-eager"],
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    params = json.loads((tmp_path / "run" / "training_params.json").read_text())
+    assert {key: params[key] for key in RECIPES[name]} == RECIPES[name]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 3 and all(line["grad_norm"] > 0 and line["ess"] > 0 for line in lines)
+    assert all(line["num_reward_ok"] == line["samples_in_batch"] == 32 for line in lines)
+    assert lines[-1]["mismatch_kl"] > 1e-7  # the weights have moved under the samples
+    match name:
+        case "grpo":
+            assert lines[-1]["avg_kl_div"] > 1e-6
+        case "dapo" | "cispo":
+            assert sum(line["groups_without_signal"] for line in lines) == 0
+        case "scalerl":
+            without = sum(line["groups_without_signal"] for line in lines)
+            assert sum(line["samples_trained"] for line in lines) == 96 - 4 * without
+        case "process":
+            assert lines[0]["countdown_steps/reward"] is not None
