@@ -22,8 +22,11 @@ def run(config: RunConfig) -> None:
 
     prepared = prepare(config) if rank == 0 else None  # data and reward page are read on one node alone
     from async_grpo.cluster.train import train
+    from async_grpo.training.distributed import leave
 
     train(config, prepared)
+    if "RANK" in os.environ:
+        leave()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,5 +1,7 @@
 """The options of the algorithm: `RunConfig` inherits them. Names are checked where the functions are (`preparation`)."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +112,8 @@ class AlgorithmConfig:
     )
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            refuse(isinstance(value, float) and math.isnan(value), f"--{dashed(name)} is not a number")
         for name, known in (
             ("old_policy", OLD_POLICIES),
             ("zero_variance", ZERO_VARIANCE),
@@ -139,6 +143,12 @@ class AlgorithmConfig:
             self.kl_in_reward and not self.kl_coef,
             "--kl-in-reward without --kl-coef takes nothing off the reward: give --kl-coef, or leave it out",
         )
+        idle = {"mode": "truncate", "low": None, "high": 2.0, "normalize": False}
+        said = [name for name, default in idle.items() if getattr(self, f"importance_{name}") != default]
+        refuse(
+            self.importance_level == "none" and bool(said),
+            f"--importance-{' --importance-'.join(said)} does nothing without --importance-level token or sequence",
+        )
         bounds = (self.rejection_low, self.rejection_high)
         refuse(
             self.rejection_statistic is None and bounds != (None, None),
@@ -163,6 +173,42 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
         refuse(name in found, f"--{flag} {text!r}: {name} is given twice")
         found[name] = _value(value)
     return found
+
+
+def parse_numbers(text: str, flag: str) -> dict[str, float]:
+    """`name=number,...` -> a dict.
+
+    >>> parse_numbers("judge=0.5,rule=2", "reward-weights")
+    {'judge': 0.5, 'rule': 2.0}
+    """
+    found = parse_assignments(text, flag)
+    for name, value in found.items():
+        refuse(not _is_number(value), f"--{flag} {text!r}: {name}={value} is no finite number")
+    return found
+
+
+def typed_options(given: Mapping[str, Any], defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The options, if each exists and is of the kind that its default is.
+
+    >>> typed_options({"gamma": 0.9}, {"gamma": 1.0, "whiten": True}, "the estimator gae")
+    {'gamma': 0.9}
+    """
+    for name, value in given.items():
+        refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
+        match defaults[name]:
+            case bool():
+                refuse(not isinstance(value, bool), f"{owner}: {name}={value} must be true or false")
+            case int() | float():
+                refuse(not _is_number(value), f"{owner}: {name}={value} is no finite number")
+            case str():
+                refuse(not isinstance(value, str), f"{owner}: {name}={value} must be a word")
+            case None:
+                refuse(value is not None and not _is_number(value), f"{owner}: {name}={value} is no number")
+    return dict(given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _value(text: str) -> Any:

@@ -5,14 +5,14 @@ from typing import Any
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, estimators_for
 from async_grpo.algorithm.losses import POLICY_LOSSES
-from async_grpo.algorithm_config import parse_assignments
+from async_grpo.algorithm_config import parse_assignments, typed_options
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.advantages import AdvantagePlan
 from async_grpo.experience.alarms import AlarmLimits
 from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.failures import FailurePolicy
-from async_grpo.experience.reward_tensors import OUTCOME, Payment
+from async_grpo.experience.reward_tensors import OUTCOME, OVERLONG, Payment
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.contract import is_process
 from async_grpo.training.correction import OffPolicyCorrection
@@ -26,16 +26,10 @@ def objective(config: RunConfig) -> Objective:
     Raises:
         ConfigurationError: an unknown name, or options that contradict each other.
     """
-    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    options = {name: value for name, value in clips.items() if value is not None}
-    if config.policy_loss in POLICY_LOSSES and set(options) - set(POLICY_LOSSES[config.policy_loss].options):
-        raise ConfigurationError(
-            f"the loss {config.policy_loss} does not clip: leave --clip-low and --clip-high out"
-        )
     length = float(config.max_generation_tokens)
     return Objective(
         policy_loss=config.policy_loss,
-        policy_loss_options=options | parse_assignments(config.loss_options, "loss-options"),
+        policy_loss_options=_loss_options(config),
         aggregation=config.loss_aggregation,
         aggregation_scale=length if config.loss_aggregation == "constant_length" else None,
         kl_coef=0.0 if config.kl_in_reward else config.kl_coef,
@@ -56,6 +50,27 @@ def objective(config: RunConfig) -> Objective:
         ),
         critic=_critic(config),
     )
+
+
+def _loss_options(config: RunConfig) -> dict[str, Any]:
+    """`--loss-options`, and the clip that has flags of its own."""
+    name = config.policy_loss
+    if name not in POLICY_LOSSES:
+        return {}  # the objective says so
+    known = POLICY_LOSSES[name].options
+    options = typed_options(
+        parse_assignments(config.loss_options, "loss-options"), known, f"the loss {name} (--loss-options)"
+    )
+    for clip in ("clip_low", "clip_high"):
+        value = getattr(config, clip)
+        if value is None:
+            continue
+        if clip not in known:
+            raise ConfigurationError(f"the loss {name} does not clip: leave --{clip.replace('_', '-')} out")
+        if clip in options:
+            raise ConfigurationError(f"{clip} is given twice: as a flag, and in --loss-options")
+        options[clip] = value
+    return options
 
 
 def _critic(config: RunConfig) -> Critic | None:
@@ -86,9 +101,14 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
             f"gives one score per sample; estimators that fit: {', '.join(estimators_for(process=False))}"
         )
     weights = config.weights_by_name
-    weighable = set(process)
-    if config.advantage_estimator in ("gdpo", "prime_rloo") or config.reward_combine in ("sum", "mean"):
-        weighable = {*adapters, OUTCOME}
+    _refuse_combinations(config, process)
+    weighable = {*process}
+    if config.reward_combine in ("sum", "mean"):
+        weighable |= {*adapters}
+    if config.advantage_estimator == "gdpo":
+        weighable |= {*adapters, OVERLONG}
+    if config.advantage_estimator == "prime_rloo" and set(adapters) - set(process):
+        weighable |= {OUTCOME}
     if unknown := sorted(set(weights) - weighable):
         raise ConfigurationError(
             f"--reward-weights names {', '.join(unknown)}; with --advantage-estimator {config.advantage_estimator}, "
@@ -106,6 +126,7 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
             max_completion_tokens=config.max_generation_tokens,
             kl_coef=config.kl_coef if config.kl_in_reward else 0.0,
             kl_kind=config.kl_kind,
+            kl_clamp=config.kl_clamp,
         ),
         mask_truncated=config.mask_truncated,
         min_valid=config.min_valid_samples,
@@ -114,14 +135,48 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
     )
 
 
-def estimator_options(config: RunConfig) -> dict[str, Any]:
-    options = parse_assignments(config.estimator_options, "estimator-options")
-    known = ADVANTAGE_ESTIMATORS[config.advantage_estimator].options
-    if unknown := sorted(set(options) - set(known)):
+def _refuse_combinations(config: RunConfig, process: Collection[str]) -> None:
+    """What would be accepted, and do nothing or something else."""
+    name = config.advantage_estimator
+    if process and config.reward_combine != "best":
         raise ConfigurationError(
-            f"--advantage-estimator {config.advantage_estimator} has no option {', '.join(unknown)}; it has "
-            f"{', '.join(known) or 'none'}"
+            f"--reward-combine {config.reward_combine} combines scores, and {', '.join(process)} gives rewards step by "
+            "step, which are added up: weigh them by --reward-weights"
         )
+    if blamed := sorted(
+        n for n in process if config.failure_policies.get(n, "mask") not in ("mask", "refill")
+    ):
+        raise ConfigurationError(
+            f"--on-reward-failure {blamed[0]}={config.failure_policies[blamed[0]]}: there are no steps that could stand in "
+            "for missing ones; use mask or refill"
+        )
+    partial = config.reward_combine == "gate" or config.reward_column is not None
+    if name == "gdpo" and (partial or config.failure_constants or config.kl_in_reward):
+        raise ConfigurationError(
+            "--advantage-estimator gdpo normalises every reward by itself: it goes with neither a gate, nor "
+            "--reward-column, nor constants for failures, nor --kl-in-reward"
+        )
+    if name in ("gae", "reinforce_plus_plus") and config.zero_variance != "keep":
+        raise ConfigurationError(
+            f"--zero-variance {config.zero_variance}: groups of equal rewards teach {name}, which compares with the whole "
+            "batch; keep them"
+        )
+
+
+def estimator_options(config: RunConfig) -> dict[str, Any]:
+    """The further options of the run's estimator.
+
+    Raises:
+        ConfigurationError: it has no such option, or a value cannot be one.
+    """
+    name = config.advantage_estimator
+    given = parse_assignments(config.estimator_options, "estimator-options")
+    options = typed_options(given, ADVANTAGE_ESTIMATORS[name].options, f"--advantage-estimator {name}")
+    for discount in options.keys() & {"gamma", "lam"}:
+        if not 0 <= options[discount] <= 1:
+            raise ConfigurationError(
+                f"--estimator-options {discount}={options[discount]} must lie between 0 and 1"
+            )
     return options
 
 

@@ -70,14 +70,15 @@ RECIPES: dict[str, dict[str, Any]] = {
         "float32_head": True,
         "max_staleness": 8,
     },
-    # Shao et al. 2024, 4.1.3: process supervision
+    # Shao et al. 2024, "DeepSeekMath", 4.1.3: process supervision, in the objective of `grpo`
     "process": {
         "advantage_estimator": "grpo_process",
         "policy_loss": "ppo_clip",
         "clip_low": 0.2,
         "clip_high": 0.2,
-        "loss_aggregation": "token_mean",
-        "kl_coef": 0.0,
+        "loss_aggregation": "sequence_mean_token_mean",
+        "kl_coef": 0.04,
+        "kl_kind": "k3",
     },
 }
 
@@ -97,7 +98,11 @@ def apply_recipe(options: Mapping[str, Any], given: Collection[str]) -> tuple[di
         return dict(options), ""
     if name not in RECIPES:
         raise ConfigurationError(f"--recipe {name!r} is unknown; known: {', '.join(RECIPES)}")
-    preset = RECIPES[name]
+    preset = dict(RECIPES[name])
+    if "policy_loss" in given and options["policy_loss"] != preset["policy_loss"]:
+        preset = {
+            key: value for key, value in preset.items() if key not in ("clip_low", "clip_high")
+        }  # of another loss
     kept = {key: options[key] for key in preset if key in given and options[key] != preset[key]}
     said = f"recipe {name} sets {_listed({**preset, **kept})}"
     return {**options, **preset, **kept}, said + (f"; yours: {_listed(kept)}" if kept else "")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.algorithm_config import dashed, option, parse_assignments, refuse
+from async_grpo.algorithm_config import dashed, option, parse_assignments, parse_numbers, refuse
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 BUDGET_POLICIES = ("pause", "fallback")
@@ -79,6 +79,7 @@ class RewardConfig:
             self.judge_budget_policy not in BUDGET_POLICIES,
             f"--judge-budget-policy {self.judge_budget_policy!r}: known are {', '.join(BUDGET_POLICIES)}",
         )
+        _ = self.weights_by_name, self.fallbacks  # read once, so that what is no assignment is refused now
         for name, count in self.verifiers_by_name.items():
             refuse(
                 not isinstance(count, float) or count < 1 or count != int(count),
@@ -100,15 +101,15 @@ class RewardConfig:
 
     @property
     def verifiers_by_name(self) -> dict[str, Any]:
-        return parse_assignments(self.verifiers, "verifiers")
+        return parse_numbers(self.verifiers, "verifiers")
 
     @property
     def weights_by_name(self) -> dict[str, Any]:
-        return parse_assignments(self.reward_weights, "reward-weights")
+        return parse_numbers(self.reward_weights, "reward-weights")
 
     @property
     def limits_by_name(self) -> dict[str, Any]:
-        return parse_assignments(self.reward_limits, "reward-limits")
+        return parse_numbers(self.reward_limits, "reward-limits")
 
     @property
     def fallbacks(self) -> dict[str, str]:

@@ -131,7 +131,7 @@ class Sample:
     ref_logprobs: np.ndarray | None = (
         None  # (T,) float32, of the frozen reference; None: not used by the loss
     )
-    proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy at the start of the step
+    proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
 
     @property
     def num_tokens(self) -> int:

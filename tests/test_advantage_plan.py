@@ -196,3 +196,49 @@ def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_who
     three = [group(sample(5, 1.0), sample(5, 0.0), slot=n) for n in range(3)]
     assert assembler.offer(three[2]) == [] and assembler.offer(three[0]) == []
     assert len(assembler.offer(three[1])) == 7  # six micro-batches and the end of the step
+
+
+def test_who_abstained_beside_a_process_reward_has_said_nothing_and_no_zero():
+    payment = Payment(process_adapters=("prm",))
+    plan = AdvantagePlan(estimator="grpo_process", payment=payment)
+
+    def judged(steps, status, reward=None):
+        results = (
+            AdapterResult("prm", OK, sum(r for _, r in steps), steps=steps),
+            AdapterResult("judge", status, reward),
+        )
+        return Sample(Prompt(0, np.ones(1, np.int32), {}), completion(3), Verdict(OK, 1.0, results))
+
+    silent = [judged(((0, 1.0),), RewardStatus.ABSTAINED), judged(((0, 0.0),), RewardStatus.ABSTAINED)]
+    alone = [sample(3, steps=((0, 1.0),)), sample(3, steps=((0, 0.0),))]
+    assert advantages(plan, group(*silent)) == advantages(plan, group(*alone))
+
+
+def test_a_group_that_is_filtered_out_moves_no_statistic_of_the_batch():
+    plan = AdvantagePlan(estimator="reinforce_plus_plus_baseline", filter_groups=True)
+    varied = group(sample(2, 1.0), sample(2, 0.0))
+    dull = group(sample(4, 1.0), sample(4, 1.0), slot=1)
+    assert advantages(plan, varied, dull)[:2] == advantages(plan, varied)
+    unfiltered = AdvantagePlan(estimator="reinforce_plus_plus_baseline")
+    assert advantages(unfiltered, varied, dull)[:2] != advantages(unfiltered, varied)
+
+
+def test_what_counts_as_signal_is_what_the_estimator_reads():
+    def two(first, second):
+        results = (AdapterResult("a", OK, first), AdapterResult("b", OK, second))
+        return Sample(
+            Prompt(0, np.ones(1, np.int32), {}), completion(1), Verdict(OK, max(first, second), results)
+        )
+
+    hidden = group(two(1.0, 0.0), two(1.0, 0.5))  # the best of each is the same
+    assert not AdvantagePlan(estimator="grpo").has_signal(hidden)
+    assert AdvantagePlan(estimator="gdpo").has_signal(hidden)
+    solved = group(sample(1, 1.0), sample(1, 1.0), baseline=Verdict(OK, 0.0))
+    assert AdvantagePlan(estimator="remax").has_signal(solved)  # all better than the greedy completion
+    assert not AdvantagePlan(estimator="grpo").has_signal(solved)
+
+
+def test_a_group_with_fewer_rewards_than_asked_for_is_left_out():
+    three = group(sample(1, 1.0), sample(1, 0.0), sample(1))
+    assert advantages(AdvantagePlan(), three)[0] is not None
+    assert advantages(AdvantagePlan(min_valid=3), three) == [None, None, None]

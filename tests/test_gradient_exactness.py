@@ -137,6 +137,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         results["non_finite"] = non_finite_step(ranks)
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")
+    os._exit(0)  # gloo's threads may still hold tensors, and abort in an interpreter that ends in order
 
 
 def bfloat16_gradients(ranks):

@@ -115,6 +115,12 @@ def test_every_loss_is_reachable_and_brings_its_workers(name):
         ({"rejection_statistic": "sequence_k9", "rejection_high": 2}, "sequence_k9"),
         ({"rejection_statistic": "token_k1"}, "reject"),
         ({"kl_kind": "k1*"}, "k1*"),
+        ({"loss_options": "clip_low=none"}, "clip_low=None is no finite number"),
+        ({"loss_options": "clip_low=0.1", "clip_low": 0.2}, "given twice"),
+        ({"policy_loss": "decoupled", "loss_options": "cap=abc"}, "cap=abc is no finite number"),
+        ({"policy_loss": "kl_cov", "loss_options": "ratio=2"}, r"must lie in \(0, 1"),
+        ({"advantage_estimator": "gae", "estimator_options": "gamma=7"}, "between 0 and 1"),
+        ({"advantage_estimator": "gae", "estimator_options": "whiten=1"}, "must be true or false"),
         ({"loss_aggregation": "mean"}, "mean"),
     ],
 )
@@ -134,11 +140,58 @@ def test_contradictory_or_unknown_options_fail_at_start(options, said):
         ({"zero_variance": "drop"}, "known: keep, filter, resample"),
         ({"overlong_buffer": 2.0}, "between 0 and 1"),
         ({"entropy_coef": -1.0}, "cannot be negative"),
+        ({"kl_coef": float("nan")}, "is not a number"),
+        ({"importance_normalize": True}, "does nothing without --importance-level"),
+        ({"importance_mode": "mask"}, "does nothing without --importance-level"),
+        ({"reward_weights": "a=x"}, "no finite number"),
+        ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
+        ({"on_reward_failure": "judge=constant:much"}, "must be a number"),
+        ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
+        ({"verifiers": "code=1.5"}, "a whole number"),
     ],
 )
 def test_values_that_can_never_work_are_refused_by_the_configuration(options, said):
     with pytest.raises(ConfigurationError, match=said):
         config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "adapters", "said"),
+    [
+        (
+            {"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1},
+            {"a": outcome},
+            "gdpo normalises",
+        ),
+        ({"advantage_estimator": "gdpo", "reward_combine": "gate"}, {"a": outcome}, "gdpo normalises"),
+        ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, {"s": steps}, "weigh them by"),
+        (
+            {"advantage_estimator": "grpo_process", "on_reward_failure": "s=constant:0"},
+            {"s": steps},
+            "use mask or refill",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "zero_variance": "filter"},
+            {"a": outcome},
+            "whole batch",
+        ),
+        (
+            {"advantage_estimator": "prime_rloo", "reward_weights": "a=2"},
+            {"a": outcome, "s": steps},
+            "names a",
+        ),
+        ({"on_reward_failure": "b=refill"}, {"a": outcome}, "names b"),
+    ],
+)
+def test_combinations_that_would_do_nothing_or_something_else_are_refused(options, adapters, said):
+    with pytest.raises(ConfigurationError, match=said):
+        batcher_plan(config(**options), 1, adapters)
+
+
+def test_the_clip_of_a_recipe_belongs_to_its_loss():
+    options = BASE | {"recipe": "grpo", "policy_loss": "sapo"}
+    made = RunConfig.from_options(options, given={"recipe", "policy_loss"})
+    assert objective(made).policy_loss == "sapo" and made.clip_low is None and made.kl_coef == 0.04
 
 
 def test_estimator_options_must_be_the_estimators_own():

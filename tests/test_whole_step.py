@@ -4,6 +4,7 @@ The reference shares neither packing, nor sharding, nor the split into micro-bat
 padded batch, and the functions of `algorithm` called once, on all of it.
 """
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -130,8 +131,6 @@ def step_gradients(ranks, case, micro_batches):
 
 
 def run_rank(rank: int, port: int, folder: str) -> None:
-    import os
-
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -142,6 +141,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         }
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")
+    os._exit(0)  # gloo's threads may still hold tensors, and abort in an interpreter that ends in order
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithm.loss_batch import LossAndMetrics, LossBatch, clipped_surrogate, ratio_metrics
+from async_grpo.errors import ConfigurationError
 
 
 def token_sums(batch: LossBatch) -> Tensor:
@@ -73,6 +74,8 @@ def num_selected(ratio: float, num_tokens: float) -> int:
     >>> num_selected(2e-4, 8192), num_selected(2e-4, 10)
     (1, 1)
     """
+    if not 0 < ratio <= 1:
+        raise ConfigurationError(f"the share of selected tokens is {ratio}; it must lie in (0, 1]")
     return max(1, int(ratio * num_tokens))
 
 

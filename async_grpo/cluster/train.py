@@ -63,6 +63,7 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
             settings = ray.get(registry.settings.remote(), timeout=60)
             experience = Experience(config, batcher, ranks, [])
             _run_loop(config, settings, ranks, experience, engines=None, metrics=None)
+    ray.shutdown()
 
 
 def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.experience.groups import has_signal, num_scored
+from async_grpo.experience.groups import different_rewards, num_scored
 from async_grpo.experience.reward_tensors import Payment, RewardTensors
 from async_grpo.types import Group, Sample
 
@@ -46,11 +47,20 @@ class AdvantagePlan:
         """Whether a group's advantages depend on that group alone, so that it need not wait for the others."""
         return ADVANTAGE_ESTIMATORS[self.estimator].group_local or self.estimator in IN_TRAINER
 
+    def has_signal(self, group: Group) -> bool:
+        """Whether the estimator finds any difference between the group's samples, or (ReMax) to the greedy one."""
+        if self.estimator == "remax" and group.baseline is not None and different_rewards(group) == 1:
+            return any(sample.verdict.reward not in (None, group.baseline.reward) for sample in group.samples)
+        apart = self.estimator == "gdpo" or bool(self.payment.process_adapters)
+        return different_rewards(group, apart=apart) > 1
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
         batch = RewardTensors(self.payment, groups, samples)
-        valid = self._valid(batch)
+        # What is left out is left out of every statistic as well: it must not dilute the others' scale
+        kept = torch.tensor([not self._left_out(group) for group in groups])
+        valid = self._valid(batch) & kept[batch.group_ids]
         advantages = batch.rewards if self.estimator in IN_TRAINER else self._estimate(batch, valid)
         trained = [
             self._trained(sample, advantage, step) if valid else sample
@@ -97,9 +107,11 @@ class AdvantagePlan:
         values = advantages[: len(completion)].numpy().astype(np.float32)
         return replace(sample, advantages=np.where(loss_mask, values, np.float32(0)), loss_mask=loss_mask)
 
-    def _regrouped(self, group: Group, samples: Sequence[Sample]) -> Group:
-        if num_scored(group) < self.min_valid or (self.filter_groups and not has_signal(group)):
-            samples = group.samples
+    def _left_out(self, group: Group) -> bool:
+        return num_scored(group) < self.min_valid or (self.filter_groups and not self.has_signal(group))
+
+    @staticmethod
+    def _regrouped(group: Group, samples: Sequence[Sample]) -> Group:
         tokens = sum(int(s.loss_mask.sum()) for s in samples if s.loss_mask is not None)
         return replace(group, samples=tuple(replace(s, group_tokens=tokens) for s in samples))
 

@@ -17,7 +17,7 @@ from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.advantages import AdvantagePlan
 from async_grpo.experience.alarms import AlarmLimits, step_alarms
 from async_grpo.experience.failures import FailurePolicy
-from async_grpo.experience.groups import has_signal, mean_reward, reward_sample
+from async_grpo.experience.groups import mean_reward, num_scored, reward_sample
 from async_grpo.experience.occupancy import Occupancy
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.prompts import PromptCursor, Question
@@ -161,7 +161,9 @@ class ExperienceBatcher:
         await self._offer(await self._add_logprobs(self.plan.failures.apply(group)))
 
     def _wants_another(self, group: Group) -> bool:
-        return self.plan.failures.wants_refill(group) or (self.plan.resample and not has_signal(group))
+        return self.plan.failures.wants_refill(group) or (
+            self.plan.resample and not self.plan.advantages.has_signal(group)
+        )
 
     async def _one_group(self, prompt: Prompt, slot: int) -> Group:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
@@ -190,8 +192,8 @@ class ExperienceBatcher:
         return tuple(task.result() for task in scoring)
 
     def _retire_if_solved(self, group: Group) -> None:
-        reward = mean_reward(group)
-        if self.plan.retire_above is not None and reward is not None and reward >= self.plan.retire_above:
+        reward, enough = mean_reward(group), num_scored(group) >= self.plan.advantages.min_valid
+        if self.plan.retire_above is not None and enough and reward >= self.plan.retire_above:
             self.cursor.retire(group.prompt)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
@@ -246,6 +248,9 @@ class ExperienceBatcher:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),
+            "groups_without_signal": sum(
+                not self.plan.advantages.has_signal(group) for group in closed.groups
+            ),
             "questions_retired": len(self.cursor.retired),
             **stats,
             "alarms": step_alarms(closed.groups, stats["verifiers"], self.plan.alarms),

@@ -20,14 +20,17 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def has_signal(group: Group) -> bool:
-    """Whether at least two of its samples have a reward, and not all of them the same.
+def different_rewards(group: Group, *, apart: bool = False) -> int:
+    """How many different rewards the samples that have one were given.
 
-    Process rewards count step by step: two samples of one total may have earned it in different places.
+    Args:
+        apart: what each adapter said counts by itself, and process rewards step by step: two samples of one total may
+            have earned it in different places.
     """
     scored = [sample.verdict for sample in group.samples if sample.verdict.status is RewardStatus.OK]
-    outcomes = {(verdict.reward, *(result.steps for result in verdict.results)) for verdict in scored}
-    return len(outcomes) > 1
+    if not apart:
+        return len({verdict.reward for verdict in scored})
+    return len({tuple((r.adapter, r.reward, r.steps) for r in verdict.results) for verdict in scored})
 
 
 def num_scored(group: Group) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.types import Group, RewardStatus, Sample
 
+OVERLONG = "overlong"  # the name of the length penalty among the components of `gdpo`
 OUTCOME = "outcome"  # the name of the best outcome reward among the sources of `prime_rloo`
 
 
@@ -21,7 +22,7 @@ class Payment:
         reward_weights: of components (`gdpo`) or sources (`prime_rloo`, summed process rewards); 1 where not named.
         overlong_buffer, overlong_penalty: the last so many tokens before `max_completion_tokens` cost up to that much
             (Yu et al. 2025, "DAPO", eq. 13); 0 tokens: nothing.
-        kl_coef, kl_kind: of a KL to the reference that is taken off every token's reward; 0: none.
+        kl_coef, kl_kind, kl_clamp: of a KL to the reference that is taken off every token's reward; 0: none.
     """
 
     process_adapters: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class Payment:
     max_completion_tokens: int = 0
     kl_coef: float = 0.0
     kl_kind: str = "k1"
+    kl_clamp: float | None = None
 
     def weight(self, name: str) -> float:
         return self.reward_weights.get(name, 1.0)
@@ -87,17 +89,15 @@ class RewardTensors:
     def step_mask(self) -> Tensor:
         """Where a reward stands."""
         places = [self._places(name) for name in self._process]
-        if self._has_outcomes:
-            places.append(self._last_tokens())
-        return torch.stack(places).any(dim=0)
+        return torch.stack([*places, self._outcome_places()]).any(dim=0)
 
     @property
     def sources(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Each process reward, and the best outcome, apart: (rewards, the tokens they stand on)."""
         rewards = {name: self._steps(name) for name in self._process}
         masks = {name: self._places(name) for name in self._process}
-        if self._has_outcomes:
-            rewards[OUTCOME], masks[OUTCOME] = self._outcomes(), self._last_tokens()
+        if (places := self._outcome_places()).any():
+            rewards[OUTCOME], masks[OUTCOME] = self._outcomes(), places
         return rewards, masks
 
     @property
@@ -108,7 +108,7 @@ class RewardTensors:
             name: self._on_last([self._component(sample, name) for sample in self._samples]) for name in names
         }
         if self._payment.overlong_buffer:
-            components["overlong"] = self._on_last([-self._payment.overlong(n) for n in self._lengths])
+            components[OVERLONG] = self._on_last([-self._payment.overlong(n) for n in self._lengths])
         return components
 
     @property
@@ -124,27 +124,27 @@ class RewardTensors:
     def _process(self) -> tuple[str, ...]:
         return self._payment.process_adapters
 
-    @property
-    def _has_outcomes(self) -> bool:
-        adapters = {result.adapter for sample in self._samples for result in sample.verdict.results}
-        return bool(adapters - set(self._process)) or bool(self._payment.overlong_buffer)
-
     def _outcomes(self) -> Tensor:
         scores = [
-            self._outcome(s) - self._payment.overlong(n)
+            (self._outcome(s) or 0.0) - self._payment.overlong(n)
             for s, n in zip(self._samples, self._lengths, strict=True)
         ]
         return self._on_last(scores)
 
-    def _outcome(self, sample: Sample) -> float:
+    def _outcome_places(self) -> Tensor:
+        """The last token of each sample that has an outcome: who abstained has said nothing, and no 0."""
+        judged = [self._outcome(sample) is not None for sample in self._samples]
+        return self._on_last([float(found or bool(self._payment.overlong_buffer)) for found in judged]).bool()
+
+    def _outcome(self, sample: Sample) -> float | None:
         if not self._process:
-            return sample.verdict.reward or 0.0
+            return sample.verdict.reward
         others = [
             r.reward
             for r in sample.verdict.results
             if r.adapter not in self._process and r.reward is not None
         ]
-        return max(others, default=0.0)
+        return max(others, default=None)
 
     def _component(self, sample: Sample, name: str) -> float:
         return next(
@@ -176,11 +176,10 @@ class RewardTensors:
             for row, (sample, length) in enumerate(zip(self._samples, self._lengths, strict=True)):
                 behaviour = torch.tensor(sample.completion.logprobs, dtype=torch.float64)
                 reference = torch.tensor(sample.ref_logprobs, dtype=torch.float64)
-                kl[row, :length] = kl_penalty(behaviour, reference, self._payment.kl_kind)
+                kl[row, :length] = kl_penalty(
+                    behaviour, reference, self._payment.kl_kind, clamp=self._payment.kl_clamp
+                )
         return self._payment.kl_coef * kl
-
-    def _last_tokens(self) -> Tensor:
-        return self._on_last([1.0] * len(self._samples)).bool()
 
     def _on_last(self, scores: Sequence[float]) -> Tensor:
         placed = torch.zeros(self._shape, dtype=torch.float64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.experience.groups import has_signal, num_scored
+from async_grpo.experience.groups import num_scored
 from async_grpo.types import Group, RewardStatus, Sample
 
 
@@ -52,7 +52,6 @@ def step_stats(
         **reward_stats(samples),
         "avg_output_tokens": mean(len(sample.completion) for sample in samples),
         "avg_max_reward_in_group": mean(_best_rewards(groups)),
-        "groups_without_signal": sum(not has_signal(group) for group in groups),
         "groups_too_small": sum(num_scored(group) < 2 for group in groups),
         "prompts_resampled": sum(group.resampled for group in groups),
         "perc_with_0_advantage": mean(float(not np.any(sample.advantages)) for sample in trained),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from async_grpo.algorithm.diagnostics import mismatch_report
+from async_grpo.algorithm.diagnostics import mismatch_report, mismatch_sums
 from async_grpo.algorithm.value_loss import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel
@@ -33,6 +33,9 @@ ALWAYS_REPORTED = (
     "ratio_mean",
     "ratio_max",
 )
+
+
+NOTHING_COMPARED = {name: value.item() for name, value in mismatch_sums(*[torch.zeros(0, 0)] * 3).items()}
 
 
 class GradientAccumulator:
@@ -155,7 +158,7 @@ def _metrics(
 ) -> dict[str, float]:
     """Token sums -> token means; the losses are divided by what divides their gradient."""
     mismatch = {name: sums.pop(name) for name in list(sums) if name.startswith("mismatch_")}
-    report = mismatch_report(mismatch, histogram) if mismatch else {"mismatch_kl": 0.0}
+    report = mismatch_report(mismatch or NOTHING_COMPARED, histogram)
     tokens, sequences = sums.pop("tokens", 0.0), sums.pop("sequences", 0.0)
     sums.pop("groups", None)
     losses = {name: sums.pop(name, 0.0) / (count or 1.0) for name in ("avg_loss", "backward_loss")}

@@ -40,6 +40,11 @@ class OffPolicyCorrection:
     def weighs(self) -> bool:
         return self.level != "none"
 
+    @property
+    def averages(self) -> bool:
+        """Whether the weights are divided by their mean over the whole step."""
+        return self.weighs and self.normalize
+
     def keep(self, logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
         """The part of the mask that is not rejected; (B, T) like everything here."""
         if self.statistic is None:

@@ -4,6 +4,7 @@ Started by torchrun or alone; alone is a world of one with the same code path.
 """
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -101,6 +102,19 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def leave(code: int = 0) -> None:
+    """End this process now, its output flushed, without taking the interpreter down.
+
+    Gloo's threads may still hold the last collective's tensors when Python is finalised, and then abort: a rank that did
+    all its work would end with a signal, and torchrun would call the run failed (FSDP's meshes keep the process group
+    alive, so destroying it does not end those threads).
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def die_with_parent() -> None:

@@ -31,7 +31,8 @@ class UpdateStatistics:
         after = [local_shard(parameter.detach()) for parameter in self._parameters]
         delta = torch._foreach_sub(after, self._before)
         model_norms, delta_norms = tensor_norms(self._before, self._ranks), tensor_norms(delta, self._ranks)
-        ratios = delta_norms / model_norms.clamp(min=torch.finfo(torch.float32).tiny)
+        moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
+        ratios = (delta_norms / model_norms)[moved]
         quantiles = torch.quantile(
             ratios, torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=torch.float64)
         ).tolist()

@@ -118,7 +118,7 @@ class Objective:
     @property
     def needs_whole_step(self) -> bool:
         """Whether micro-batches must wait for the end of their step, and be looked at together first."""
-        return self.critic is not None or self.loss.needs_selection or self.correction.normalize
+        return self.critic is not None or self.loss.needs_selection or self.correction.averages
 
     def __call__(
         self, policy: PolicyModel, batch: MicroBatch, terms: StepTerms | None = None

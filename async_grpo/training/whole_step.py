@@ -23,6 +23,8 @@ from async_grpo.training.objective import Critic, Objective, StepTerms
 from async_grpo.training.sharding import release_gathered
 from async_grpo.types import MicroBatch
 
+MIXER = 1_000_003  # keeps sums of different things apart; int64 wraps around, which is no harm
+
 
 @dataclasses.dataclass
 class _Seen:
@@ -50,7 +52,7 @@ def step_terms(
     seen = [_look(policy, objective, batch) for batch in batches]
     if objective.critic:
         _estimate_advantages(seen, objective.critic, ranks)
-    if objective.correction.normalize:
+    if objective.correction.averages:
         _average_weights(seen, objective, ranks)
     if objective.loss.needs_selection:
         _select(seen, objective, ranks, step)
@@ -147,10 +149,15 @@ def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int
 
 def _token_keys(row: BatchTensors) -> Tensor:
     """(1, N) int64: a number of each token's own, whatever it is packed with: its group, place and engine log-prob."""
-    starts = torch.searchsorted(row.sequence_ids[0], row.sequence_ids[0])
-    place = torch.arange(len(starts), device=starts.device) - starts
-    bits = row.behaviour_logprobs.float().view(torch.int32).long()
-    return bits + (place + (row.group_ids << 20) << 32)
+    ids = row.sequence_ids[0]
+    place = torch.arange(len(ids), device=ids.device) - torch.searchsorted(
+        ids, ids
+    )  # ids ascend along the row
+    bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
+    # Members of a group may begin with the same tokens; what tells them apart is the whole of their log-probs
+    contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
+    contents = contents.index_add(0, ids, bits * (2 * place + 1))
+    return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + place)[None]
 
 
 class _Rows:
