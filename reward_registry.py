@@ -1,7 +1,7 @@
 """The page of rewards: this is the file to edit.
 
 Every worker of a run imports the run's own copy of it, so a page may use any installed package but no file
-beside it. Choose with `--reward_fns mathd,sympy`; with several, the best reward wins.
+beside it. Choose with `--reward_fns mathd,sympy`; with several, the best reward wins, unless the run says otherwise.
 
 A reward of your own takes ten lines, here or in a copy of this file:
 
@@ -21,13 +21,14 @@ completion is bad. Return {"abstain": "why"} to leave the judgement to the other
 the keywords that you name.
 
 A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards` or
-`token_rewards` (see `async_grpo.rewards.steps`).
+`token_rewards` (see `async_grpo.rewards.steps`). One that needs the whole group is decorated with `@post_process`.
 """
 
 from collections.abc import Callable
 from enum import Enum
 
 from async_grpo.rewards.adapters import process_reward, warmed_by
+from async_grpo.rewards.decorators import post_process
 
 
 class RewardType(str, Enum):
@@ -37,6 +38,12 @@ class RewardType(str, Enum):
     COUNTDOWN = "countdown"
     COUNTDOWN_STEPS = "countdown_steps"
     FORMAT = "format"
+    CODE = "code"
+    REGEX = "regex"
+    EXACT = "exact"
+    LENGTH = "length"
+    MAJORITY = "majority"
+    JSON_SCHEMA = "json_schema"
 
 
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
@@ -84,6 +91,76 @@ def format(sample: dict, weight: float = 0.1) -> dict:
     return score(sample, weight)
 
 
+def code(
+    sample: dict,
+    test_seconds: float = 4.0,
+    total_seconds: float = 20.0,
+    memory_mb: float = 1024,
+    all_or_nothing: bool = False,
+    allow_unsandboxed: bool = False,
+) -> dict:
+    """The share of the row's `tests` that the Python code passes, in a sandbox."""
+    from async_grpo.rewards.adapters.code import score
+
+    return score(
+        sample,
+        test_seconds=test_seconds,
+        total_seconds=total_seconds,
+        memory_mb=memory_mb,
+        all_or_nothing=all_or_nothing,
+        allow_unsandboxed=allow_unsandboxed,
+    )
+
+
+def regex(sample: dict, pattern: str | None = None, search: bool = False) -> dict:
+    """1 if the completion matches `pattern`, of the row or the option."""
+    from async_grpo.rewards.adapters.regex import score
+
+    return score(sample, pattern, search)
+
+
+def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
+    """1 if the answer is literally `answer`, or one of the list `answers`."""
+    from async_grpo.rewards.adapters.exact import score
+
+    return score(sample, strip, case)
+
+
+def length(
+    sample: dict,
+    schedule: str = "overlong",
+    max_tokens: int = 4096,
+    cache_tokens: int = 1024,
+    judge: str = "math_verify",
+) -> dict:
+    """By the number of tokens: DAPO's slope before `max_tokens` (with `--reward-combine sum`), or the cosine reward."""
+    from async_grpo.rewards.adapters.length import score
+
+    return score(sample, schedule, max_tokens, cache_tokens, judge)
+
+
+def _vote(group: list[dict]) -> list[dict | None]:
+    from async_grpo.rewards.adapters.majority import post_process_scores
+
+    return post_process_scores(group)
+
+
+@post_process(_vote)
+def majority(sample: dict, **options) -> dict:
+    """1 if the answer is the one that most completions of the prompt give: training without answers."""
+    from async_grpo.rewards.adapters.majority import score
+
+    return score(sample)
+
+
+@warmed_by({"completion": "1", "schema": {"type": "integer"}})
+def json_schema(sample: dict, schema: str | None = None) -> dict:
+    """1 if the completion is JSON that fits `schema`, of the row or the option."""
+    from async_grpo.rewards.adapters.json_schema import score
+
+    return score(sample, schema)
+
+
 REWARD_ADAPTERS: dict[RewardType, Callable[..., dict]] = {
     RewardType.MATH_VERIFY: math_verify,
     RewardType.MATHD: mathd,
@@ -91,4 +168,10 @@ REWARD_ADAPTERS: dict[RewardType, Callable[..., dict]] = {
     RewardType.COUNTDOWN: countdown,
     RewardType.COUNTDOWN_STEPS: countdown_steps,
     RewardType.FORMAT: format,
+    RewardType.CODE: code,
+    RewardType.REGEX: regex,
+    RewardType.EXACT: exact,
+    RewardType.LENGTH: length,
+    RewardType.MAJORITY: majority,
+    RewardType.JSON_SCHEMA: json_schema,
 }

@@ -1,48 +1,91 @@
-"""The console script `async-grpo`: a whole run, or the demo, from one command on one machine."""
+"""The console script `async-grpo`: a whole run, the demo, and tools, each from one command on one machine."""
 
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
 from async_grpo.cli import as_function, normalized, set_up_logging
-from async_grpo.demo import DemoConfig, demo
-from async_grpo.local import LocalConfig, run_locally
 
 
-def _run(config: LocalConfig) -> None:
-    set_up_logging(config.logging_level)
-    run_locally(config)
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives: only the one that is called is imported, for some bring in torch.
 
+    `argument`: the field of its configuration that is given without a dash.
+    """
 
-def _demo(config: DemoConfig) -> None:
-    set_up_logging("INFO")
-    demo(config)
+    help: str
+    module: str
+    config: str
+    run: str
+    argument: str | None = None
 
 
 COMMANDS = {
-    "run": (
-        LocalConfig,
-        _run,
+    "run": Command(
         "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
+        *("async_grpo.local", "LocalConfig", "run_locally"),
     ),
-    "demo": (
-        DemoConfig,
-        _demo,
+    "demo": Command(
         "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
+        *("async_grpo.demo", "DemoConfig", "demo"),
+    ),
+    "verify": Command(
+        "Try rewards on a file of completions: scores, latencies, failures, disagreements. Exit code 1 if a reward "
+        "failed on any row, 2 if the file or an option is wrong.",
+        *("async_grpo.verify", "VerifyConfig", "verify", "file"),
+    ),
+    "cache": Command(
+        "Show what a verdict cache holds, and prune it.",
+        *("async_grpo.cache_command", "CacheConfig", "inspect_cache", "path"),
     ),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command line `argv` (default: the program's own), and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
     )
-    for name, (config_class, run, help) in COMMANDS.items():
-        app.command(name, help=help)(as_function(config_class, run))
-    if arguments and arguments[0] in COMMANDS:
-        arguments[1:] = normalized(arguments[1:], COMMANDS[arguments[0]][0], {})
+    called = arguments[0] if arguments else ""
+    for name, command in COMMANDS.items():
+        app.command(name, help=command.help)(_loaded(command, arguments) if name == called else _not_called)
     app(args=arguments)
+
+
+def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:
+    """The command as a function for typer; `arguments`, of which it is the first, are put in the one known spelling."""
+    module = import_module(command.module)
+    config_class, run = getattr(module, command.config), getattr(module, command.run)
+    arguments[1:] = normalized(arguments[1:], config_class, {})
+
+    def run_with_logging(config: Any) -> None:
+        set_up_logging(getattr(config, "logging_level", "INFO"))
+        run(config)
+
+    function = as_function(config_class, run_with_logging)
+    if command.argument:
+        _give_without_dash(function, command.argument)
+    return function
+
+
+def _give_without_dash(function: Callable[..., None], name: str) -> None:
+    signature = inspect.signature(function)
+    parameters = dict(signature.parameters)
+    kind, (given,) = parameters[name].annotation.__origin__, parameters[name].annotation.__metadata__
+    argument = typer.Argument(metavar=name.upper(), help=given.help)
+    parameters[name] = parameters[name].replace(annotation=Annotated[kind, argument])
+    function.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+
+
+def _not_called() -> None:
+    """Stands in the list of commands."""
 
 
 if __name__ == "__main__":

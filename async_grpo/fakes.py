@@ -90,6 +90,11 @@ class FakeVerification:
             return Verdict(outcome, None, (AdapterResult("fake", outcome, reason="as scripted"),))
         return Verdict(RewardStatus.OK, outcome, (AdapterResult("fake", RewardStatus.OK, outcome),))
 
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
+    ) -> list[Verdict]:
+        return list(verdicts)
+
     async def take_stats(self) -> dict[str, Any]:
         return {}
 

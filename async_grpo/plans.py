@@ -1,6 +1,7 @@
 """The command line's settings -> the plans that the rooms work by: objective, advantages, batcher, optimizer."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, estimators_for
@@ -14,7 +15,10 @@ from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.failures import FailurePolicy
 from async_grpo.experience.reward_tensors import OUTCOME, OVERLONG, Payment
 from async_grpo.rewards.combine import Combination
-from async_grpo.rewards.contract import is_process
+from async_grpo.rewards.kinds import check_options, is_judge, is_process, kind_of
+from async_grpo.rewards.pool_plan import PoolPlan
+from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.rewards.traffic import Limits
 from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.training.objective import Critic, Objective
 from async_grpo.training.optimizer import OptimizerSettings
@@ -231,6 +235,56 @@ def failure_policy(config: RunConfig, adapters: Collection[str]) -> FailurePolic
     )
 
 
+def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -> PoolPlan:
+    """The verifier pool's part of the configuration; `names`: the run's rewards.
+
+    Raises:
+        ConfigurationError: it speaks of a reward or an option that there is not.
+    """
+    combined = combination(config, resolve(source, names))
+    plan = PoolPlan(
+        combination=combined,
+        options=parse_assignments(config.reward_options, "reward-options"),
+        evaluation_workers=config.evaluation_verifiers,
+        timeout_s=config.reward_timeout_s,
+        memory_limit_bytes=round(config.reward_memory_gb * 2**30),
+        fallbacks=config.fallbacks,
+        limits=reward_limits(config),
+        cache_path=config.verdict_cache,
+        budget=config.judge_budget,
+        budget_policy=config.judge_budget_policy,
+        budget_path=str(config.output_path / "judge_budget.json")
+        if config.judge_budget is not None
+        else None,
+    )
+    adapters = resolve(source, plan.everybody)
+    check_options(adapters, plan.options)
+    for flag, named in (
+        ("verifiers", config.verifiers_by_name),
+        ("reward-limits", plan.limits),
+        ("reward-fallback", plan.fallbacks),
+    ):
+        if unknown := sorted(set(named) - set(plan.everybody)):
+            raise ConfigurationError(
+                f"--{flag} names {', '.join(unknown)}; the rewards are {', '.join(plan.everybody)}"
+            )
+    counts = {
+        name: 1 if is_judge(adapter) else int(config.verifiers_by_name.get(name, config.verifiers_per_reward))
+        for name, adapter in adapters.items()
+    }
+    return replace(plan, workers=counts)
+
+
+def reward_limits(config: RunConfig) -> dict[str, Limits]:
+    """`--reward-limits` by reward."""
+    fields = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in config.limits_by_name.items():
+        name, unit = key.rsplit(".", 1)
+        found.setdefault(name, {})[fields[unit]] = int(value) if unit == "concurrency" else value
+    return {name: Limits(**limits) for name, limits in found.items()}
+
+
 def batcher_plan(config: RunConfig, num_ranks: int, adapters: Mapping[str, Any]) -> BatcherPlan:
     """The batcher's part of the configuration; `adapters`: the run's rewards by name."""
     return BatcherPlan(
@@ -249,6 +303,7 @@ def batcher_plan(config: RunConfig, num_ranks: int, adapters: Mapping[str, Any])
         max_resamples=config.max_resamples,
         retire_above=config.no_positive_resampling,
         alarms=AlarmLimits(truncated=config.truncation_alarm, failed=config.failure_alarm),
+        post_process=any(kind_of(adapter).has_post_process for adapter in adapters.values()),
         with_baseline="baselines" in ADVANTAGE_ESTIMATORS[config.advantage_estimator].needs,
         with_samples=config.dump_samples_filename is not None,
     )

@@ -18,8 +18,15 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompts import Question, check_longest, load_questions
 from async_grpo.metrics import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
-from async_grpo.plans import advantage_plan, estimator_options, objective, optimizer_settings
-from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.plans import (
+    advantage_plan,
+    estimator_options,
+    failure_policy,
+    objective,
+    optimizer_settings,
+    pool_plan,
+)
+from async_grpo.rewards.source import RewardSource, parse_names, resolve
 from async_grpo.types import Settings
 
 DEFAULT_REGISTRY = Path(__file__).resolve().parent.parent / "reward_registry.py"
@@ -108,7 +115,11 @@ def _check_names(config: RunConfig) -> None:
             "proximal logprob workers get their weights by --weight-transport object_store alone"
         )
     if config.reward_fns:
-        advantage_plan(config, resolve(_rewards(config), config.reward_fns))
+        source = _rewards(config)
+        adapters = resolve(source, config.reward_fns)
+        advantage_plan(config, adapters)
+        failure_policy(config, adapters)
+        pool_plan(config, source, parse_names(config.reward_fns))
 
 
 def _unknown(option: str, value: str, known: Any) -> str:
@@ -116,7 +127,8 @@ def _unknown(option: str, value: str, known: Any) -> str:
 
 
 def _rewards(config: RunConfig) -> RewardSource:
-    return RewardSource.from_file(Path(config.reward_registry or DEFAULT_REGISTRY))
+    page = RewardSource.from_file(Path(config.reward_registry or DEFAULT_REGISTRY))
+    return page.with_files(config.reward_fns)
 
 
 def _make_folder(folder: Path) -> None:

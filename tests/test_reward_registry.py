@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.contract import accepted_options, answer_of, check_options
+from async_grpo.rewards.contract import answer_of
+from async_grpo.rewards.kinds import accepted_options, check_options
 from async_grpo.rewards.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource, parse_names, resolve
 from async_grpo.types import RewardStatus

@@ -554,7 +554,9 @@ def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
             else:
                 assert outcome.status is (act if isinstance(act, RewardStatus) else FAILED)
         stats = pool.stats()["a"]
-        assert sum(stats[status.value] for status in RewardStatus) == num_verdicts  # nothing scored twice
+        counted = sum(stats[status.value] for status in RewardStatus)
+        # Nothing twice; only a sample cancelled in the moment in which it was scored counts without a verdict
+        assert num_verdicts <= counted <= num_verdicts + len(cancelled) - 1
         assert max(Counter(workshop.journal).values()) <= 2
         assert stats["workers"] == 4 and stats["queue_depth"] == 0
 

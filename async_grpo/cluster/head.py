@@ -31,6 +31,7 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.prompts import Question
+from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import MicroBatch, Settings, StepEnd
 
@@ -124,13 +125,11 @@ def start_batcher(
     config: RunConfig,
     plan: BatcherPlan,
     questions: list[Question],
-    rewards: tuple[RewardSource, Sequence[str]],
+    rewards: tuple[RewardSource, PoolPlan],
 ) -> Any:
     """Start the verifiers and the batcher; returns the batcher's handle."""
-    source, adapters = rewards
-    pool = _here(VerifierPoolActor, VERIFIER_POOL).remote(
-        source, adapters, config.verifiers_per_reward, config.reward_timeout_s
-    )
+    # Ray starts the pool anew when it dies, and the batcher asks again for what it owed
+    pool = _here(VerifierPoolActor, VERIFIER_POOL, max_restarts=-1).remote(*rewards)
     _get(pool.start.remote(), config.start_timeout_s)
     return _here(BatcherActor, EXPERIENCE_BATCHER).remote(plan, ray.put(questions), run.registries, pool)
 
@@ -178,10 +177,10 @@ def find_batcher(deadline_s: float) -> Any:
     return find_actor(EXPERIENCE_BATCHER, deadline_s, "waiting for rank 0 to start the experience batcher")
 
 
-def _here(actor_class: type, name: str) -> Any:
+def _here(actor_class: type, name: str, **options: Any) -> Any:
     """A control actor on this node: the run then does not depend on any other node for its bookkeeping."""
     affinity = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    return light(actor_class, scheduling_strategy=affinity, name=name)
+    return light(actor_class, scheduling_strategy=affinity, name=name, **options)
 
 
 def _get(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:

@@ -142,6 +142,11 @@ class RemoteVerification:
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         return await self._call("verify", sample, evaluation)
 
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
+    ) -> list[Verdict]:
+        return await self._call("post_process", samples, verdicts, evaluation)
+
     async def take_stats(self) -> dict[str, Any]:
         return await self._call("take_stats")
 

@@ -25,7 +25,7 @@ from async_grpo.experience.prompts import Question
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.plans import batcher_plan, objective, optimizer_settings
+from async_grpo.plans import batcher_plan, objective, optimizer_settings, pool_plan
 from async_grpo.preparation import Prepared
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
@@ -70,11 +70,13 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     """Rank 0: it also opens the run, feeds the engines and writes the files."""
     run = open_run(config, prepared.settings)
     rewards = config.reward_fns or await_workers(run, config)
-    adapters = resolve(prepared.rewards, rewards)  # an unknown name ends the run here, with the known ones
-    names = parse_names(rewards)
+    source, names = prepared.rewards.with_files(rewards), parse_names(rewards)
+    adapters = resolve(source, names)  # an unknown name ends the run here, with the known ones
+    prepared = dataclasses.replace(prepared, rewards=source)
     _write_params(config, prepared, ranks, names)
     plan = batcher_plan(config, ranks.world_size, adapters)
-    batcher = start_batcher(run, config, plan, prepared.questions, (prepared.rewards, names))
+    verifiers = pool_plan(config, source, names)
+    batcher = start_batcher(run, config, plan, prepared.questions, (source, verifiers))
     experience = Experience(config, batcher, ranks, prepared.eval_questions)
     engines = Engines(run, config, experience)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
@@ -224,6 +226,7 @@ def _write_params(config: RunConfig, prepared: Prepared, ranks: Ranks, rewards: 
         "WORLD_SIZE": ranks.world_size,
         "reward_fns": list(rewards),
         "reward_registry_sha256": prepared.rewards.sha256,
+        "reward_sources_sha256": prepared.rewards.digests,
         "settings": dataclasses.asdict(prepared.settings),
         "num_questions": len(prepared.questions),
         "ray_version": ray.__version__,

@@ -1,73 +1,165 @@
-"""The verifier pool as actors: one pool, and for each adapter some actors with killable processes, on any node."""
+"""The verifier pool as actors: one pool, and for each adapter some actors with killable processes, on any node.
 
+Remote judges need no process: they run in the pool's own, and share the cluster's traffic control.
+"""
+
+import asyncio
+import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
 
 from async_grpo.cluster.actors import light
 from async_grpo.cluster.channel import Channel, ChannelServer
-from async_grpo.rewards.pool import VerifierPool
+from async_grpo.cluster.traffic import RemoteTraffic
+from async_grpo.rewards.budget import Budget
+from async_grpo.rewards.cache import VerdictCache, version_of
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.kinds import is_judge
+from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
+from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.process import AdapterProcess
-from async_grpo.rewards.source import RewardSource
+from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.rewards.surroundings import PRICE, Surroundings, most_it_costs
 from async_grpo.types import AdapterResult, Verdict
 
 SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
 
 
 class VerifierActor(ChannelServer):
-    """Some killable processes of one adapter, on any node; each scores one sample at a time."""
+    """Some killable processes of one adapter, on any node."""
 
-    def __init__(self, source: RewardSource, adapter: str) -> None:
-        self._source, self._adapter = source, adapter
+    def __init__(self, source: RewardSource, adapter: str, plan: PoolPlan) -> None:
+        self._source, self._adapter, self._plan = source, adapter, plan
         self._slots: dict[int, AdapterProcess] = {}
-        self.serve({"open": self._open, "score": self._score, "close": self._close})
+        handlers = {"open": self._open, "score": self._score, "close": self._close}
+        self.serve({**handlers, "post_process": self._post_process})
 
-    async def _open(self, slot: int) -> None:
-        self._slots[slot] = AdapterProcess(self._source, self._adapter)
-        await self._slots[slot].start()
+    async def _open(self, slot: int) -> int:
+        """Start a process; returns how many samples it takes at a time."""
+        process = AdapterProcess(
+            self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
+        )
+        self._slots[slot] = process
+        await process.start()
+        return process.capacity
 
     async def _score(self, slot: int, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         return await self._slots[slot].score(sample, timeout_s)
+
+    async def _post_process(
+        self, slot: int, samples: Sequence[dict], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        return await self._slots[slot].post_process(samples, results, timeout_s)
 
     async def _close(self, slot: int) -> None:
         await self._slots.pop(slot).close()
 
 
 class VerifierPoolActor(ChannelServer):
-    """A `VerifierPool` whose workers are the slots of `VerifierActor`s."""
+    """A `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
 
-    def __init__(self, source: RewardSource, adapters: Sequence[str], workers: int, timeout_s: float) -> None:
-        self._source = source
-        self._pool = VerifierPool(adapters, self._make_worker, workers=workers, timeout_s=timeout_s)
-        self._hosts: dict[str, list[_VerifierHost]] = {adapter: [] for adapter in adapters}
-        self.serve({"verify": self._verify, "take_stats": self._take_stats})
+    Ray starts it anew when it dies; everything that it needs comes with its arguments, and from the cache's file.
+    """
+
+    def __init__(self, source: RewardSource, plan: PoolPlan) -> None:
+        self._source, self._plan = source, plan
+        self._adapters = resolve(source, plan.everybody)
+        self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
+        self._traffic = RemoteTraffic()
+        self._judges: list[JudgeWorker] = []
+        self._pool: VerifierPool | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self.serve(
+            {"verify": self._verify, "post_process": self._post_process, "take_stats": self._take_stats}
+        )
 
     async def start(self) -> None:
+        """Make all workers; whoever comes meanwhile waits for the same start."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        plan = self._plan
+        self._surroundings = self._make_surroundings()
+        self._pool = VerifierPool(
+            plan.adapters,
+            partial(self._make_worker, lane=TRAINING),
+            make_evaluator=partial(self._make_worker, lane=EVALUATION),
+            workers={name: plan.workers.get(name, 1) for name in plan.everybody},
+            evaluation_workers={
+                name: 1 if is_judge(adapter) else plan.evaluation_workers
+                for name, adapter in self._adapters.items()
+            },
+            combination=plan.combination,
+            fallbacks=plan.fallbacks,
+            around=self._surroundings,
+            timeout_s=plan.timeout_s,
+        )
         await self._pool.start()
 
-    async def _make_worker(self, adapter: str) -> "_VerifierSlot":
+    def _make_surroundings(self) -> Surroundings:
+        plan = self._plan
+        judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
+        paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
+        options = dict(plan.options)
+        return Surroundings(
+            versions={
+                name: version_of(repr(adapter))
+                if name in judges
+                else version_of(self._source.digest_of(name), options)
+                for name, adapter in self._adapters.items()
+            },
+            cache=VerdictCache(plan.cache_path) if plan.cache_path else None,
+            budget=Budget(plan.budget, {}, policy=plan.budget_policy, path=plan.budget_path)
+            if paid
+            else None,
+            estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
+            traffic=self._traffic,
+            limits={name: limits for name, limits in plan.limits.items() if name not in judges},
+        )
+
+    async def _make_worker(self, adapter: str, lane: str) -> "_VerifierSlot | JudgeWorker":
+        if is_judge(judge := self._adapters[adapter]):
+            endpoint = judge.endpoint()
+            if limits := self._plan.limits.get(adapter):
+                endpoint = dataclasses.replace(endpoint, limits=limits)
+            return JudgeWorker(adapter, judge, endpoint, self._traffic, lane)
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
-            host = _VerifierHost(self._source, adapter)
+            host = _VerifierHost(self._source, adapter, self._plan)
             hosts.append(host)
         slot = _VerifierSlot(host, min(set(range(SLOTS_PER_ACTOR)) - host.slots))
         await slot.open()
         return slot
 
-    async def _verify(self, sample: dict[str, Any]) -> Verdict:
-        return await self._pool.verify(sample)
+    async def _verify(self, sample: dict[str, Any], evaluation: bool) -> Verdict:
+        await self.start()
+        assert self._pool is not None
+        return await self._pool.verify(sample, evaluation=evaluation)
+
+    async def _post_process(
+        self, samples: Sequence[dict], verdicts: Sequence[Verdict], evaluation: bool
+    ) -> list[Verdict]:
+        await self.start()
+        assert self._pool is not None
+        return await self._pool.post_process(samples, verdicts, evaluation=evaluation)
 
     async def _take_stats(self) -> dict[str, Any]:
-        return self._pool.take_stats()
+        await self.start()
+        assert self._pool is not None
+        return {"verifiers": self._pool.take_stats(), **self._surroundings.stats()}
 
 
 class _VerifierHost:
     """A `VerifierActor` as the pool sees it."""
 
-    def __init__(self, source: RewardSource, adapter: str) -> None:
-        self.actor = light(VerifierActor, scheduling_strategy="SPREAD").remote(source, adapter)
+    def __init__(self, source: RewardSource, adapter: str, plan: PoolPlan) -> None:
+        self.actor = light(VerifierActor, scheduling_strategy="SPREAD").remote(source, adapter, plan)
         self.channel = Channel(self.actor, f"verifier of {adapter}")
         self.slots: set[int] = set()
 
@@ -77,17 +169,23 @@ class _VerifierSlot:
 
     def __init__(self, host: _VerifierHost, slot: int) -> None:
         self._host, self._slot = host, slot
+        self.capacity = 1  # until it is open
         host.slots.add(slot)
 
     async def open(self) -> None:
         try:
-            await self._host.channel.call("open", self._slot)
+            self.capacity = await self._host.channel.call("open", self._slot)
         except BaseException:
             self._host.slots.discard(self._slot)
             raise
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         return await self._host.channel.call("score", self._slot, sample, timeout_s)
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        return await self._host.channel.call("post_process", self._slot, samples, results, timeout_s)
 
     async def close(self) -> None:
         """End the process; with the last one its actor goes, too."""

@@ -47,6 +47,7 @@ class BatcherPlan:
     max_resamples: int = 8  # prompts that may do so for one place
     retire_above: float | None = None  # a question whose group reached this mean reward is drawn no more
     alarms: AlarmLimits = field(default_factory=AlarmLimits)
+    post_process: bool = False  # rewards look at whole groups
     with_baseline: bool = False  # also generate and score a greedy completion of every prompt
     with_samples: bool = False  # StepEnd carries every sample as text
 
@@ -189,7 +190,19 @@ class ExperienceBatcher:
             raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
         finally:
             self._generating(len(scoring) - count)
-        return tuple(task.result() for task in scoring)
+        samples = tuple(task.result() for task in scoring)
+        if self.plan.post_process and not greedy:
+            return await self._post_processed(samples, evaluation)
+        return samples
+
+    async def _post_processed(self, samples: tuple[Sample, ...], evaluation: bool) -> tuple[Sample, ...]:
+        """The same group with the verdicts that its rewards give when they see all of it."""
+        verdicts = await self.verification.post_process(
+            [reward_sample(sample.prompt, sample.completion) for sample in samples],
+            [sample.verdict for sample in samples],
+            evaluation=evaluation,
+        )
+        return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
     def _retire_if_solved(self, group: Group) -> None:
         reward, enough = mean_reward(group), num_scored(group) >= self.plan.advantages.min_valid
@@ -253,7 +266,7 @@ class ExperienceBatcher:
             ),
             "questions_retired": len(self.cursor.retired),
             **stats,
-            "alarms": step_alarms(closed.groups, stats["verifiers"], self.plan.alarms),
+            "alarms": step_alarms(closed.groups, stats.get("verifiers", {}), self.plan.alarms),
         }
         if self.plan.with_samples:
             stats["samples"] = readable_samples(closed.groups)
@@ -264,7 +277,7 @@ class ExperienceBatcher:
         return {
             **self.occupancy.take(generation.pop("busy")),
             **generation,
-            "verifiers": await self.verification.take_stats(),
+            **await self.verification.take_stats(),
         }
 
     # Supervision ------------------------------------------------------------------------------------------------

@@ -31,7 +31,15 @@ class Verification(Protocol):
         """The verdict; samples of an evaluation never wait behind those of the training."""
         ...
 
-    async def take_stats(self) -> dict[str, Any]: ...
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
+    ) -> list[Verdict]:
+        """The verdicts of one whole group, after the rewards have looked at all of it."""
+        ...
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `verifiers`, counts and latencies by adapter, and those of cache and budget."""
+        ...
 
 
 class Logprobs(Protocol):

@@ -1,28 +1,34 @@
-"""The main program of one adapter's process: `python -m async_grpo.rewards.child CHANNEL_FD PARENT_PID`.
+"""The main program of one adapter's process: `python -m async_grpo.rewards.child CHANNEL_FD PARENT_PID MAX_PROCESSES`.
 
-It reads samples from its end of a socket pair and answers each. The adapter runs in this process's main
-thread, where libraries may use signals; what it prints goes to stderr. Only the standard library is imported
-before the adapter is.
+It splits into a keeper and the process proper, which reads requests from its end of a socket pair and answers each:
+
+    {"id": 7, "samples": [...]}     ->  {"id": 7, "answers": [...]}, one for each
+    {"id": 8, "group": [...]}       ->  the same, after `post_process_scores`
+    {"cancel": 7}                   only to an async reward (see `async_child`), which then answers soon
+
+The reward runs in this process's main thread, where libraries may use signals; what it prints goes to stderr. Only the
+standard library is imported before the reward is.
 """
 
-import ctypes
+import contextlib
 import os
 import resource
-import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from async_grpo.rewards.contract import accepted_options, answer_of, describe, failure
-from async_grpo.rewards.framing import MessageTooLarge, encode, read
+from async_grpo.rewards.calls import built, reply_frame, run_plain
+from async_grpo.rewards.contract import describe
+from async_grpo.rewards.framing import encode, read
+from async_grpo.rewards.keeper import keep
+from async_grpo.rewards.kinds import kind_of
 from async_grpo.rewards.source import RewardSource, resolve
 
-_PR_SET_PDEATHSIG = 1
 
-
-def main(channel_fd: int, parent_pid: int) -> None:
+def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
     """Greet, then serve until the parent closes the channel."""
-    _die_with(parent_pid)
+    keep(parent_pid, channel_fd, max_processes)
     os.set_inheritable(channel_fd, False)  # a program started by the adapter must not keep the channel open
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rb") as stream:
         greeting = read(stream.read, sys.maxsize)
@@ -30,46 +36,45 @@ def main(channel_fd: int, parent_pid: int) -> None:
             _serve(channel, stream.read, greeting)
 
 
-def _serve(channel: socket.socket, receive: Any, greeting: dict[str, Any]) -> None:
-    max_bytes = greeting["max_message_bytes"]
+def _serve(channel: socket.socket, receive: Callable[[int], bytes], greeting: dict[str, Any]) -> None:
+    options, max_bytes = greeting["options"], greeting["max_message_bytes"]
     try:
         _limit_resources(greeting["memory_limit_bytes"])
-        source = RewardSource(**greeting["source"])
-        adapter = resolve(source, [greeting["adapter"]])[greeting["adapter"]]
-        options = accepted_options(adapter, greeting["options"])
-        getattr(adapter, "warm_up", lambda: None)()
+        adapter = _adapter(greeting)
+        is_async = kind_of(adapter).is_async
     except BaseException as error:  # the parent must learn the reason, whatever the user's page raised
         channel.sendall(encode({"error": describe(error)}, max_bytes))
         return
-    channel.sendall(encode({"ready": True}, max_bytes))
-    while (request := read(receive, max_bytes)) is not None:
-        answer = answer_of(adapter, request["sample"], options)
-        channel.sendall(_encode_answer(answer, max_bytes))
+    if is_async:
+        from async_grpo.rewards.async_child import serve  # brings in asyncio, which no other reward needs
+
+        serve(channel, adapter, options, max_bytes)
+        return
+    reward, reply = run_plain(built(adapter, options))
+    channel.sendall(encode(reply, max_bytes))
+    while reward is not None and (request := read(receive, max_bytes)) is not None:
+        answers = run_plain(reward.replies(request))
+        channel.sendall(reply_frame(request["id"], answers, max_bytes))
+    if reward is not None:
+        run_plain(reward.close())
 
 
-def _encode_answer(answer: dict[str, Any], max_bytes: int) -> bytes:
-    try:
-        return encode(answer, max_bytes)
-    except MessageTooLarge as error:
-        return encode(failure(f"the adapter's answer: {error}"), max_bytes)
+def _adapter(greeting: dict[str, Any]) -> Any:
+    name = greeting["adapter"]
+    return resolve(RewardSource.from_dict(greeting["source"]), [name])[name]
 
 
 def _limit_resources(memory_limit_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(
+            "1000"
+        )  # when the machine runs out of memory, the kernel takes a verifier and not the trainer
     if memory_limit_bytes is not None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _die_with(parent_pid: int) -> None:
-    """Ask the kernel (Linux) for SIGKILL when the parent dies: an endless loop never looks at its channel."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before it could be watched
-        sys.exit(f"the parent process {parent_pid} is gone")
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))

@@ -1,8 +1,8 @@
-"""Messages between a verifier and its adapter's process: four bytes of length, then JSON; no pickle."""
+"""Messages between a verifier and its adapter's process: four bytes of length, then a JSON object; no pickle."""
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 HEADER = struct.Struct("!I")
@@ -18,8 +18,18 @@ def encode(message: dict[str, Any], max_bytes: int) -> bytes:
     >>> encode({"a": 1}, max_bytes=100)
     b'\\x00\\x00\\x00\\x07{"a":1}'
     """
-    body = json.dumps(message, separators=(",", ":")).encode()
+    return frame(dumps(message, max_bytes))
+
+
+def dumps(value: Any, max_bytes: int) -> bytes:
+    """A value as JSON. Raises as `encode` does."""
+    body = json.dumps(value, separators=(",", ":")).encode()
     check_length(len(body), max_bytes)
+    return body
+
+
+def frame(body: bytes) -> bytes:
+    """A message whose body is JSON already."""
     return HEADER.pack(len(body)) + body
 
 
@@ -27,6 +37,17 @@ def check_length(num_bytes: int, max_bytes: int) -> None:
     """Raise MessageTooLarge for a body beyond the limit."""
     if num_bytes > max_bytes:
         raise MessageTooLarge(f"a message of {num_bytes} bytes exceeds the limit of {max_bytes}")
+
+
+def decode(body: bytes | bytearray) -> dict[str, Any]:
+    """The message of a frame's body. Raises ValueError for anything else than a JSON object."""
+    try:
+        message = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("a message is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is a JSON object, not a {type(message).__name__}")
+    return message
 
 
 def read(receive: Callable[[int], bytes], max_bytes: int) -> dict[str, Any] | None:
@@ -37,4 +58,32 @@ def read(receive: Callable[[int], bytes], max_bytes: int) -> dict[str, Any] | No
     (length,) = HEADER.unpack(header)
     check_length(length, max_bytes)
     body = receive(length)
-    return json.loads(body) if len(body) == length else None
+    return decode(body) if len(body) == length else None
+
+
+class Frames:
+    """Puts the pieces of a stream together.
+
+    >>> frames = Frames(max_bytes=100)
+    >>> list(frames.feed(encode({"a": 1}, 100) + encode({"b": 2}, 100)[:9]))
+    [{'a': 1}]
+    >>> list(frames.feed(encode({"b": 2}, 100)[9:]))
+    [{'b': 2}]
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._received = bytearray()
+
+    def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that end with this piece. Raises ValueError for what is no message."""
+        self._received += piece
+        while len(self._received) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._received)
+            check_length(length, self._max_bytes)
+            end = HEADER.size + length
+            if len(self._received) < end:
+                return
+            body = self._received[HEADER.size : end]
+            del self._received[:end]
+            yield decode(body)

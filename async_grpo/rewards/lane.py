@@ -12,43 +12,19 @@ Every `regrow_s` it is tried again to make the workers that are missing.
 import asyncio
 import itertools
 import logging
-import math
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.jobs import Job, PostProcessing, Scoring
 from async_grpo.rewards.stats import LaneStats
 from async_grpo.rewards.worker import MakeWorker, Patience, VerifierWorker
-from async_grpo.types import AdapterResult, RewardStatus
+from async_grpo.types import AdapterResult
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # workers that a sample is given to before it has failed
-
-
-@dataclass(order=True)
-class _Job:
-    """A sample in the queue; the order is that of the tickets, also for one that comes back."""
-
-    ticket: int
-    sample: dict[str, Any] = field(compare=False)
-    outcome: asyncio.Future[AdapterResult] = field(compare=False)
-    asked_at: float = field(compare=False, default_factory=time.monotonic)
-    queued_at: float = field(compare=False, default_factory=time.monotonic)
-    queue_s: float = field(compare=False, default=0.0)
-    workers_lost: int = field(compare=False, default=0)
-
-    def finish(self, result: AdapterResult) -> AdapterResult:
-        """Hand the result over, with the times and attempts as the caller saw them."""
-        result = replace(
-            result,
-            attempts=result.attempts + self.workers_lost,
-            latency_s=time.monotonic() - self.asked_at,
-            queue_s=self.queue_s,
-        )
-        self.outcome.set_result(result)
-        return result
 
 
 class _Seat:
@@ -68,7 +44,7 @@ class Lane:
         self._make_worker = make_worker
         self._num_workers = num_workers
         self._patience = patience
-        self._queue: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[Job] = asyncio.PriorityQueue()
         self._tickets = itertools.count()
         self._slots: set[asyncio.Task[None]] = set()
         self._workers: set[VerifierWorker] = set()
@@ -102,7 +78,15 @@ class Lane:
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the lane is broken or closed. Cancelling it frees the worker."""
-        job = _Job(next(self._tickets), sample, asyncio.get_running_loop().create_future())
+        return await self._done(Scoring(next(self._tickets), self.adapter, sample))
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
+    ) -> list[AdapterResult]:
+        """The group's results after the adapter has looked at all of them; FAILED, all of them, if it could not."""
+        return await self._done(PostProcessing(next(self._tickets), self.adapter, samples, results))
+
+    async def _done(self, job: Job) -> Any:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
         elif not self._slots:
@@ -140,12 +124,12 @@ class Lane:
                     if seat.worker is worker:  # else a sibling was quicker
                         seat.worker = await self._replacement_of(worker, trouble)
 
-    async def _serve(self, worker: VerifierWorker, job: _Job) -> str:
+    async def _serve(self, worker: VerifierWorker, job: Job) -> str:
         """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can."""
         taken_at = time.monotonic()
         deadline_s = self._patience.timeout_s + self._patience.grace_s
         job.queue_s += taken_at - job.queued_at
-        call = asyncio.ensure_future(worker.score(job.sample, self._patience.timeout_s))
+        call = asyncio.ensure_future(job.run(worker, self._patience.timeout_s))
         call.add_done_callback(_retrieve)
         try:
             await asyncio.wait({call, job.outcome}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +141,7 @@ class Lane:
             self.stats.busy_s += time.monotonic() - taken_at
         return f"no answer within {deadline_s:g} s" if silent else self._deliver(call, job)
 
-    def _deliver(self, call: asyncio.Future[AdapterResult], job: _Job) -> str:
+    def _deliver(self, call: asyncio.Future[Any], job: Job) -> str:
         if not call.done():
             return f"it went on for {self._patience.grace_s:g} s after the call was cancelled"
         if call.cancelled():
@@ -165,11 +149,10 @@ class Lane:
         if error := call.exception():
             return f"{type(error).__name__}: {error}"
         if not job.outcome.done():
-            num_tokens = len(job.sample.get("completion_token_ids", ()))
-            self.stats.add(job.finish(_checked(call.result(), num_tokens)))
+            job.deliver(call.result(), self.stats)
         return ""
 
-    def _retry_or_fail(self, job: _Job, trouble: str) -> None:
+    def _retry_or_fail(self, job: Job, trouble: str) -> None:
         job.workers_lost += 1
         if self._out_of_order:
             self._fail(job, self._out_of_order)
@@ -250,26 +233,9 @@ class Lane:
         while not self._queue.empty():
             self._fail(self._queue.get_nowait(), self._out_of_order)
 
-    def _fail(self, job: _Job, reason: str) -> None:
+    def _fail(self, job: Job, reason: str) -> None:
         if not job.outcome.done():
-            failed = AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0)
-            self.stats.add(job.finish(failed))
-
-
-def _checked(result: AdapterResult, num_tokens: int) -> AdapterResult:
-    """A worker may be remote and of another make: only finite rewards are some, and only on tokens there are."""
-    if result.status is not RewardStatus.OK:
-        return result
-    wrong = [
-        f"the step that ends in token {token} of {num_tokens} is worth {reward}"
-        for token, reward in result.steps
-        if not (0 <= token < num_tokens and math.isfinite(reward))
-    ]
-    if result.reward is None or not math.isfinite(result.reward):
-        wrong.append(f"the reward is {result.reward}")
-    if not wrong:
-        return result
-    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=wrong[0])
+            job.fail(reason, self.stats)
 
 
 def _retrieve(call: asyncio.Future[AdapterResult]) -> None:

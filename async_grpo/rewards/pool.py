@@ -33,6 +33,7 @@ class VerifierPool:
     Args:
         adapters: names, as `make_worker` understands them.
         make_worker: makes a started worker of one adapter, here or on another machine.
+        make_evaluator: the same for evaluation, where it makes a difference to the worker.
         workers: how many, for all adapters alike or by name (1 where none is given).
         evaluation_workers: the same, for evaluation.
         combination: how the results of a sample become its verdict (default: the best).
@@ -55,6 +56,7 @@ class VerifierPool:
         *,
         workers: Mapping[str, int] | int = 1,
         evaluation_workers: Mapping[str, int] | int = 1,
+        make_evaluator: MakeWorker | None = None,
         combination: Combination | None = None,
         fallbacks: Mapping[str, str] | None = None,
         around: Around | None = None,
@@ -74,8 +76,9 @@ class VerifierPool:
                 f"a fallback is given for {', '.join(unknown)}, which is no adapter of the run"
             )
         self._combination = combination or Combination(tuple(adapters))
+        makers = {TRAINING: make_worker, EVALUATION: make_evaluator or make_worker}
         self._lanes = {
-            lane: {name: Lane(name, make_worker, count, patience) for name, count in by_name.items()}
+            lane: {name: Lane(name, makers[lane], count, patience) for name, count in by_name.items()}
             for lane, by_name in counts.items()
         }
         self._starting: dict[str, asyncio.Task[None]] = {}
@@ -99,6 +102,32 @@ class VerifierPool:
         if evaluation:
             await self._started(EVALUATION)
         return await self._combination(sample, lambda name: self._ask(name, sample, lane))
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
+    ) -> list[Verdict]:
+        """The verdicts of a whole group after each adapter has looked at all of its own results.
+
+        For adapters with `post_process_scores`; the others leave theirs as they are.
+        """
+        lanes = self._lanes[EVALUATION if evaluation else TRAINING]
+        changed: list[dict[str, AdapterResult]] = [{} for _ in samples]
+        for name in self._combination.adapters:
+            found = [
+                (number, result)
+                for number, verdict in enumerate(verdicts)
+                for result in verdict.results
+                if result.adapter == name
+            ]
+            asked = [samples[number] for number, _ in found]
+            if found:
+                results = await lanes[name].post_process(asked, [result for _, result in found])
+                for (number, _), result in zip(found, results, strict=True):
+                    changed[number][name] = result
+        return [
+            self._combination.verdict([results[r.adapter] for r in verdict.results])
+            for verdict, results in zip(verdicts, changed, strict=True)
+        ]
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close every worker; bounded by a few `grace_s`."""

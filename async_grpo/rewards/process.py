@@ -1,37 +1,49 @@
-"""One adapter in a killable process: deadlines are kept by SIGKILL, and a crash is tried once more."""
+"""One reward in a killable process: deadlines are kept by SIGKILL, and a crash is tried once more."""
 
 import asyncio
-import sys
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.channel import ChildProcess
+from async_grpo.rewards.batches import Batches
+from async_grpo.rewards.channel import ChildProcess, ProcessDied, Reply
 from async_grpo.rewards.contract import failure
-from async_grpo.rewards.framing import encode
+from async_grpo.rewards.framing import dumps
+from async_grpo.rewards.kinds import Kind
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 
 ATTEMPTS = 2  # processes that a sample may crash before it has failed
+CLOSE_S = 2.0  # for the `close` of a reward
+
+Answers = list[dict[str, Any]]
 
 
 class AdapterProcess:
-    """A verifier worker (see `worker.VerifierWorker`) that runs one adapter of a page in a child process.
+    """A verifier worker (see `worker.VerifierWorker`) that runs one reward in a child process.
 
         worker = AdapterProcess(RewardSource.from_file("reward_registry.py"), "countdown")
         result = await worker.score({"completion": "...", "nums": [3, 4, 5], "target": 27}, timeout_s=30)
 
-    The process is started by `start`, or by the first `score`, and anew after a time-out, a crash or a
-    cancelled call: what an abandoned call may still answer is never read. It sees only an allow-list of
-    environment variables.
+    The process is started by `start`, or by the first call, and anew after a time-out, a crash or a cancelled call:
+    what an abandoned call may still answer is never read. It sees only an allow-list of environment variables.
+
+    `capacity` calls are served at a time, more wait their turn. An async reward is told of a time-out or a
+    cancellation; only if it does not let go of the sample within `grace_s` does it cost the process. A batch is
+    stopped when nobody waits for it any more. Where several samples were in flight when the process died, nobody
+    knows which one did it: each is tried again alone.
 
     Args:
-        options: keyword options; the adapter receives those that it names.
-        memory_limit_bytes: address space of the process (RLIMIT_AS); None for no limit.
+        options: keyword options; the reward receives those that it names.
+        memory_limit_bytes: address space of each process (RLIMIT_AS); None for no limit.
+        max_processes: the process and all that it starts; beyond that they are ended.
         start_timeout_s: for starting, importing the page and warming up; not part of any sample's time-out.
-        max_message_bytes: of one sample or one answer.
+        grace_s: for an async reward to obey.
+        max_message_bytes: of one sample or one reply.
     """
 
     def __init__(
@@ -41,12 +53,15 @@ class AdapterProcess:
         options: Mapping[str, Any] | None = None,
         *,
         memory_limit_bytes: int | None = 8 * 2**30,
+        max_processes: int = 128,
         start_timeout_s: float = 60.0,
+        grace_s: float = 2.0,
         max_message_bytes: int = 16 * 2**20,
     ) -> None:
         self.adapter = adapter
-        self._start_timeout_s = start_timeout_s
-        self._max_message_bytes = max_message_bytes
+        self.kind = Kind()  # until the process has said what it is
+        self._start_timeout_s, self._grace_s = start_timeout_s, grace_s
+        self._max_message_bytes, self._max_processes = max_message_bytes, max_processes
         self._greeting = {
             "source": asdict(source),
             "adapter": adapter,
@@ -55,101 +70,187 @@ class AdapterProcess:
             "max_message_bytes": max_message_bytes,
         }
         self._child: ChildProcess | None = None
-        self._closed = False
-        self._one_at_a_time = asyncio.Lock()
+        self._closed = self._closes = False
+        self._starting, self._gathering = asyncio.Lock(), asyncio.Lock()
+        self._turn = asyncio.Lock()  # of a process that serves one request after the other
+        self._places = asyncio.Semaphore(1)
+        self._batches: Batches | None = None
+
+    @property
+    def capacity(self) -> int:
+        """How many calls are served at a time; known once the process has been started."""
+        return self.kind.capacity
 
     @property
     def pid(self) -> int | None:
-        """Of the process, None while there is none."""
-        return self._child.pid if self._child else None
+        """Of the process that leads the others, None while there is none."""
+        return self._child.pid if self._child and not self._child.lost else None
 
     async def start(self) -> None:
         """Start the process now, so that no sample waits for it.
 
         Raises:
-            ConfigurationError: the page or the adapter in it cannot be used.
+            ConfigurationError: the page or the reward in it cannot be used.
             WorkerLost: the process died or was not ready in time.
         """
-        async with self._one_at_a_time:
-            if self._child is None:
-                self._child = await self._started_child()
+        async with self._starting:
+            if self._closed:
+                raise WorkerLost(f"the worker of {self.adapter!r} is closed")
+            if self._child is None or self._child.lost:
+                await self._start_child()
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """Score one sample. A crash is tried once more, with what is left of the time-out.
 
-        Never raises for what the adapter or its process does; WorkerLost once the worker is closed.
+        Never raises for what the sample makes the reward or its process do. WorkerLost once the worker is closed, when
+        the process was ended for another sample, or when no time was left to try again alone.
         """
-        async with self._one_at_a_time:
-            started = time.monotonic()
-            answer, attempts = await self._answer(sample, timeout_s)
-        return AdapterResult(
-            self.adapter,
-            RewardStatus(answer["status"]),
-            answer["reward"],
-            answer["extra"],
-            tuple((token, reward) for token, reward in answer["steps"]),
-            answer["reason"],
-            attempts,
-            latency_s=time.monotonic() - started,
-        )
+        asked_at = time.monotonic()
+        (answer,), attempts = await self._tried(self._score, [sample], timeout_s)
+        latency_s = time.monotonic() - asked_at
+        return AdapterResult(self.adapter, **_fields(answer), attempts=attempts, latency_s=latency_s)
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        """The group's results after the reward's `post_process_scores`, as they are if it has none; raises as `score`."""
+        await self.start()
+        if not self.kind.has_post_process:
+            return list(results)
+        group = [
+            {"sample": sample, "status": result.status.value, "reward": result.reward, "extra": result.extra}
+            | {"steps": result.steps, "reason": result.reason}
+            for sample, result in zip(samples, results, strict=True)
+        ]
+        answers, _ = await self._tried(self._post_process, group, timeout_s)
+        return [replace(result, **_fields(answer)) for result, answer in zip(results, answers, strict=True)]
 
     async def close(self) -> None:
-        """Kill the process, for good; a call in flight raises WorkerLost."""
+        """End the process, for good; a call in flight raises WorkerLost."""
         self._closed = True
         if self._child is not None:
-            self._child.kill()  # a call in flight sees the end of the channel and lets go of the lock
-        async with self._one_at_a_time:
-            child, self._child = self._child, None
-            if child is not None:
-                await child.stop()
+            if self._closes and self._child.idle:
+                await self._child.dismiss(CLOSE_S)
+            await self._child.end(f"the worker of {self.adapter!r} is closed")
 
-    async def _answer(self, sample: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], int]:
+    async def _tried(
+        self,
+        call: Callable[[list[bytes], float], Awaitable[Answers]],
+        items: list[dict[str, Any]],
+        timeout_s: float,
+    ) -> tuple[Answers, int]:
+        """The answers to the items, and the attempts that it took; the time starts with the first attempt."""
+
+        def failed(reason: str, status: RewardStatus = RewardStatus.FAILED) -> Answers:
+            return [failure(reason, status.value) for _ in items]
+
         try:
-            frame = encode({"sample": sample}, self._max_message_bytes)
+            bodies = [dumps(item, self._max_message_bytes) for item in items]
         except (TypeError, ValueError) as error:
-            return failure(f"the sample cannot be sent: {error}"), 1
-        remaining_s, reason = timeout_s, ""
-        for attempt in range(1, ATTEMPTS + 1):
-            started = time.monotonic()
+            return failed(f"the sample cannot be sent: {error}"), 1
+        attempts, deadline, reason = 0, math.inf, ""
+        while attempts < ATTEMPTS:
+            async with self._alone(deadline) if attempts else self._places:
+                attempts += 1
+                asked_at = time.monotonic()
+                deadline = min(deadline, asked_at + timeout_s)
+                try:
+                    await self.start()
+                    deadline += time.monotonic() - asked_at  # starting is on nobody's time
+                    return await call(bodies, deadline), attempts
+                except TimeoutError:
+                    return failed(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT), attempts
+                except ConfigurationError as error:
+                    return failed(str(error)), attempts
+                except ProcessDied as error:
+                    if self._closed:
+                        raise
+                    reason = str(error)
+        return failed(reason), attempts
+
+    @asynccontextmanager
+    async def _alone(self, deadline: float) -> AsyncIterator[None]:
+        """All places: nothing else is in flight meanwhile."""
+        taken = 0
+        try:
             try:
-                self._child = self._child or await self._started_child()
-                started = time.monotonic()
-                return await self._exchange(self._child, frame, remaining_s), attempt
-            except TimeoutError:
-                return failure(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT.value), attempt
-            except WorkerLost as error:
-                if self._closed:
-                    raise
-                reason = str(error)
-            except ConfigurationError as error:
-                return failure(str(error)), attempt
-            remaining_s -= time.monotonic() - started
-        return failure(reason), ATTEMPTS
+                async with asyncio.timeout(deadline - time.monotonic()), self._gathering:
+                    while taken < self.capacity:
+                        await self._places.acquire()
+                        taken += 1
+            except TimeoutError as error:
+                raise WorkerLost(f"no time is left to try again after a crash of {self.adapter!r}") from error
+            yield
+        finally:
+            for _ in range(taken):
+                self._places.release()
 
-    async def _exchange(self, child: ChildProcess, frame: bytes, timeout_s: float) -> dict[str, Any]:
-        try:
-            return await child.exchange(frame, timeout_s)
-        except BaseException:  # timed out, dead or cancelled: a late answer would be taken for the next one
-            self._child = None
-            await child.stop()
-            raise
+    async def _score(self, bodies: list[bytes], deadline: float) -> Answers:
+        if self._batches is not None:
+            return [await self._batches.score(bodies[0], deadline - time.monotonic())]
+        return await self._exchange("samples", bodies, deadline)
 
-    async def _started_child(self) -> ChildProcess:
-        if self._closed:
-            raise WorkerLost(f"the worker of {self.adapter!r} is closed")
-        child = ChildProcess(self.adapter, self._max_message_bytes)
+    async def _score_batch(self, bodies: list[bytes]) -> Answers:
+        await self.start()  # it may have died since its samples were collected
+        return await self._exchange("samples", bodies, math.inf)
+
+    async def _post_process(self, bodies: list[bytes], deadline: float) -> Answers:
+        if self.kind.is_async:
+            return await self._exchange("group", bodies, deadline)
+        async with self._turn:
+            await self.start()
+            return await self._exchange("group", bodies, deadline)
+
+    async def _exchange(self, what: str, bodies: list[bytes], deadline: float) -> Answers:
+        child = self._child
+        assert child is not None, "`start` comes first"
+        request_id, reply = child.ask(what, bodies)
         try:
-            reply = await child.exchange(encode(self._greeting, sys.maxsize), self._start_timeout_s)
-            if "error" in reply:
-                raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {reply['error']}")
-        except TimeoutError as error:
-            await child.stop()
-            message = f"the process of {self.adapter!r} was not ready within {self._start_timeout_s:g} s"
-            raise WorkerLost(message) from error
+            patience_s = None if deadline == math.inf else deadline - time.monotonic()
+            await asyncio.wait((reply,), timeout=patience_s)
+            in_time = reply.done()
+        finally:
+            if not reply.done():
+                await self._abandon(child, request_id, reply)
+        if not in_time:
+            raise TimeoutError
+        answers: Answers = reply.result()["answers"]
+        return answers
+
+    async def _abandon(self, child: ChildProcess, request_id: int, reply: Reply) -> None:
+        """Free the process of a request that nobody waits for."""
+        try:
+            if self.kind.is_async:
+                child.cancel(request_id)
+                await asyncio.wait((reply,), timeout=self._grace_s)
+        finally:
+            if not reply.done():
+                child.forget(request_id)
+                await child.end(f"the process of {self.adapter!r} was ended for another sample")
+
+    async def _start_child(self) -> None:
+        """Start the process, and learn from it what it is."""
+        child = self._child = ChildProcess(self.adapter, self._max_message_bytes, self._max_processes)
+        try:
+            reply = await child.greet(self._greeting)
+            await asyncio.wait((reply,), timeout=self._start_timeout_s)
+            if not reply.done():
+                raise ProcessDied(
+                    f"the process of {self.adapter!r} was not ready within {self._start_timeout_s:g} s"
+                )
+            message = reply.result()
+            if "error" in message:
+                raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {message['error']}")
         except BaseException:
-            await child.stop()
+            await child.end(f"the process of {self.adapter!r} was ended while it started")
             raise
-        return child
+        self._closes = message["closes"]
+        kind = Kind(**message["kind"])
+        for _ in range(kind.capacity - self.kind.capacity):
+            self._places.release()
+        self.kind = kind
+        if kind.is_batch and self._batches is None:
+            self._batches = Batches(kind, self._score_batch, self._turn)
 
 
 def process_maker(
@@ -163,3 +264,9 @@ def process_maker(
         return worker
 
     return make_worker
+
+
+def _fields(answer: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an AdapterResult that the reward decides on."""
+    steps = tuple((token, reward) for token, reward in answer["steps"])
+    return answer | {"status": RewardStatus(answer["status"]), "steps": steps}

@@ -9,10 +9,6 @@ The text is read by a LaTeX grammar (latex2sympy2-extended), never by sympy's ow
 """
 
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import sympy
@@ -21,6 +17,7 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 from async_grpo.rewards.adapters.answers import completion_text, gold_answer, last_boxed
 from async_grpo.rewards.adapters.magnitude import is_computable
 from async_grpo.rewards.adapters.mathd import MAX_CHARACTERS, clean, normalise
+from async_grpo.rewards.adapters.time_limit import TooSlow, time_limit
 
 SECONDS = 5.0  # for one comparison, then the answers count as different
 RELATIVE_TOLERANCE = 1e-12
@@ -30,26 +27,6 @@ _INTEGER = re.compile(r"-?\d+")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
 _SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-
-
-class TooSlow(BaseException):
-    """The comparison took too long. No Exception: sympy catches those here and there, and goes on."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in the block after so many seconds. ValueError outside the main thread."""
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TooSlow
-
-    previous = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def split_elements(text: str) -> tuple[str, list[str]]:

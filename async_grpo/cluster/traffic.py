@@ -1,0 +1,220 @@
+"""`RemoteTraffic`: limits that hold over all processes and nodes of a cluster, kept by one `TrafficActor`.
+
+    traffic = RemoteTraffic()                       # in each process; the first one makes the actor
+    client = EndpointClient("judge", endpoint, traffic)
+
+The actor is the cluster's, not a run's: a judge does not care which run asks. It ends with the process that made it,
+and whoever asks next makes another. The new one begins without a burst, so that the rates hold across the change, but it
+does not know the permits that are out: until they are over, more than `concurrency` calls may run.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import uuid
+from typing import Any
+
+from async_grpo.cluster.actors import light
+from async_grpo.cluster.channel import Channel, ChannelServer
+from async_grpo.errors import WorkerLost
+from async_grpo.rewards.traffic import Limiter, Limits
+
+NAMESPACE, NAME = "async-grpo-traffic", "traffic"
+BEAT_S = 5.0
+SILENCE_S = 30.0  # a caller that says nothing for so long is gone: its permits are given back
+PAUSE_S = 0.5  # before another actor is made
+
+log = logging.getLogger(__name__)
+
+
+class TrafficActor(ChannelServer):
+    """One `Limiter`, and for each caller what it waits for and holds.
+
+    Args:
+        resumed: another actor was there before; see `Limiter`.
+        silence_s: after which a caller is gone.
+    """
+
+    def __init__(self, resumed: bool = False, silence_s: float = SILENCE_S) -> None:
+        self._limiter, self._silence_s = Limiter(resumed=resumed), silence_s
+        self._holders: dict[str, _Holder] = {}
+        handlers = ("acquire", "withdraw", "release", "beat", "leave", "stats")
+        self.serve({name: getattr(self, f"_{name}") for name in handlers})
+
+    async def _acquire(
+        self, caller_id: str, ticket: int, key: str, limits: Limits, tokens: float, lane: str
+    ) -> bool:
+        """Whether the ticket has its permit now; False: it was withdrawn, or its caller seemed gone."""
+        holder = self._holder(caller_id)
+        wait = asyncio.ensure_future(self._limiter.acquire(key, limits, tokens=tokens, lane=lane))
+        holder.waits[ticket] = wait
+        wait.add_done_callback(functools.partial(holder.settle, ticket, key))
+        await asyncio.wait({wait})
+        if not wait.cancelled():
+            wait.result()  # limits that contradict those in use raise here
+        return ticket in holder.permits
+
+    async def _withdraw(self, caller_id: str, ticket: int) -> None:
+        """The caller does not wait any more. A permit that is on its way to it is released when it arrives."""
+        if wait := self._holder(caller_id).waits.get(ticket):
+            wait.cancel()
+
+    async def _release(self, caller_id: str, ticket: int, used_tokens: float | None) -> None:
+        held = self._holder(caller_id).permits.pop(ticket, None)
+        if held is None:  # given back already, when its caller was silent for too long
+            return
+        await self._limiter.release(*held, used_tokens=used_tokens)
+
+    async def _beat(self, caller_id: str) -> None:
+        self._holder(caller_id)
+        now = asyncio.get_running_loop().time()
+        for silent in [i for i, h in self._holders.items() if now - h.heard_at > self._silence_s]:
+            holder = self._holders[silent]
+            log.warning(
+                "a caller was silent for %g s; permits given back: %d", self._silence_s, len(holder.permits)
+            )
+            await self._leave(silent)
+
+    async def _leave(self, caller_id: str) -> None:
+        """Everything of a caller is given back. What it was granted in this very moment comes back through `settle`."""
+        holder = self._holders.pop(caller_id, None)
+        if holder is None:
+            return
+        holder.gone = True
+        for wait in holder.waits.values():
+            wait.cancel()
+        for held in holder.permits.values():
+            await self._limiter.release(*held)
+        holder.permits.clear()
+
+    async def _stats(self) -> dict[str, Any]:
+        return self._limiter.stats()
+
+    def _holder(self, caller_id: str) -> "_Holder":
+        holder = self._holders.setdefault(caller_id, _Holder(self._limiter))
+        holder.heard_at = asyncio.get_running_loop().time()
+        return holder
+
+
+class _Holder:
+    """What one `RemoteTraffic` waits for and holds, by its ticket."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+        self.heard_at = 0.0
+        self.waits: dict[int, asyncio.Future[int]] = {}
+        self.permits: dict[int, tuple[str, int]] = {}  # key and the limiter's permit
+        self.gone = False
+        self._releases: set[asyncio.Task] = set()
+
+    def settle(self, ticket: int, key: str, wait: asyncio.Future[int]) -> None:
+        """The wait is over."""
+        self.waits.pop(ticket, None)
+        if wait.cancelled() or wait.exception():
+            return
+        if not self.gone:
+            self.permits[ticket] = (key, wait.result())
+            return
+        release = asyncio.ensure_future(self._limiter.release(key, wait.result()))
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
+
+
+class RemoteTraffic:
+    """`Traffic` through the cluster's `TrafficActor`, for one event loop. A process that dies gives its permits back.
+
+    Args:
+        name: of the actor.
+        beat_s, silence_s: how often this says that it is alive, and after how long without it counts as gone.
+    """
+
+    def __init__(self, name: str = NAME, *, beat_s: float = BEAT_S, silence_s: float = SILENCE_S) -> None:
+        self._name, self._beat_s, self._silence_s = name, beat_s, silence_s
+        self._caller_id = uuid.uuid4().hex
+        self._tickets = itertools.count(1)
+        self._held: dict[int, tuple[str, Channel]] = {}
+        self._channel: Channel | None = None
+        self._heart: asyncio.Task | None = None
+        self._errands: set[asyncio.Task] = set()
+
+    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, lane: str = "train") -> int:
+        """See `Traffic`. If the actor dies, the wait goes on at the end of the next one's queue."""
+        while True:
+            channel, ticket = self._connected(), next(self._tickets)
+            call = asyncio.ensure_future(
+                channel.call("acquire", self._caller_id, ticket, key, limits, tokens, lane)
+            )
+            try:
+                granted = await asyncio.shield(call)
+            except asyncio.CancelledError:  # the answer may be on its way: only the actor knows
+                self._errand(self._withdraw(channel, ticket, call))
+                raise
+            except WorkerLost as lost:
+                log.warning("the traffic control is made anew: %s", lost)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if granted:
+                self._held[ticket] = (key, channel)
+                return ticket
+
+    async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
+        """See `Traffic`; does not wait for the actor's word.
+
+        Raises:
+            ValueError: the permit is not out.
+        """
+        if self._held.get(permit, ("",))[0] != key:
+            raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
+        _, channel = self._held.pop(permit)
+        self._errand(channel.call("release", self._caller_id, permit, used_tokens))
+
+    async def stats(self) -> dict[str, dict[str, Any]]:
+        """The cluster's; see `Limiter.stats`."""
+        return await self._connected().call("stats")
+
+    async def close(self) -> None:
+        """Give everything back."""
+        if self._heart:
+            self._heart.cancel()
+        if self._channel and not self._channel.lost:
+            with contextlib.suppress(WorkerLost, TimeoutError):
+                async with asyncio.timeout(self._beat_s):
+                    await self._channel.call("leave", self._caller_id)
+            self._channel.close()
+        self._held.clear()
+
+    def _connected(self) -> Channel:
+        """The channel to the actor, which is found or made."""
+        if self._channel is None or self._channel.lost:
+            resumed = self._channel is not None
+            options = dict(name=self._name, namespace=NAMESPACE, get_if_exists=True)
+            actor = light(TrafficActor, **options).remote(resumed, self._silence_s)
+            self._channel = Channel(actor, "traffic control")
+            if self._heart:
+                self._heart.cancel()
+            self._heart = asyncio.ensure_future(self._beat(self._channel))
+        return self._channel
+
+    async def _beat(self, channel: Channel) -> None:
+        with contextlib.suppress(WorkerLost):  # whoever acquires next makes another
+            while True:
+                await channel.call("beat", self._caller_id)
+                await asyncio.sleep(self._beat_s)
+
+    async def _withdraw(self, channel: Channel, ticket: int, call: asyncio.Future[bool]) -> None:
+        await channel.call("withdraw", self._caller_id, ticket)
+        if await call:
+            await channel.call("release", self._caller_id, ticket, 0.0)
+
+    def _errand(self, errand: Any) -> None:
+        """What nobody waits for. A lost actor has forgotten what it is about."""
+        task = asyncio.ensure_future(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._ran)
+
+    def _ran(self, task: asyncio.Task) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerLost):
+            log.error("the traffic control refused what it was told: %s: %s", type(error).__name__, error)

@@ -1,0 +1,81 @@
+"""Declarations on a reward: what its process must know before it calls it. For functions and classes alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from async_grpo.errors import ConfigurationError
+
+Reward = TypeVar("Reward", bound=Callable[..., Any])
+PostProcess = Callable[[list[dict[str, Any]]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How many samples one call takes at most, and how long the first of them waits for the others."""
+
+    max_samples: int = 32
+    max_wait_s: float = 0.01
+
+
+def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward], Reward]:
+    """Decorator: the reward is called with a list of samples, and returns a list with one answer for each.
+
+    Where the call raises, each sample is tried alone, so that one bad row costs only itself. A list of another
+    length is a failure of all.
+
+    >>> @batch(max_samples=8)
+    ... def lengths(samples, scale=0.01):
+    ...     return [scale * len(sample["completion"]) for sample in samples]
+    >>> lengths.batching
+    Batching(max_samples=8, max_wait_s=0.01)
+
+    Raises:
+        ConfigurationError: fewer than one sample, or a negative wait.
+    """
+    if max_samples < 1 or not max_wait_s >= 0:
+        raise ConfigurationError(
+            f"@batch needs max_samples >= 1 and max_wait_s >= 0, not {max_samples}, {max_wait_s}"
+        )
+
+    def mark(reward: Reward) -> Reward:
+        reward.batching = Batching(max_samples, max_wait_s)  # type: ignore[attr-defined]
+        return reward
+
+    return mark
+
+
+def post_process(function: PostProcess) -> Callable[[Reward], Reward]:
+    """Decorator: `function` sees all answers to one prompt together, and may change them. A class has a method
+    `post_process_scores` instead.
+
+    It is called with a list of dicts, one for each completion of the prompt:
+
+        sample     the sample
+        status     ok, failed, timed_out or abstained
+        reward     a float; None unless the status is ok
+        extra      the further numbers
+        steps      of a process reward: [index of the step's last token, reward]
+        reason     why it failed, timed out or abstained
+
+    and returns a list of the same length. Each entry is a reward, a dict of a `reward` and further numbers,
+    {"abstain": "why"}, or None, which leaves the answer as it is. It may run on any worker, in training and in
+    evaluation alike; if it fails, all the answers have failed.
+
+    >>> def fill(group):
+    ...     known = [member["reward"] for member in group if member["status"] == "ok"]
+    ...     mean = sum(known) / len(known) if known else None
+    ...     return [mean if member["reward"] is None else None for member in group]
+    >>> @post_process(fill)
+    ... def shout(sample):
+    ...     return sample["completion"].isupper()
+    >>> shout.post_process_scores([{"status": "ok", "reward": 1.0}, {"status": "failed", "reward": None}])
+    [None, 1.0]
+    """
+
+    def mark(reward: Reward) -> Reward:
+        hook = staticmethod(function) if isinstance(reward, type) else function  # no method: it has no `self`
+        reward.post_process_scores = hook  # type: ignore[attr-defined]
+        return reward
+
+    return mark

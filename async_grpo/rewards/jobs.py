@@ -1,0 +1,100 @@
+"""What waits in a lane for a worker: a sample to score, or the results of a whole group to be looked at."""
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from async_grpo.rewards.stats import LaneStats
+from async_grpo.rewards.worker import VerifierWorker
+from async_grpo.types import AdapterResult, RewardStatus
+
+
+class Job:
+    """What waits for a worker; the order is that of the tickets, also for one that comes back."""
+
+    def __init__(self, ticket: int, adapter: str) -> None:
+        self.ticket, self.adapter = ticket, adapter
+        self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.asked_at = self.queued_at = time.monotonic()
+        self.queue_s = 0.0
+        self.workers_lost = 0
+
+    def __lt__(self, other: "Job") -> bool:
+        return self.ticket < other.ticket
+
+    async def run(self, worker: VerifierWorker, timeout_s: float) -> Any:
+        """Let the worker do it."""
+        raise NotImplementedError
+
+    def deliver(self, answer: Any, stats: LaneStats) -> None:
+        """Hand over what the worker said."""
+        raise NotImplementedError
+
+    def fail(self, reason: str, stats: LaneStats) -> None:
+        """No worker could do it."""
+        raise NotImplementedError
+
+
+class Scoring(Job):
+    """One sample; its outcome is an AdapterResult, with times and attempts as the caller saw them."""
+
+    def __init__(self, ticket: int, adapter: str, sample: dict[str, Any]) -> None:
+        super().__init__(ticket, adapter)
+        self.sample = sample
+
+    async def run(self, worker: VerifierWorker, timeout_s: float) -> AdapterResult:
+        return await worker.score(self.sample, timeout_s)
+
+    def deliver(self, answer: AdapterResult, stats: LaneStats) -> None:
+        result = replace(
+            _checked(answer, self.sample),
+            attempts=answer.attempts + self.workers_lost,
+            latency_s=time.monotonic() - self.asked_at,
+            queue_s=self.queue_s,
+        )
+        stats.add(result)
+        self.outcome.set_result(result)
+
+    def fail(self, reason: str, stats: LaneStats) -> None:
+        self.deliver(AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0), stats)
+
+
+class PostProcessing(Job):
+    """The results of a whole group, to be looked at together; if that fails, all of them have failed."""
+
+    def __init__(
+        self, ticket: int, adapter: str, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
+    ) -> None:
+        super().__init__(ticket, adapter)
+        self.samples, self.results = samples, results
+
+    async def run(self, worker: VerifierWorker, timeout_s: float) -> list[AdapterResult]:
+        return await worker.post_process(self.samples, self.results, timeout_s)
+
+    def deliver(self, answer: list[AdapterResult], stats: LaneStats) -> None:
+        checked = [_checked(result, sample) for result, sample in zip(answer, self.samples, strict=True)]
+        self.outcome.set_result(checked)
+
+    def fail(self, reason: str, stats: LaneStats) -> None:
+        failed = {"status": RewardStatus.FAILED, "reward": None, "steps": (), "reason": reason}
+        self.outcome.set_result([replace(result, **failed) for result in self.results])
+
+
+def _checked(result: AdapterResult, sample: Mapping[str, Any]) -> AdapterResult:
+    """A worker may be remote and of another make: only finite rewards are some, and only on tokens there are."""
+    if result.status is not RewardStatus.OK:
+        return result
+    num_tokens = len(sample.get("completion_token_ids", ()))
+    wrong = [
+        f"the step that ends in token {token} of {num_tokens} is worth {reward}"
+        for token, reward in result.steps
+        if not (0 <= token < num_tokens and math.isfinite(reward))
+    ]
+    if result.reward is None or not math.isfinite(result.reward):
+        wrong.append(f"the reward is {result.reward}")
+    if not wrong:
+        return result
+    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=wrong[0])

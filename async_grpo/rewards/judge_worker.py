@@ -1,0 +1,59 @@
+"""`JudgeWorker`: a remote judge as a worker of a lane. No process: it only waits for the network."""
+
+import time
+from typing import Any
+
+from async_grpo.rewards.contract import describe, failure, read_answer
+from async_grpo.rewards.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
+from async_grpo.rewards.kinds import JUDGE_CAPACITY
+from async_grpo.rewards.traffic import Traffic
+from async_grpo.types import AdapterResult, RewardStatus
+
+
+class JudgeWorker:
+    """Scores up to `capacity` samples at once; what may really be in flight is the business of the judge's limits.
+
+    Args:
+        judge: see `judges`.
+        endpoint: the judge's own, or with the run's limits in it.
+        lane: "train" or "eval": they share the judge's limits fairly.
+    """
+
+    capacity = JUDGE_CAPACITY
+
+    def __init__(self, name: str, judge: Any, endpoint: Endpoint, traffic: Traffic, lane: str) -> None:
+        self._name, self._judge, self._lane = name, judge, lane
+        self._client = EndpointClient(name, endpoint, traffic)
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        """The judge's result; FAILED with the reason for whatever it or the network does."""
+        started, spent = time.monotonic(), {}
+        try:
+            answer = read_answer(
+                await self._judge.score(
+                    dict(sample), self._client, lane=self._lane, deadline=started + timeout_s
+                ),
+                sample,
+                False,
+            )
+        except JudgeError as error:
+            timed_out = isinstance(error, JudgeTimeout)
+            answer = failure(str(error), RewardStatus.TIMED_OUT.value if timed_out else RewardStatus.FAILED.value)
+            spent = getattr(error, "spent", {})  # a call that failed has cost something all the same
+        except Exception as error:  # a judge is asked by code of many hands; no error of it may cost the lane
+            answer = failure(describe(error))
+        return AdapterResult(
+            self._name,
+            RewardStatus(answer["status"]),
+            answer["reward"],
+            extra={**answer["extra"], **spent},
+            reason=answer["reason"],
+            latency_s=time.monotonic() - started,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Of the judge's client: requests, retries, outcomes, breakers."""
+        return self._client.stats()
+
+    async def close(self) -> None:
+        await self._client.close()

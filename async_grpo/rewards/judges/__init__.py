@@ -1,0 +1,48 @@
+"""Remote judges: rewards that a server gives. They stand in `REWARD_ADAPTERS` like any function.
+
+    REWARD_ADAPTERS = {..., RewardType.JUDGE: LLMJudge(url="http://127.0.0.1:8000", model="judge")}
+
+    LLMJudge           a language model writes a score              llm, prompts, replies
+    GenerativeRM       the same, or the probability of its "Yes"    generative
+    RewardModelJudge   a discriminative reward model of vLLM        reward_model
+    HTTPScorer         anything that speaks our JSON                http_scorer
+    JudgeServer        starts vLLM for the three others             server, keeper
+
+A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
+balancing are its client's business (`async_grpo.rewards.http_client`). A call either gives an answer or raises; no
+trouble ever becomes a reward of 0.
+"""
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from async_grpo.rewards.endpoint import Endpoint
+from async_grpo.rewards.judges.generative import GenerativeRM
+from async_grpo.rewards.judges.http_scorer import HTTPScorer
+from async_grpo.rewards.judges.llm import LLMJudge
+from async_grpo.rewards.judges.reward_model import RewardModelJudge
+
+if TYPE_CHECKING:
+    from async_grpo.rewards.http_client import EndpointClient
+
+
+__all__ = ["GenerativeRM", "HTTPScorer", "Judge", "LLMJudge", "RewardModelJudge"]
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Scores samples over the network, many at once."""
+
+    def endpoint(self) -> Endpoint:
+        """Where the client sends the judge's requests, and within which limits."""
+        ...
+
+    async def score(
+        self, sample: dict[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+    ) -> dict[str, Any]:
+        """The answer dict of `async_grpo.rewards.contract`: `reward` and further numbers, or `abstain`.
+
+        `lane` is "train" or another one that must not queue behind it; `deadline` is a moment of
+        `time.monotonic()`. Raises `JudgeError` when the judge gave no verdict, ConfigurationError when the sample
+        lacks what the judge needs.
+        """
+        ...

@@ -1,0 +1,274 @@
+"""`LLMJudge`: a language model reads the completion and writes a score.
+
+    LLMJudge(url="http://127.0.0.1:8000", model="judge", rubric="Is the proof complete?")
+    LLMJudge(url=..., model=..., votes=5, aggregate="median", temperature=0.7)
+    LLMJudge(url=..., model=..., json_schema={...}, score_key="score", scale=(1, 5))
+
+Any server that speaks OpenAI's chat completions will do. The completion is data: see `prompts` for what keeps it
+from posing as instructions.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.rewards.endpoint import BadReply, JudgeError
+from async_grpo.rewards.judges.prompts import FENCE_NOTE, Template
+from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
+from async_grpo.rewards.judges.replies import (
+    Unreadable,
+    by_pattern,
+    by_schema,
+    check_pattern,
+    check_schema,
+    choices_of,
+    text_of,
+)
+from async_grpo.rewards.judges.usage import Usage, total_tokens, with_spending
+from async_grpo.rewards.judges.votes import AGGREGATES, Vote, too_few, verdict
+
+if TYPE_CHECKING:
+    from async_grpo.rewards.http_client import EndpointClient
+
+
+ROUNDS = 2  # a reply that cannot be read is asked for once more
+MAX_VOTES = 64
+OURS = ("model", "messages", "n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
+
+PATTERN = (
+    r"[Ss]core[\s*_:=\"`]{0,8}(-?\d+(?:\.\d+)?)(?!\d|[.,eE]\d)"  # "1,5" and "1e3" are no match, rather than 1
+)
+SYSTEM = "You are a careful, impartial judge of answers."
+QUESTION = "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nRubric:\n{rubric}\n\nResponse to judge:\n{completion}\n\n"
+CLOSING = "Explain your judgement briefly, then end with one line `Score: x`, x from {low} (worst) to {high} (best)."
+JSON_CLOSING = (
+    "Reply with a JSON object that satisfies the schema; {score_key} is from {low} (worst) to {high} (best)."
+)
+RUBRIC = "The response is correct: it agrees with the reference answer, and its reasoning supports it."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMJudge(RemoteJudge):
+    """A score from the reply of a language model, mapped from `scale` to [0, 1].
+
+    Args:
+        model: the name under which the server knows it.
+        template: of the user's message: any column of the sample in braces, `prompt`, `rubric`, `low`, `high`, and
+            `score_key`; the default shows the columns prompt, answer and completion.
+        system: the system message; None for models that have no such role.
+        rubric: put where the template says {rubric}.
+        fence: put what the policy wrote between lines that it cannot forge. Switch it off only for a model that
+            was trained on a prompt of its own.
+        pattern: a regular expression with one group: the score is the group of its last match in the reply.
+        json_schema: instead of the pattern: sent as `response_format`, and the reply must satisfy it; its number
+            `score_key` is the score, its other numbers are extras `judge_<name>`.
+        scale: (worst, best) score. A score outside cannot be read.
+        votes: replies asked for, in as many requests or, with `one_request`, by the parameter `n` of one.
+        aggregate: of the votes' scores: mean, median or majority (most votes; several such: their mean).
+        min_votes: how many must be readable; more than half of them if not given.
+        temperature, max_tokens: of the reply; a temperature of None leaves it to the server.
+        max_tokens_name: some servers want `max_completion_tokens`.
+        extra_body: further fields of the request.
+        price_per_million_tokens: (prompt, completion), in any currency.
+
+    Extras: `judge_score` (on its scale), `judge_tokens` and, with prices, `judge_cost`; with several votes
+    `judge_votes` (readable ones) and `judge_spread` (largest - smallest score).
+
+    A reply that was cut off, matches nothing or lies outside the scale is asked for once more; after that the vote
+    is lost, and with fewer than `min_votes` the call has failed. It is never a score of 0.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
+
+    model: str
+    template: str = ""
+    system: str | None = SYSTEM
+    rubric: str = RUBRIC
+    fence: bool = True
+    pattern: str = PATTERN
+    json_schema: Mapping[str, Any] | None = field(default=None, hash=False)
+    score_key: str = "score"
+    scale: tuple[float, float] = (0.0, 10.0)
+    votes: int = 1
+    one_request: bool = False
+    aggregate: str = "mean"
+    min_votes: int | None = None
+    temperature: float | None = 0.0
+    max_tokens: int = 512
+    max_tokens_name: str = "max_tokens"
+    extra_body: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    price_per_million_tokens: tuple[float, float] | None = None
+    _template: Template = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_template", Template(self.template or self.default_template()))
+        require(bool(self.model), "model is empty: the server serves it under a name")
+        require(
+            self.rubric == RUBRIC or "rubric" in self._template.names,
+            f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}",
+        )
+        require(
+            self._template.shows_the_policy,
+            "the template shows no {completion}: every score would be the same",
+        )
+        self._check_reading()
+        self._check_votes()
+        self._check_request()
+
+    def default_path(self) -> str:
+        """OpenAI's, for base URLs with and without their /v1."""
+        below_v1 = all(url.rstrip("/").endswith("/v1") for url in self.urls)
+        return "/chat/completions" if below_v1 else "/v1/chat/completions"
+
+    def default_template(self) -> str:
+        """Used when no template is given."""
+        return QUESTION + (JSON_CLOSING if self.json_schema is not None else CLOSING)
+
+    async def score(
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+    ) -> dict[str, Any]:
+        """The answer (see `contract`) for one sample; `deadline` is a moment of `time.monotonic()`.
+
+        Raises:
+            ConfigurationError: the template names a column that the sample does not have.
+            JudgeError: too few replies came, or could be read. Its `spent` are the extras of what that has cost.
+        """
+        votes: list[Vote] = []
+        lost: list[JudgeError] = []
+        unread: list[str] = []
+        usage, wanted = Usage(), self.votes
+        for _ in range(ROUNDS):
+            unread = []
+            for reply in await self._replies(sample, client, wanted, lane, deadline):
+                if isinstance(reply, JudgeError):
+                    lost.append(reply)
+                    continue
+                usage.add(reply)
+                self._read(reply, wanted if self.one_request else 1, votes, unread)
+            wanted = len(unread)
+            if not wanted:
+                break
+        needed = self.min_votes or self.votes // 2 + 1
+        if len(votes) < needed:
+            error = lost[0] if lost else BadReply(too_few(len(votes), self.votes, needed, unread))
+            raise with_spending(error, usage.extras(self.price_per_million_tokens))
+        answer = verdict(votes, self.aggregate, self.scale, self.votes)
+        return answer | usage.extras(self.price_per_million_tokens)
+
+    def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
+        """(prompt, completion) tokens that a call takes if every reply is as long as it may be, and can be read."""
+        prompt = _characters(self._body(sample, 1)) / CHARACTERS_PER_TOKEN
+        return prompt * (1 if self.one_request else self.votes), float(self.max_tokens * self.votes)
+
+    async def _replies(
+        self, sample: Mapping[str, Any], client: "EndpointClient", count: int, lane: str, deadline: float
+    ) -> list[dict[str, Any] | JudgeError]:
+        """`count` votes, in one request or as many; each with a new key for its fence."""
+        per_request = count if self.one_request else 1
+        bodies = [self._body(sample, per_request) for _ in range(count // per_request)]
+        calls = [self._ask(client, body, per_request, lane, deadline) for body in bodies]
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, JudgeError):
+                raise reply
+        return replies  # type: ignore[return-value]
+
+    async def _ask(
+        self, client: "EndpointClient", body: dict[str, Any], count: int, lane: str, deadline: float
+    ) -> dict[str, Any]:
+        tokens = _characters(body) / CHARACTERS_PER_TOKEN + self.max_tokens * count
+        return await client.post(
+            self.path, body, tokens=tokens, lane=lane, deadline=deadline, used_tokens=total_tokens
+        )
+
+    def _body(self, sample: Mapping[str, Any], count: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": self._messages(sample)}
+        body[self.max_tokens_name] = self.max_tokens
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if count > 1:
+            body["n"] = count
+        if self.json_schema is not None:
+            schema = {"name": "verdict", "schema": dict(self.json_schema), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return body | dict(self.extra_body)
+
+    def _messages(self, sample: Mapping[str, Any]) -> list[dict[str, str]]:
+        low, high = (f"{bound:g}" for bound in self.scale)
+        given = {"rubric": self.rubric, "low": low, "high": high, "score_key": self.score_key}
+        question = self._template.render(sample, fence=self.fence, **given)
+        note = FENCE_NOTE if self.fence else ""
+        if self.system is None:  # the note goes first in any case: what it speaks of comes after it
+            return [{"role": "user", "content": f"{note}\n\n{question}".lstrip()}]
+        system = f"{self.system}\n\n{note}".strip()
+        return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+    def _read(self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]) -> None:
+        """Sort the votes of a reply into those that can be read and the reasons of the others."""
+        try:
+            choices = choices_of(reply, count)
+        except BadReply as error:
+            unread += [str(error)] * count
+            return
+        for choice in choices:
+            try:
+                votes.append(self._vote(choice))
+            except Unreadable as error:
+                unread.append(str(error))
+
+    def _vote(self, choice: Mapping[str, Any]) -> Vote:
+        text = text_of(choice)
+        if self.json_schema is None:
+            vote = by_pattern(text, self.pattern)
+        else:
+            vote = by_schema(text, self.json_schema, self.score_key)
+        low, high = self.scale
+        if not low <= vote.score <= high:
+            raise Unreadable(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
+        return vote
+
+    def _check_reading(self) -> None:
+        low, high = self.scale
+        require(
+            -math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best) with worst < best"
+        )
+        check_pattern(self.pattern)
+        if self.json_schema is not None:
+            check_schema(self.json_schema, self.score_key)
+
+    def _check_votes(self) -> None:
+        require(1 <= self.votes <= MAX_VOTES, f"votes={self.votes} is not in 1..{MAX_VOTES}")
+        require(
+            self.votes == 1 or self.temperature != 0,
+            f"votes={self.votes} at temperature=0 are one vote many times: use a temperature such as 0.7",
+        )
+        require(
+            self.min_votes is None or 1 <= self.min_votes <= self.votes,
+            f"min_votes={self.min_votes} is not in 1..votes={self.votes}",
+        )
+        require(
+            self.aggregate in AGGREGATES,
+            f"aggregate={self.aggregate!r} is unknown: choose of {', '.join(AGGREGATES)}",
+        )
+
+    def _check_request(self) -> None:
+        taken = sorted({*OURS, self.max_tokens_name} & set(self.extra_body))
+        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
+        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply")
+        require(
+            self.temperature is None or 0 <= self.temperature < math.inf,
+            f"temperature={self.temperature} is negative",
+        )
+        prices = self.price_per_million_tokens
+        require(
+            prices is None or (len(prices) == 2 and all(0 <= price < math.inf for price in prices)),
+            f"price_per_million_tokens={prices} is not (prompt, completion)",
+        )
+
+
+def _characters(body: Mapping[str, Any]) -> int:
+    return sum(len(message["content"]) for message in body["messages"])

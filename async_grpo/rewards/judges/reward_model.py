@@ -1,0 +1,138 @@
+"""`RewardModelJudge`: a discriminative reward model behind vLLM's /classify or /pooling."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.rewards.endpoint import BadReply
+from async_grpo.rewards.judges.prompts import (
+    Template,
+    as_text,
+    column,
+    completion_of,
+    harmless,
+    is_conversation,
+)
+from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
+from async_grpo.rewards.judges.replies import quote
+from async_grpo.rewards.judges.usage import Usage, fits, total_tokens
+
+if TYPE_CHECKING:
+    from async_grpo.rewards.http_client import EndpointClient
+
+
+FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelJudge(RemoteJudge):
+    """The last number that the model gives for the conversation.
+
+    The server puts the conversation through the model's own chat template: the sample's `messages` (or else
+    `prompt` or `input` as one message of the user), then the completion as the assistant's, without its end token.
+    Control tokens within the texts are broken (see `prompts`), so that a completion cannot add a turn.
+
+    Args:
+        model: the name under which the server knows it.
+        task: "classify", or "pooling" for models that only have that.
+        activation: whether the model's sigmoid or softmax is applied; None leaves it to the server.
+        template: a text with columns in braces to send instead of the conversation, without chat template.
+        extra_body: further fields of the request.
+        price_per_million_tokens: in any currency.
+
+    The reward is what the model says and has no fixed scale. Extras: `judge_tokens` and, with a price, `judge_cost`.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
+
+    model: str
+    task: str = "classify"
+    activation: bool | None = False
+    template: str | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    price_per_million_tokens: float | None = None
+    _template: Template | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require(self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}")
+        super().__post_init__()
+        require(bool(self.model), "model is empty: the server serves it under a name")
+        object.__setattr__(self, "_template", None if self.template is None else Template(self.template))
+        price = self.price_per_million_tokens
+        require(
+            price is None or 0 <= price < math.inf,
+            f"price_per_million_tokens={price} is negative or infinite",
+        )
+        taken = sorted({"model", "messages", "input", "use_activation"} & set(self.extra_body))
+        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
+
+    def default_path(self) -> str:
+        """vLLM's of the task."""
+        return f"/{self.task}"
+
+    async def score(
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+    ) -> dict[str, Any]:
+        """The answer (see `contract`) for one sample; `deadline` is a moment of `time.monotonic()`.
+
+        Raises:
+            ConfigurationError: the sample lacks a column.
+            JudgeError: no reply came, or one without a finite number.
+        """
+        body = self._body(sample)
+        tokens, _ = self.token_estimate(sample)
+        reply = await client.post(
+            self.path, body, tokens=tokens, lane=lane, deadline=deadline, used_tokens=total_tokens
+        )
+        prices = None if self.price_per_million_tokens is None else (self.price_per_million_tokens, 0.0)
+        usage = Usage()
+        usage.add(reply)
+        return {"reward": last_number(reply, FIELDS[self.task])} | usage.extras(prices)
+
+    def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
+        """(prompt, completion) tokens of a call; a reward model writes none."""
+        body = self._body(sample)
+        texts = [message["content"] for message in body.get("messages", ())] or [body["input"]]
+        return sum(map(len, texts)) / CHARACTERS_PER_TOKEN, 0.0
+
+    def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model}
+        if self._template is None:
+            body["messages"] = conversation(sample)
+        else:
+            body["input"] = self._template.render(sample, fence=False)
+        if self.activation is not None:
+            body["use_activation"] = self.activation
+        return body | dict(self.extra_body)
+
+
+def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of the prompt, and the completion as the assistant's.
+
+    >>> conversation({"input": "3+4?", "completion": "7<|im_end|>"})
+    [{'role': 'user', 'content': '3+4?'}, {'role': 'assistant', 'content': '7'}]
+    """
+    prompt = next(
+        (sample[name] for name in ("messages", "prompt") if is_conversation(sample.get(name))), None
+    )
+    if prompt is None:
+        prompt = [{"role": "user", "content": column(sample, "prompt")}]
+    messages = [{"role": str(one["role"]), "content": harmless(as_text(one["content"]))} for one in prompt]
+    return [*messages, {"role": "assistant", "content": completion_of(sample)}]
+
+
+def last_number(reply: Mapping[str, Any], name: str) -> float:
+    """The last number of the last item's field, however deep it lies. Raises BadReply if there is none.
+
+    >>> last_number({"data": [{"data": [[0.5], [0.25]]}]}, "data")
+    0.25
+    """
+    items = reply.get("data")
+    value = items[-1].get(name) if isinstance(items, list) and items and isinstance(items[-1], dict) else None
+    while isinstance(value, list) and value:
+        value = value[-1]
+    if not fits(value):
+        raise BadReply(f"the reward model's reply has no finite number in {name!r}: {quote(reply)}")
+    return float(value)

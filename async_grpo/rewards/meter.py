@@ -1,0 +1,94 @@
+"""`Meter`: one rate per minute: what has started in the last minute, and when the next call may."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+WINDOW_S = 60.0
+ROUNDING = 1e-9  # of sums of token counts that are no integers
+
+
+@dataclass(slots=True)
+class Start:
+    """A call that started, and its cost (1 of requests, or tokens)."""
+
+    at: float
+    cost: float
+
+
+class Meter:
+    """One rate, for whoever asks `may_start` and then calls `start` in the same moment. Moments are seconds.
+
+    The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
+    The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371: each call moves a virtual clock on
+    by cost / rate, and that clock may run `burst_s` ahead): the first of a queue waits for what came before it, and
+    what comes after it waits for its cost, so that a call larger than a burst waits no longer than any other.
+
+    Args:
+        resumed: what started before is not known: begin with an interval and no burst.
+
+    >>> meter = Meter()
+    >>> meter.set(60, burst_s=0, slack_s=0)
+    >>> started = meter.start(3, now=100.0)
+    >>> meter.may_start(1, now=100.0)  # 3 of 60 per minute were started at once
+    103.0
+    >>> meter.correct(started, 1, now=100.0)  # it cost 1
+    >>> meter.may_start(1, now=100.0)
+    101.0
+    """
+
+    def __init__(self, *, resumed: bool = False) -> None:
+        self._starts: deque[Start] = deque()
+        self._total = 0.0  # cost of `_starts`
+        self._resumed = resumed
+        self._clock: float | None = None  # when all that has started would be over at an even pace
+
+    def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
+        """From now on this limit (None: no limit), with the past as it was."""
+        self._limit, self._burst_s, self._window_s = per_minute, burst_s, WINDOW_S + slack_s
+
+    def may_start(self, cost: float, now: float) -> float:
+        """The first moment at which a call of `cost` may start, if nothing else does before."""
+        if self._limit is None:
+            return -math.inf
+        self._forget(now)
+        if self._clock is None:
+            self._clock = now + (self._burst_s + 1.0 / self._rate if self._resumed else 0.0)
+        moment = self._clock - self._burst_s
+        excess = self._total + min(cost, self._limit) - self._limit
+        for start in self._starts:
+            if excess <= ROUNDING:
+                break
+            excess -= start.cost
+            moment = max(moment, start.at + self._window_s)
+        return moment
+
+    def start(self, cost: float, now: float) -> Start:
+        """Record that a call starts now."""
+        start = Start(now, cost)
+        if self._limit is not None:
+            self._starts.append(start)
+            self._total += cost
+            self._clock = max(now, self._clock or now) + cost / self._rate
+        return start
+
+    def correct(self, start: Start, cost: float, now: float) -> None:
+        """That call was of another cost. What it lacked is waited for from now on; what it did not use is free."""
+        if self._limit is None or self._clock is None:
+            return
+        self._forget(now)
+        more, start.cost = cost - start.cost, cost
+        if start.at + self._window_s > now:
+            self._total += more
+        self._clock = max(now, max(now, self._clock) + more / self._rate)
+
+    @property
+    def _rate(self) -> float:
+        """Per second."""
+        return self._limit / self._window_s
+
+    def _forget(self, now: float) -> None:
+        while self._starts and self._starts[0].at + self._window_s <= now:
+            self._total -= self._starts.popleft().cost
+        if not self._starts:
+            self._total = 0.0  # no rounding error outlives a pause

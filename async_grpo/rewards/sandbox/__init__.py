@@ -1,0 +1,31 @@
+"""Runs code that nobody has read. See `run` for what it does, `examiner` for why tests cannot be fooled.
+
+    run        Sandbox: a program with its input, or a module with tests against it, within limits
+    nursery    the parent's end of the process from which sandboxed ones are forked
+    forker     that process
+    guest      the main program of a sandboxed process
+    confine    what it gives up before it looks at the code, level by level
+    seccomp, landlock
+    witness    in one process: runs the tested code, answers questions about it
+    examiner   in another: runs the tests, asks the questions
+    remote     an object of the tested code, as the tests see it
+    wire       the data between the two
+
+What each level stops where it can be had (each is tried, none needs a privilege, and only the last needs the first):
+
+    level       where                                 what it stops
+    rlimits     everywhere                            too much processor time, memory, output; content of files
+    seccomp     Linux on x86-64 and aarch64, also     network, processes, programs, signals and traces, each way to
+                in Docker and Kubernetes              change a file, io_uring, mount, bpf, ...: all but a short list
+    namespaces  user namespaces allowed: most         network, capabilities, abstract sockets, shared memory, a look into
+                hosts, seldom in a container          other processes
+    landlock    Linux 5.13 with Landlock on: most     reading any file but Python's library; changes of files; a look
+                distributions since 2022, and         into other processes; in newer kernels TCP, signals
+                containers whose profile allows it
+    uid         root, if the interpreter can be       what belongs to root or to any other user
+                read by all
+
+Without landlock, code can read what the account can read: the data set, and with it perhaps the expected answers. Keep
+those where the account cannot read, or watch the metric `files_hidden`. Not stopped anywhere: a covert channel, and a
+bug of the kernel; code from an adversary, not just from a model in training, belongs in a virtual machine.
+"""

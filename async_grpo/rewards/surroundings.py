@@ -1,0 +1,109 @@
+"""What stands around every call of a reward: the cache first, then the budget, then the limits of traffic."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from async_grpo.rewards.budget import Budget, BudgetExhausted
+from async_grpo.rewards.cache import VerdictCache, key_of
+from async_grpo.rewards.traffic import Limits, Traffic
+from async_grpo.types import AdapterResult, RewardStatus
+
+COST = "judge_cost"  # of a judge's extras: what the call cost
+PRICE = "price_per_million_tokens"  # of a judge: (prompt, completion), or one price for both
+CHARACTERS_PER_TOKEN = 4
+
+Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
+
+
+class Surroundings:
+    """`around` of a VerifierPool. What costs nothing is never paid, and what may not be paid is never asked.
+
+    Args:
+        versions: of the adapters, as the cache tells their answers apart.
+        estimates: what a call of a paid judge costs at most, by adapter, for a sample.
+        limits: of adapters whose workers do not keep limits themselves.
+    """
+
+    def __init__(
+        self,
+        *,
+        versions: Mapping[str, str],
+        cache: VerdictCache | None = None,
+        budget: Budget | None = None,
+        estimates: Mapping[str, Callable[[dict[str, Any]], float]] | None = None,
+        traffic: Traffic | None = None,
+        limits: Mapping[str, Limits] | None = None,
+    ) -> None:
+        self._versions, self._cache, self._budget, self._traffic = versions, cache, budget, traffic
+        self._estimates, self._limits = dict(estimates or {}), dict(limits or {})
+
+    async def __call__(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
+        if self._cache is None:
+            return await self._paid(name, sample, lane, score)
+
+        async def call() -> dict[str, Any]:
+            return _as_answer(await self._paid(name, sample, lane, score))
+
+        key = key_of(name, self._versions[name], sample)
+        return _as_result(name, await self._cache.get_or_call(key, call))
+
+    async def _paid(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
+        if self._budget is None or name not in self._estimates:
+            return await self._limited(name, sample, lane, score)
+        estimate = self._estimates[name](sample)
+        try:
+            reservation = await self._budget.reserve(name, estimate)
+        except BudgetExhausted as error:
+            return AdapterResult(name, RewardStatus.FAILED, reason=str(error), attempts=0)
+        cost = estimate  # also of a call that is cancelled, or whose server does not count: it may have been all of it
+        try:
+            result = await self._limited(name, sample, lane, score)
+            cost = result.extra.get(COST, estimate)
+        finally:
+            self._budget.settle(reservation, cost)
+        return result
+
+    async def _limited(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
+        if self._traffic is None or name not in self._limits:
+            return await score(sample)
+        permit = await self._traffic.acquire(name, self._limits[name], lane=lane)
+        try:
+            return await score(sample)
+        finally:
+            await self._traffic.release(name, permit)
+
+    def stats(self) -> dict[str, Any]:
+        """Of the cache and the budget, where there are any."""
+        stats: dict[str, Any] = {}
+        if self._cache is not None:
+            stats |= {f"verdict_cache_{name}": value for name, value in self._cache.stats().items()}
+        if self._budget is not None:
+            stats |= {f"judge_budget_{name}": value for name, value in self._budget.stats().items()}
+        return stats
+
+    async def close(self) -> None:
+        if self._cache is not None:
+            await self._cache.close()
+
+
+def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
+    """What the judge may cost for a sample, if every reply is as long as it may be."""
+    price = getattr(judge, PRICE)
+    if hasattr(judge, "token_estimate"):
+        prompt, completion = judge.token_estimate(sample)
+    else:
+        prompt, completion = len(sample.get("sample_text", sample["completion"])) / CHARACTERS_PER_TOKEN, 0.0
+    price_in, price_out = price if isinstance(price, tuple | list) else (price, price)
+    return (prompt * price_in + completion * price_out) / 1e6
+
+
+def _as_answer(result: AdapterResult) -> dict[str, Any]:
+    return {**asdict(result), "status": result.status.value}
+
+
+def _as_result(name: str, answer: Mapping[str, Any]) -> AdapterResult:
+    steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
+    return AdapterResult(
+        **{**answer, "adapter": name, "status": RewardStatus(answer["status"]), "steps": steps}
+    )

@@ -1,0 +1,120 @@
+"""What the VerifierPool costs: math_verify against plain processes that call the library, and a trivial function.
+
+    python -m benchmarks.pool_throughput --processes 2 --samples 3000
+
+Prints samples per second of both, their ratio (bound: at least 0.85), and the overhead per call of a trivial reward with 64
+samples in flight (bound: below 1 ms). Alternates the two, and takes the best of each, as other programs only ever slow one.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import time
+from pathlib import Path
+
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.process import process_maker
+from async_grpo.rewards.source import RewardSource
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = """
+def trivial(sample):
+    return {"reward": 1.0}
+
+REWARD_ADAPTERS = {"trivial": trivial}
+"""
+
+
+def samples(count: int) -> list[dict]:
+    """Completions in the style of a mathematical data set; half of them are right."""
+    return [
+        {
+            "completion": rf"Adding, \frac{{{i}}}{{7}} simplifies, so the answer is \boxed{{\frac{{{2 * i}}}{{14}}}}.",
+            "answer": rf"\frac{{{i + i % 2}}}{{7}}",
+            "completion_token_ids": [],
+            "input": "",
+        }
+        for i in range(1, count + 1)
+    ]
+
+
+def _plain_worker(part: list[dict], ready, start, total) -> None:
+    from async_grpo.rewards.adapters.math_verify import score
+
+    score({"completion": r"\boxed{1}", "answer": "1"})
+    ready.release()
+    start.wait()
+    rewards = sum(score(sample)["reward"] for sample in part)
+    with total.get_lock():
+        total.value += rewards
+
+
+def plain(rows: list[dict], processes: int) -> tuple[float, float]:
+    """(seconds, summed rewards) of processes that call the library in a loop."""
+    context = multiprocessing.get_context("spawn")
+    ready, start, total = context.Semaphore(0), context.Event(), context.Value("d", 0.0)
+    workers = [
+        context.Process(target=_plain_worker, args=(rows[number::processes], ready, start, total))
+        for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for _ in workers:
+        ready.acquire()
+    began = time.perf_counter()
+    start.set()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - began, total.value
+
+
+async def pooled(
+    source: RewardSource, adapter: str, rows: list[dict], processes: int, in_flight: int
+) -> tuple[float, float]:
+    """(seconds, summed rewards) of the pool, with so many samples in flight."""
+    pool = VerifierPool([adapter], process_maker(source), workers=processes)
+    await pool.start()
+    gate, rewards = asyncio.Semaphore(in_flight), []
+
+    async def one(row: dict) -> None:
+        async with gate:
+            rewards.append((await pool.verify(row)).reward)
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(one, rows))
+    seconds = time.perf_counter() - began
+    await pool.close()
+    return seconds, sum(rewards)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rows, page = samples(args.samples), RewardSource.from_file(ROOT / "reward_registry.py")
+    ours, theirs = [], []
+    for _ in range(args.rounds):
+        seconds, expected = plain(rows, args.processes)
+        theirs.append(args.samples / seconds)
+        seconds, rewards = asyncio.run(pooled(page, "math_verify", rows, args.processes, 64))
+        assert rewards == expected, f"the pool's rewards sum to {rewards}, the library's to {expected}"
+        ours.append(args.samples / seconds)
+    ratio = max(ours) / max(theirs)
+    print(
+        f"math_verify, {args.processes} processes: plain {max(theirs):.0f}/s, pool {max(ours):.0f}/s, ratio {ratio:.2f}"
+    )
+    trivial = RewardSource.from_text("trivial_page", PAGE)
+    seconds, _ = min(
+        asyncio.run(pooled(trivial, "trivial", rows, args.processes, 64)) for _ in range(args.rounds)
+    )
+    overhead_ms = 1000 * seconds / args.samples
+    print(f"a trivial reward, 64 in flight: {overhead_ms:.3f} ms per call")
+    raise SystemExit(not (ratio >= 0.85 and overhead_ms < 1.0))
+
+
+if __name__ == "__main__":
+    main()

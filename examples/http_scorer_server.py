@@ -1,0 +1,106 @@
+"""A reward server to begin with: the protocol of `HTTPScorer`, with nothing but the standard library.
+
+    python examples/http_scorer_server.py --port 8080
+
+    HTTPScorer(url="http://127.0.0.1:8080")               in reward_registry.py
+
+Replace `score`. What it raises becomes the `error` of that sample, which is then left out of training.
+"""
+
+import argparse
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PROTOCOL = 1
+MAX_BODY_BYTES = 16 * 2**20
+
+
+def score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
+    """A reward of your own, and any further numbers; here, whether the completion ends with the answer.
+
+    >>> score({"prompt": "3+4?", "completion": "It is 7.", "answer": 7}, [])
+    {'reward': 1.0, 'length': 8}
+    """
+    if sample.get("answer") is None:
+        return {"abstain": "there is no answer to compare with"}
+    completion = sample["completion"]
+    right = completion.rstrip(" .\n").endswith(str(sample["answer"]))
+    return {"reward": float(right), "length": len(completion)}
+
+
+def reply_to(request: Any) -> dict[str, Any]:
+    """The reply to one request, one score per sample.
+
+    Raises:
+        ValueError: it is no request of this protocol.
+    """
+    if not isinstance(request, dict) or request.get("protocol") != PROTOCOL:
+        raise ValueError(f"this server speaks protocol {PROTOCOL}")
+    samples = request.get("samples")
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        raise ValueError("`samples` must be a list of objects")
+    images = request.get("images", [[] for _ in samples])
+    if not isinstance(images, list) or len(images) != len(samples):
+        raise ValueError("`images` must hold one list per sample")
+    scores = [_score(sample, shown) for sample, shown in zip(samples, images, strict=True)]
+    return {"protocol": PROTOCOL, "scores": scores}
+
+
+def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:
+    try:
+        return score(sample, images)
+    except Exception as error:  # whatever your code raises: the other samples are not its fault
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """POST /score."""
+
+    protocol_version = "HTTP/1.1"  # keeps connections, which the client reuses
+    timeout = 60  # s, for a client that goes silent: its thread must end
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            self.close_connection = True  # the body was not read
+            return self._answer(413, {"error": f"a body of at most {MAX_BODY_BYTES} bytes is needed"})
+        body = self.rfile.read(int(length))
+        if self.path != "/score":
+            return self._answer(404, {"error": "only /score is here"})
+        try:
+            return self._answer(200, reply_to(json.loads(body)))
+        except (ValueError, RecursionError) as error:
+            return self._answer(400, {"error": str(error)})
+
+    def _answer(self, status: int, reply: dict[str, Any]) -> None:
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Silent: a line per request would be one per sample."""
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 512  # a run opens many connections at once
+    daemon_threads = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A reward server for HTTPScorer.")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="there is no key: keep it on a network that you trust"
+    )
+    parser.add_argument("--port", type=int, default=8080, help="0: a free one")
+    options = parser.parse_args()
+    with Server((options.host, options.port), Handler) as server:
+        print(f"scoring on http://{options.host}:{server.server_port}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

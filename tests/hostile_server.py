@@ -1,0 +1,277 @@
+"""`HostileServer`: HTTP/1.1 on a raw socket, by script, in every way in which a judge can go wrong.
+
+    async with HostileServer(status(500), reply({"score": 1})) as server:     # first this, then that for ever
+        ... server.url, server.requests
+
+A behaviour is `async def behave(request, connection)`. It answers, or does not; what it returns says whether the
+connection goes on (anything true) or is closed.
+"""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Request:
+    """One request that was read to its end, and when."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Connection:
+    """The writing half of one connection."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.sent_bytes = 0
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+        self.sent_bytes += len(data)
+
+    def reset(self) -> None:
+        """Close with an RST instead of a FIN."""
+        linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._writer.transport.abort()
+
+
+Behaviour = Callable[[Request, Connection], Awaitable[Any]]
+
+
+class HostileServer:
+    """Serves on a free port of this machine.
+
+    Args:
+        behaviours: one per request, in the order in which they come; the last one goes on for ever.
+    """
+
+    def __init__(self, *behaviours: Behaviour) -> None:
+        self._behaviours = behaviours
+        self.requests: list[Request] = []
+        self.running = self.most_running = self.sent_bytes = self.connections = 0
+        self._tasks: set[asyncio.Task] = set()
+
+    async def __aenter__(self) -> "HostileServer":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.current_task())
+        self.connections += 1
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while await self._answer(await read_request(reader), Connection(writer)):
+                    pass
+        finally:
+            self._tasks.discard(asyncio.current_task())
+            writer.close()
+
+    async def _answer(self, request: Request, connection: Connection) -> Any:
+        behave = self._behaviours[min(len(self.requests), len(self._behaviours) - 1)]
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await behave(request, connection)
+        finally:
+            self.running -= 1
+            self.sent_bytes += connection.sent_bytes
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+    }
+    body = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Request(first.split()[1], headers, body)
+
+
+def message(code: int, body: bytes, **headers: str) -> bytes:
+    """A whole reply; `headers` with _ for -; a `content_length` of one's own is kept."""
+    fields = {"content_length": str(len(body)), "content_type": "application/json", **headers}
+    lines = [f"HTTP/1.1 {code} Something", *(f"{k.replace('_', '-')}: {v}" for k, v in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+# Honest behaviours
+
+
+def raw(data: bytes, *, then_close: bool = False) -> Behaviour:
+    """Send exactly this."""
+
+    async def behave(request: Request, connection: Connection) -> bool:
+        await connection.write(data)
+        return not then_close
+
+    return behave
+
+
+def reply(value: Any, code: int = 200, **headers: str) -> Behaviour:
+    """A JSON reply; `value` may be a function of the request."""
+
+    async def behave(request: Request, connection: Connection) -> bool:
+        answer = value(request) if callable(value) else value
+        await connection.write(message(code, json.dumps(answer).encode(), **headers))
+        return True
+
+    return behave
+
+
+def status(code: int, body: bytes = b'{"error": "as asked"}', **headers: str) -> Behaviour:
+    return raw(message(code, body, **headers))
+
+
+def after(seconds: float, behaviour: Behaviour) -> Behaviour:
+    """The same, later."""
+
+    async def behave(request: Request, connection: Connection) -> Any:
+        await asyncio.sleep(seconds)
+        return await behaviour(request, connection)
+
+    return behave
+
+
+def gzipped(value: Any) -> Behaviour:
+    return raw(message(200, gzip.compress(json.dumps(value).encode()), content_encoding="gzip"))
+
+
+# Dishonest ones
+
+
+def truncated(body: bytes = b'{"score": 1}') -> Behaviour:
+    """Half of what was promised, then the end of the connection."""
+    return raw(message(200, body[: len(body) // 2], content_length=str(len(body))), then_close=True)
+
+
+def cut_gzip(value: Any) -> Behaviour:
+    """A complete reply whose compressed body breaks off."""
+    return raw(message(200, gzip.compress(json.dumps(value).encode())[:-9], content_encoding="gzip"))
+
+
+def html() -> Behaviour:
+    """What a proxy says when the judge behind it is gone."""
+    return raw(message(200, b"<html><body>Please log in</body></html>", content_type="text/html"))
+
+
+def redirect(location: str, code: int = 307) -> Behaviour:
+    return status(code, b"", location=location)
+
+
+def garbage() -> Behaviour:
+    return raw(b"SSH-2.0-OpenSSH_9.6\r\n", then_close=True)
+
+
+def close() -> Behaviour:
+    """End the connection without a word."""
+    return raw(b"", then_close=True)
+
+
+def reset() -> Behaviour:
+    """Break the connection."""
+
+    async def behave(request: Request, connection: Connection) -> bool:
+        connection.reset()
+        return False
+
+    return behave
+
+
+def silence() -> Behaviour:
+    """Take the request and never answer."""
+    return after(3600, close())
+
+
+def slow_loris(every_s: float = 0.02) -> Behaviour:
+    """One byte of a promising body at a time: no single wait is long, and the whole never ends."""
+
+    async def behave(request: Request, connection: Connection) -> None:
+        await connection.write(message(200, b"", content_length="1000000"))
+        while True:
+            await connection.write(b" ")
+            await asyncio.sleep(every_s)
+
+    return behave
+
+
+def slow_headers(every_s: float = 0.02) -> Behaviour:
+    async def behave(request: Request, connection: Connection) -> None:
+        await connection.write(b"HTTP/1.1 200 OK\r\n")
+        for i in range(10**6):
+            await connection.write(f"x-{i}: 1\r\n".encode())
+            await asyncio.sleep(every_s)
+
+    return behave
+
+
+def endless(chunk: bytes = b" " * 65536, head: bytes = b"") -> Behaviour:
+    """A chunked body without an end, as fast as it is read."""
+
+    async def behave(request: Request, connection: Connection) -> None:
+        await connection.write(head or b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            await connection.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+
+    return behave
+
+
+def endless_headers() -> Behaviour:
+    async def behave(request: Request, connection: Connection) -> None:
+        await connection.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            await connection.write(b"x-filler: " + b"y" * 4096 + b"\r\n")
+
+    return behave
+
+
+def gzip_bomb(megabytes: int = 512) -> Behaviour:
+    """A small reply that decompresses to `megabytes` of spaces."""
+    return raw(message(200, bomb(megabytes), content_encoding="gzip"))
+
+
+def bomb(megabytes: int) -> bytes:
+    """One compressed stream, made without holding what it stands for."""
+    compressor = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    block = b" " * 2**20
+    return b"".join([*(compressor.compress(block) for _ in range(megabytes)), compressor.flush()])
+
+
+@contextlib.contextmanager
+def stalled_listener() -> Iterator[str]:
+    """An address that connections reach (the kernel sees to that) and nobody ever accepts."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def dead_address() -> Iterator[str]:
+    """An address that refuses connections, reserved so that nobody else takes it."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))  # bound, and not listening
+        yield f"http://127.0.0.1:{holder.getsockname()[1]}"
