@@ -24,11 +24,12 @@ A process reward pays for single steps: decorate it with `@process_reward`, and 
 `token_rewards` (see `async_grpo.rewards.steps`). One that needs the whole group is decorated with `@post_process`.
 """
 
-from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 from async_grpo.rewards.adapters import process_reward, warmed_by
 from async_grpo.rewards.decorators import post_process
+from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge, judge_urls
 
 
 class RewardType(str, Enum):
@@ -44,6 +45,10 @@ class RewardType(str, Enum):
     LENGTH = "length"
     MAJORITY = "majority"
     JSON_SCHEMA = "json_schema"
+    LLM_JUDGE = "llm_judge"
+    GENERATIVE_RM = "generative_rm"
+    REWARD_MODEL = "reward_model"
+    HTTP_SCORER = "http_scorer"
 
 
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
@@ -161,7 +166,7 @@ def json_schema(sample: dict, schema: str | None = None) -> dict:
     return score(sample, schema)
 
 
-REWARD_ADAPTERS: dict[RewardType, Callable[..., dict]] = {
+REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.MATH_VERIFY: math_verify,
     RewardType.MATHD: mathd,
     RewardType.SYMPY: sympy,
@@ -174,4 +179,9 @@ REWARD_ADAPTERS: dict[RewardType, Callable[..., dict]] = {
     RewardType.LENGTH: length,
     RewardType.MAJORITY: majority,
     RewardType.JSON_SCHEMA: json_schema,
+    # Remote judges: settings, not functions. `--judge-model` starts a server for the first three and sets JUDGE_URLS.
+    RewardType.LLM_JUDGE: LLMJudge(url=judge_urls(), model="judge"),
+    RewardType.GENERATIVE_RM: GenerativeRM(url=judge_urls(), model="judge", yes_no=True),
+    RewardType.REWARD_MODEL: RewardModelJudge(url=judge_urls(), model="judge"),
+    RewardType.HTTP_SCORER: HTTPScorer(url=judge_urls("http://127.0.0.1:8100")),
 }

@@ -23,6 +23,8 @@ from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.preparation import prepare
 from async_grpo.processes import Supervisor, last_words
 from async_grpo.recipes import RECIPES
+from async_grpo.rewards.judges.remote import JUDGE_URLS
+from async_grpo.rewards.judges.server import JudgeServer
 
 ROOT = Path(__file__).resolve().parent.parent  # where the front doors lie
 RAY_START_S, GOODBYE_S = 90.0, 30.0
@@ -64,6 +66,14 @@ class LocalConfig(RunConfig):
     overhead_seqs: int = option(16, "Further sequences admitted to each engine.", "Local")
     enforce_eager: bool = option(False, "Do not compile the engine's model.", "Local")
     ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
+    judge_model: str | None = option(
+        None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model.", "Local"
+    )
+    judge_replicas: int = option(1, "Servers of the judge, between which calls are balanced.", "Local")
+    judge_runner: str = option("auto", "vLLM's runner of the judge: auto, generate or pooling.", "Local")
+    judge_max_model_len: int | None = option(
+        None, "Longest prompt and reply of the judge, in tokens.", "Local"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,11 +85,16 @@ class LocalConfig(RunConfig):
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
-        needed = self.nproc_per_node + self.generation_workers + len(self.logprob_roles)
+        judges = self.judge_replicas if self.judge_model else 0
+        if self.judge_model and not Path(self.judge_model).is_dir():
+            raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
+        if self.judge_replicas < 1:
+            raise ConfigurationError(f"--judge-replicas must be at least 1, not {self.judge_replicas}")
+        needed = self.nproc_per_node + self.generation_workers + len(self.logprob_roles) + judges
         if gpus() and len(gpus()) < needed:
             raise ConfigurationError(
                 f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {self.generation_workers}, and "
-                f"logprob workers), "
+                f"logprob workers and judges), "
                 f"{len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
             )
         if not self.reward_fns:
@@ -99,9 +114,9 @@ def run_locally(config: LocalConfig) -> None:
     if config.ray_address:
         _check_reachable(config.ray_address)
     supervisor = Supervisor(config.output_path / "logs")
-    with _signals_as_exceptions(), _temporary_folder() as scratch:
+    with _signals_as_exceptions(), _temporary_folder() as scratch, _judges(config) as urls:
         try:
-            _run(config, supervisor, scratch)
+            _run(config, supervisor, scratch, urls)
         finally:
             supervisor.stop()
 
@@ -114,12 +129,35 @@ def _check_reachable(address: str) -> None:
         raise ConfigurationError(f"--ray-address {address}: nobody listens there ({error})") from error
 
 
-def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path) -> None:
+@contextmanager
+def _judges(config: LocalConfig) -> Iterator[tuple[str, ...]]:
+    """The judge's servers, if there are to be any; yields their addresses."""
+    if not config.judge_model:
+        yield ()
+        return
+    log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
+    length = {} if config.judge_max_model_len is None else {"max-model-len": config.judge_max_model_len}
+    with JudgeServer(
+        config.judge_model,
+        log_folder=config.output_path / "logs",
+        replicas=config.judge_replicas,
+        devices=gpus()[-config.judge_replicas :] or None,
+        runner=config.judge_runner,
+        options={**length, "enforce-eager": config.enforce_eager},
+    ) as server:
+        yield server.urls
+
+
+def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judges: tuple[str, ...]) -> None:
     environment = local_environment(config, scratch)
+    if judges:
+        environment[JUDGE_URLS] = ",".join(judges)
     if not config.ray_address:
         log.info("starting a private Ray")
         command = ray_command(environment["RAY_ADDRESS"], scratch)
-        ray = supervisor.start("ray", command, ray_environment(environment, config.nproc_per_node))
+        ray = supervisor.start(
+            "ray", command, ray_environment(environment, config.nproc_per_node, len(judges))
+        )
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
@@ -218,15 +256,16 @@ def local_environment(config: LocalConfig, scratch: Path) -> dict[str, str]:
     return {**os.environ, **private}
 
 
-def ray_environment(environment: dict[str, str], trainer_gpus: int) -> dict[str, str]:
-    """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's GPUs."""
+def ray_environment(environment: dict[str, str], trainer_gpus: int, judge_gpus: int = 0) -> dict[str, str]:
+    """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's or the judge's GPUs."""
     kept = {
         name: value
         for name, value in environment.items()
         if name in INHERITED or name.startswith(INHERITED_PREFIXES)
     }
     devices = gpus()
-    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:])} if devices else kept
+    last = len(devices) - judge_gpus
+    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:last])} if devices else kept
 
 
 def gpus() -> list[str]:

@@ -1,5 +1,6 @@
 """The command line's settings -> the plans that the rooms work by: objective, advantages, batcher, optimizer."""
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -273,6 +274,24 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
         for name, adapter in adapters.items()
     }
     return replace(plan, workers=counts)
+
+
+def with_secrets(plan: PoolPlan, source: RewardSource) -> PoolPlan:
+    """The plan with the keys that its judges name, from this process's environment.
+
+    They go to the pool's actor as an argument and nowhere else: Ray's job table and the workers' environments can be
+    read by others.
+
+    Raises:
+        ConfigurationError: a key is not in the environment.
+    """
+    judges = [adapter for adapter in resolve(source, plan.everybody).values() if is_judge(adapter)]
+    names = {name for judge in judges if (name := judge.endpoint().api_key_env)}
+    if missing := sorted(names - set(os.environ)):
+        raise ConfigurationError(
+            f"a judge's key is missing: set the environment variable {', '.join(missing)}"
+        )
+    return replace(plan, secrets={name: os.environ[name] for name in names})
 
 
 def reward_limits(config: RunConfig) -> dict[str, Limits]:

@@ -25,6 +25,7 @@ from async_grpo.plans import (
     objective,
     optimizer_settings,
     pool_plan,
+    with_secrets,
 )
 from async_grpo.rewards.source import RewardSource, parse_names, resolve
 from async_grpo.types import Settings
@@ -119,7 +120,7 @@ def _check_names(config: RunConfig) -> None:
         adapters = resolve(source, config.reward_fns)
         advantage_plan(config, adapters)
         failure_policy(config, adapters)
-        pool_plan(config, source, parse_names(config.reward_fns))
+        with_secrets(pool_plan(config, source, parse_names(config.reward_fns)), source)
 
 
 def _unknown(option: str, value: str, known: Any) -> str:

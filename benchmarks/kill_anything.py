@@ -4,11 +4,12 @@
     python benchmarks/kill_anything.py --victim raylet --repeat 3 --seed 5
     python benchmarks/kill_anything.py --victim supervisor --signal SIGINT          a Ctrl-C
 
-The command must end within 60 s with a non-zero code and a message that names what died, or go on to a correct end;
-no process may be left. Prints one row per kill and exits with 1 if one of them broke the rule.
+The command must end within 60 s with a non-zero code and a message that names what died, or go on to a correct end, with
+exactly one reward per sample; what only scores (pool, verifier, adapter) must let it go on. No process may be left. Prints one row per kill and exits with 1 if one of them broke the rule.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -45,6 +46,9 @@ VICTIMS = {
     "raylet": ["/raylet/raylet"],
     "gcs server": ["/gcs_server"],
 }
+
+
+MUST_GO_ON = ("verifier pool", "verifier worker", "adapter process")
 
 
 def command(folder: Path, steps: int) -> list[str]:
@@ -137,15 +141,26 @@ def kill_one(
         if "error" in line or line.startswith("    |")
     ]
     message = " ".join(words)[:160] or "(no message)"
-    finished = code == 0 and metrics.read_text().count("\n") == steps
+    finished = code == 0 and exact_rewards(metrics, steps)
     ended_well = finished or (
-        code not in (0, None) and seconds <= LIMIT_S and (victim == "supervisor" or "error" in message)
+        victim not in MUST_GO_ON
+        and code not in (0, None)
+        and seconds <= LIMIT_S
+        and (victim == "supervisor" or "error" in message)
     )
     for process in left:
         process.kill()
     outcome = "went on to the end" if finished else f"code {code} after {seconds:.0f} s: {message}"
     names = [" ".join(p.cmdline())[:40] if p.is_running() else "?" for p in left[:3]] if left else ""
     return ended_well and not left, f"{outcome} | left: {len(left)} {names}"
+
+
+def exact_rewards(metrics: Path, steps: int) -> bool:
+    """Whether every step is there, and every sample of it has exactly one reward."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return len(lines) == steps and all(
+        line["num_reward_ok"] == line["samples_in_batch"] == 64 for line in lines
+    )
 
 
 def main() -> None:

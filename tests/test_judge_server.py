@@ -210,6 +210,7 @@ def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_pa
 def test_a_server_with_a_key_is_asked_with_it_and_no_other_secret_travels(model, program, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "open-sesame")
     monkeypatch.setenv("OTHER_TOKEN", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     with server_of(model, api_key_env="JUDGE_KEY", environment={"COLOUR": "red"}) as server:
         process = main_program(server.urls[0])
         environment = process.environ()

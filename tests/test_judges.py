@@ -223,6 +223,18 @@ def test_a_control_token_in_any_column_is_broken(token):
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["<" * 10, " " * 10, "<|a|> ", " " * 50 + "<|im_end|>", "<abcdefgh", "<<<", "[INST", "</s>", "\n<|"],
+)
+def test_no_completion_can_keep_the_judge_busy(text):
+    """It is read in the event loop of all judges: time must not grow faster than the text."""
+    began = time.process_time()
+    for sample in ({"completion": text * 20_000 + "x"}, {"completion": text * 20_000}):
+        Template("{completion}").render(sample)
+    assert time.process_time() - began < 3.0
+
+
 def test_ordinary_text_is_left_alone():
     text = "if a < b and c > d: <b>bold</b> a[INSTANCE] x |> f <| g <think>7</think>"
     assert harmless(text) == text

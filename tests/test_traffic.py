@@ -133,16 +133,16 @@ def test_no_window_of_a_minute_holds_more_tokens_than_the_limit(per_minute, call
 
 
 def test_a_saturated_key_gets_its_limit_but_for_the_slack():
-    """1200 per minute is 20 per second; 600 s of it, less 0.4 s in 60.4: 11 920.5, and the burst of 2."""
+    """1200 per minute is 20 per second; 600 s of it, less 0.5 s in 60.5: 11 900.8, and the first one or two at once."""
     callers = virtually(lambda: Callers(Limits(requests_per_minute=1200)).calls(*[{}] * 13_000))
-    assert 11_920 <= sum(at < 600 for at in callers.moments) <= 11_924
+    assert 11_900 <= sum(at < 600 for at in callers.moments) <= 11_903
 
 
 def test_tokens_and_requests_hold_together_and_the_scarcer_one_rules():
-    """60 calls per minute but 600 tokens: of calls of 60 tokens 10 start per minute, 6.04 s apart with the slack."""
+    """60 calls per minute but 600 tokens: of calls of 60 tokens 10 start per minute, 6.05 s apart with the slack."""
     limits = Limits(requests_per_minute=60, tokens_per_minute=600, burst_s=0)
     callers = virtually(lambda: Callers(limits).calls(*[dict(tokens=60)] * 11))
-    assert callers.moments == pytest.approx([6.04 * i for i in range(11)])
+    assert callers.moments == pytest.approx([6.05 * i for i in range(11)])
 
 
 def test_a_call_larger_than_a_burst_waits_its_turn_and_no_longer_and_what_follows_waits_for_it():
@@ -171,7 +171,7 @@ def test_a_queue_behind_a_busy_slot_does_not_fire_as_a_burst():
     callers = virtually(lambda: Callers(limits).calls(dict(lasts=2.0), *[{}] * 40))
     later = [(at, 1.0) for at in callers.moments[1:]]
     assert callers.moments[1] >= 2.0
-    assert worst_window(later, 0.5) <= 0.6 * 10 + 1
+    assert worst_window(later, 0.5) <= 0.55 * 10 + 1
 
 
 # Slots and order

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.cache import VerdictCache, key_of, version_of
+from async_grpo.rewards.cache import VerdictCache, key_of, version_of, version_of_judge
 from async_grpo.rewards.cache_connection import APPLICATION_ID
 from async_grpo.rewards.cache_file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.judges import HTTPScorer
+from async_grpo.rewards.traffic import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE_ONCE = settings(
@@ -87,6 +91,56 @@ def test_what_json_cannot_hold_is_refused_by_name():
     with pytest.raises(ValueError, match="no key of the verdict cache.*set is not JSON"):
         key_of("a", "1", {"answer": {1}})
     assert version_of("page", {"b": 1, "a": 2}) != version_of("page", {"b": 1, "a": 3})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    url: str | tuple[str, ...] = ("http://a", "http://b")
+    model: str = "m"
+    scale: tuple[float, float] = (0.0, 10.0)
+    extra_body: dict = field(default_factory=dict)
+    limits: Limits | None = None
+    api_key_env: str | None = None
+    timeout_s: float = 60.0
+    price_per_million_tokens: tuple[float, float] | None = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"url": ("http://b", "http://a")}, True),
+        (
+            {"limits": Limits(), "api_key_env": "KEY", "timeout_s": 1.0, "price_per_million_tokens": (1, 2)},
+            True,
+        ),
+        ({"url": "http://a"}, False),
+        ({"model": "n"}, False),
+        ({"scale": (0.0, 5.0)}, False),
+        ({"extra_body": {"seed": 1}}, False),
+    ],
+)
+def test_a_judge_is_another_one_by_what_it_asks_not_by_how(changes, same):
+    assert (version_of_judge(Judge()) == version_of_judge(Judge(**changes))) == same
+
+
+def test_a_judge_of_the_users_own_depends_on_its_code_and_one_of_ours_does_not():
+    scorer = HTTPScorer(url="http://a")
+    assert version_of_judge(scorer, "page 1") == version_of_judge(scorer, "page 2")
+    assert version_of_judge(scorer) != version_of_judge(HTTPScorer(url="http://a", columns=["level"]))
+    assert version_of_judge(Judge(), "page 1") != version_of_judge(Judge(), "page 2")
+    plain = SimpleNamespace(model="m")
+    assert version_of_judge(plain) == version_of_judge(SimpleNamespace(model="m"))
+    with pytest.raises(
+        ConfigurationError, match="two settings of SimpleNamespace apart .*without --verdict-cache"
+    ):
+        version_of_judge(SimpleNamespace(model=object()))
+
+
+def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
+    before = version_of("page")
+    monkeypatch.setattr("async_grpo.rewards.cache_key._library", lambda: "after an upgrade")
+    assert version_of("page") != before
 
 
 # --- the file against a dict ---

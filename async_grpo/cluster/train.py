@@ -25,7 +25,7 @@ from async_grpo.experience.prompts import Question
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.plans import batcher_plan, objective, optimizer_settings, pool_plan
+from async_grpo.plans import batcher_plan, objective, optimizer_settings, pool_plan, with_secrets
 from async_grpo.preparation import Prepared
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
@@ -75,7 +75,7 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     prepared = dataclasses.replace(prepared, rewards=source)
     _write_params(config, prepared, ranks, names)
     plan = batcher_plan(config, ranks.world_size, adapters)
-    verifiers = pool_plan(config, source, names)
+    verifiers = with_secrets(pool_plan(config, source, names), source)
     batcher = start_batcher(run, config, plan, prepared.questions, (source, verifiers))
     experience = Experience(config, batcher, ranks, prepared.eval_questions)
     engines = Engines(run, config, experience)

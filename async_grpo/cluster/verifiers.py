@@ -5,6 +5,7 @@ Remote judges need no process: they run in the pool's own, and share the cluster
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -65,7 +66,8 @@ class VerifierPoolActor(ChannelServer):
     """
 
     def __init__(self, source: RewardSource, plan: PoolPlan) -> None:
-        self._source, self._plan = source, plan
+        os.environ.update(plan.secrets)  # only here: adapters' processes get an allow-list of variables
+        self._source, self._plan = source, dataclasses.replace(plan, secrets={})
         self._adapters = resolve(source, plan.everybody)
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._traffic = RemoteTraffic()

@@ -10,22 +10,22 @@ fails for it.
 """
 
 import asyncio
-import hashlib
 import json
 import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from async_grpo.rewards.cache_file import TROUBLE, CacheFile
+from async_grpo.rewards.cache_key import key_of, version_of, version_of_judge
 
-VOLATILE_COLUMNS = frozenset({"group_id"})  # no property of the text that is judged
-JUDGED_COLUMNS = ("input", "sample_text", "completion", "answer")
+__all__ = ["VerdictCache", "key_of", "version_of", "version_of_judge"]
+
 KEPT_STATUSES = frozenset({"ok", "abstained"})
 COST = "judge_cost"  # of the answer's extras: what the call cost, in the judge's currency
 HITS_PER_FLUSH = 256
@@ -34,46 +34,6 @@ MAX_WRITES_WAITING = 10_000
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
-
-
-def version_of(*settings: Any) -> str:
-    """A digest of whatever an adapter's answers depend on: its page's sha256 and options, a judge's settings.
-
-    >>> version_of({"model": "m", "temperature": 0.0}) == version_of({"temperature": 0.0, "model": "m"})
-    True
-    """
-    return hashlib.sha256(_canonical(settings)).hexdigest()
-
-
-def key_of(
-    adapter: str, version: str, sample: Mapping[str, Any], columns: Iterable[str] | None = None
-) -> str:
-    """`ADAPTER:DIGEST`, the same for the same question to the same adapter.
-
-    Args:
-        version: of the adapter; an answer of another version is never found.
-        columns: of the row, that the adapter reads beside the prompt, the completion and the answer, where that is
-            known. Otherwise every column but `group_id` makes a difference.
-
-    Raises:
-        ValueError: the sample holds what JSON cannot.
-
-    >>> one = key_of("mathd", "v1", {"completion": "4", "answer": "4", "group_id": 1})
-    >>> one == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), one[:6]
-    (True, 'mathd:')
-    """
-    if columns is None:
-        read = {name: value for name, value in sample.items() if name not in VOLATILE_COLUMNS}
-    else:
-        read = {name: sample[name] for name in {*JUDGED_COLUMNS, *columns} if name in sample}
-    return f"{adapter}:{hashlib.sha256(_canonical([adapter, version, read])).hexdigest()}"
-
-
-def _canonical(value: Any) -> bytes:
-    try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-    except TypeError as error:
-        raise ValueError(f"no key of the verdict cache can be made: {error}") from error
 
 
 class VerdictCache:
@@ -182,7 +142,9 @@ class VerdictCache:
     def _keep(self, key: str, answer: Answer, text: str) -> None:
         if answer.get("status") not in KEPT_STATUSES:
             return
-        if self._counts["kept"] % WRITES_PER_PRUNE == 0 and any(limit is not None for limit in self._limits.values()):
+        if self._counts["kept"] % WRITES_PER_PRUNE == 0 and any(
+            limit is not None for limit in self._limits.values()
+        ):
             self._write("pruned", lambda: self._file.prune(**self._limits))
         self._counts["kept"] += 1
         if not self._write("stored", self._file.put, key, text, _cost(answer)):

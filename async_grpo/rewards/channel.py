@@ -81,10 +81,13 @@ class ChildProcess(asyncio.Protocol):
         body = b'{"id":%d,"%b":[%b]}' % (request_id, what.encode(), b",".join(bodies))
         return request_id, self._send(request_id, frame(body))
 
-    def cancel(self, request_id: int) -> None:
-        """Ask an async reward to let go of a request; it replies when it has."""
-        if self._transport is not None and not self.lost:
-            self._transport.write(encode({"cancel": request_id}, sys.maxsize))
+    def is_asked(self, request_id: int) -> bool:
+        """Whether the request has not been replied to."""
+        return request_id in self._replies
+
+    def cancel(self, request_id: int) -> Reply:
+        """Ask an async reward to let go of a request; returns its reply, which comes when it has."""
+        return self._send(request_id, encode({"cancel": request_id}, sys.maxsize))
 
     def forget(self, request_id: int) -> None:
         """Nobody waits for that reply any more."""
@@ -115,8 +118,10 @@ class ChildProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
-                self._replies.pop(message.get("id", GREETING)).set_result(message)
-        except (ValueError, TypeError, LookupError, asyncio.InvalidStateError) as error:
+                reply = self._replies.pop(message.get("id", GREETING))
+                if not reply.done():  # else its caller has just given up
+                    reply.set_result(message)
+        except (ValueError, TypeError, LookupError) as error:
             self._nonsense = f"{type(error).__name__}: {error}"  # somebody else writes into the channel
             self._transport.abort()  # type: ignore[union-attr]
 
@@ -128,7 +133,7 @@ class ChildProcess(asyncio.Protocol):
     def _send(self, request_id: int, message: bytes) -> Reply:
         reply: Reply = asyncio.get_running_loop().create_future()
         self._replies[request_id] = reply
-        if self._transport is not None:
+        if self._transport is not None and not self.lost:
             self._transport.write(message)
         return reply
 

@@ -21,8 +21,8 @@ class Batching:
 def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward], Reward]:
     """Decorator: the reward is called with a list of samples, and returns a list with one answer for each.
 
-    Where the call raises, each sample is tried alone, so that one bad row costs only itself. A list of another
-    length is a failure of all.
+    Where the call raises or its process dies, each sample is tried alone, so that one bad row costs only itself. A
+    list of another length is a failure of all; and a call that takes too long is a time-out of all.
 
     >>> @batch(max_samples=8)
     ... def lengths(samples, scale=0.01):

@@ -55,7 +55,7 @@ class Meter:
         if self._clock is None:
             self._clock = now + (self._burst_s + 1.0 / self._rate if self._resumed else 0.0)
         moment = self._clock - self._burst_s
-        excess = self._total + min(cost, self._limit) - self._limit
+        excess = self._total + cost - self._limit
         for start in self._starts:
             if excess <= ROUNDING:
                 break

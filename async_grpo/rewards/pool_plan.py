@@ -32,6 +32,7 @@ class PoolPlan:
     budget: float | None = None
     budget_policy: str = "pause"
     budget_path: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # environment variables with judges' keys
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -159,6 +159,10 @@ class AdapterProcess:
                     deadline += time.monotonic() - asked_at  # starting is on nobody's time
                     return await call(bodies, deadline), attempts
                 except TimeoutError:
+                    if (
+                        attempts > 1 and self.capacity > 1
+                    ):  # a crash that need not be its own has taken its time
+                        raise self._no_time_left() from None
                     return failed(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT), attempts
                 except ConfigurationError as error:
                     return failed(str(error)), attempts
@@ -178,12 +182,15 @@ class AdapterProcess:
                     while taken < self.capacity:
                         await self._places.acquire()
                         taken += 1
-            except TimeoutError as error:
-                raise WorkerLost(f"no time is left to try again after a crash of {self.adapter!r}") from error
+            except TimeoutError:
+                raise self._no_time_left() from None
             yield
         finally:
             for _ in range(taken):
                 self._places.release()
+
+    def _no_time_left(self) -> WorkerLost:
+        return WorkerLost(f"no time is left to try again after a crash of {self.adapter!r}")
 
     async def _score(self, bodies: list[bytes], deadline: float) -> Answers:
         if self._batches is not None:
@@ -205,26 +212,25 @@ class AdapterProcess:
         child = self._child
         assert child is not None, "`start` comes first"
         request_id, reply = child.ask(what, bodies)
+        timer = None
+        if deadline < math.inf:
+            timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), _expire, reply)
         try:
-            patience_s = None if deadline == math.inf else deadline - time.monotonic()
-            await asyncio.wait((reply,), timeout=patience_s)
-            in_time = reply.done()
+            answers: Answers = (await reply)["answers"]
+            return answers
         finally:
-            if not reply.done():
-                await self._abandon(child, request_id, reply)
-        if not in_time:
-            raise TimeoutError
-        answers: Answers = reply.result()["answers"]
-        return answers
+            if timer is not None:
+                timer.cancel()
+            if child.is_asked(request_id):  # timed out or cancelled
+                await self._abandon(child, request_id)
 
-    async def _abandon(self, child: ChildProcess, request_id: int, reply: Reply) -> None:
+    async def _abandon(self, child: ChildProcess, request_id: int) -> None:
         """Free the process of a request that nobody waits for."""
         try:
             if self.kind.is_async:
-                child.cancel(request_id)
-                await asyncio.wait((reply,), timeout=self._grace_s)
+                await asyncio.wait((child.cancel(request_id),), timeout=self._grace_s)
         finally:
-            if not reply.done():
+            if child.is_asked(request_id):
                 child.forget(request_id)
                 await child.end(f"the process of {self.adapter!r} was ended for another sample")
 
@@ -251,6 +257,12 @@ class AdapterProcess:
         self.kind = kind
         if kind.is_batch and self._batches is None:
             self._batches = Batches(kind, self._score_batch, self._turn)
+
+
+def _expire(reply: Reply) -> None:
+    if not reply.done():
+        reply.set_exception(TimeoutError())
+        reply.exception()  # who still waits gets it all the same; nobody need wait
 
 
 def process_maker(

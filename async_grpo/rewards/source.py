@@ -32,6 +32,11 @@ class Page:
     text: str
     sha256: str
 
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return self.module_name
+
     def load(self) -> ModuleType:
         """Import the page under its name; one of the same text that is loaded already is returned as it is.
 
@@ -53,7 +58,7 @@ class Page:
             loader.exec_module(module)
         except Exception as error:
             _restore(self.module_name, loaded)
-            message = f"{self.module_name} cannot be imported: {type(error).__name__}: {error}"
+            message = f"{self.title} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigurationError(message) from error
         return module
 
@@ -62,7 +67,12 @@ class Page:
 class RewardFile(Page):
     """A reward that is named by its file."""
 
+    path: str  # as it was given
     name: str  # of the object in the file, and of the reward
+
+    @property
+    def title(self) -> str:
+        return self.path
 
     @classmethod
     def read(cls, reward: str) -> "RewardFile":
@@ -71,14 +81,14 @@ class RewardFile(Page):
         text = _read(Path(path))
         sha256 = _digest(text)
         # A name of its own: `sympy.py:score` must not take the place of a package.
-        return cls(f"{Path(path).stem}_{sha256[:8]}", text, sha256, name)
+        return cls(f"{Path(path).stem}_{sha256[:8]}", text, sha256, path, name)
 
     def adapter(self) -> Any:
         """The object. Raises ConfigurationError if the file does not define it."""
         module = self.load()
         if not hasattr(module, self.name):
             known = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-            raise ConfigurationError(f"{self.module_name} defines no {self.name!r}, only {', '.join(known)}")
+            raise ConfigurationError(f"{self.path} defines no {self.name!r}, only {', '.join(known)}")
         return getattr(module, self.name)
 
 

@@ -13,7 +13,7 @@ What holds for one key, over all its callers, as long as a call starts within `s
 
 Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
 
-The price of the first promise is that a saturated key gets 60 / (60 + slack_s) of its limit (99.3 %). Slot and rate are
+The price of the first promise is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are
 taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at once.
 
 Order: first come, first served within a lane; lanes that wait take turns, whatever their backlogs.
@@ -47,8 +47,8 @@ class Limits:
     concurrency: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
-    burst_s: float = 0.1
-    slack_s: float = 0.4
+    burst_s: float = 0.05
+    slack_s: float = 0.5
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and (

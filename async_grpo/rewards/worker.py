@@ -8,16 +8,17 @@ from async_grpo.types import AdapterResult
 
 
 class VerifierWorker(Protocol):
-    """Scores samples with one reward, one or several at a time. A lane may assume
+    """Scores samples with one reward, one or several at a time. A lane may assume:
 
-    - `capacity` is known once the worker is made, and does not change: as many calls, of both kinds together, may be
-      in flight; more wait their turn inside, on their own time.
-    - A call returns within `timeout_s`, a few seconds for stopping the work, and the time to start a process.
-    - What a sample does costs that sample alone: it is FAILED or TIMED_OUT, and the worker goes on.
-    - WorkerLost (or any other error) means that the sample is not to blame, as far as the worker knows: it may be
-      given to another worker, this one must be closed. All its other calls in flight end, too, most of them
-      with the same error: each sample is to be tried again, once for each.
-    - A cancelled call ends once its place is free for another sample.
+    - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; a lane
+      gives it no more, for others wait inside, on nobody's time.
+    - A call ends within `timeout_s`, the time to start a process, and a few seconds to stop what runs.
+    - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
+      the worker goes on.
+    - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,
+      by another worker, best one that is given nothing else meanwhile. This worker is to be closed. Its other
+      calls in flight end at once with the same error, and each is worth another attempt, too.
+    - A cancelled call ends when its place is free again.
     """
 
     @property

@@ -1,4 +1,4 @@
-'''Unit tests on generated Python code, in a sandbox without network: see `async_grpo.rewards.sandbox`.
+"""Unit tests on generated Python code, in a sandbox without network: see `async_grpo.rewards.sandbox`.
 
 The code is the last block fenced as Python (else the last one fenced without a language) behind the thought, or the
 whole completion. The row has
@@ -11,7 +11,7 @@ whole completion. The row has
     prelude   optional: text put before the code, for imports or classes that the prompt promised
 
 Each test is a run of its own, so none can spoil another. What was expected never enters the process that runs the code.
-'''
+"""
 
 import re
 import time
@@ -50,7 +50,9 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
     for test in tests:
         kinds = isinstance(test, dict) and (test.keys() == {"assert"} or test.keys() == {"input", "output"})
         if not kinds or not all(isinstance(text, str) for text in test.values()):
-            raise ValueError(f'a test must be {{"input": text, "output": text}} or {{"assert": text}}, not {test!r:.200}')
+            raise ValueError(
+                f'a test must be {{"input": text, "output": text}} or {{"assert": text}}, not {test!r:.200}'
+            )
     return tests
 
 

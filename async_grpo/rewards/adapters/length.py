@@ -1,9 +1,9 @@
 """Rewards for the number of tokens. Two schedules:
 
-    overlong    nothing up to a length, then less and less down to -1: to be added to another reward (`sum`).
-                "Soft overlong punishment" of Yu et al., "DAPO" (2025), eq. 13
-    cosine      a reward by itself: a right answer is worth more when short, a wrong one less bad when long.
-                Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (2025), section 4.2
+overlong    nothing up to a length, then less and less down to -1: to be added to another reward (`sum`).
+            "Soft overlong punishment" of Yu et al., "DAPO" (2025), eq. 13
+cosine      a reward by itself: a right answer is worth more when short, a wrong one less bad when long.
+            Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (2025), section 4.2
 """
 
 import math
@@ -65,7 +65,8 @@ def score(
     >>> score({"completion_token_ids": [7] * 95}, max_tokens=100, cache_tokens=20)
     {'reward': -0.75, 'num_tokens': 95.0}
     """
-    if schedule not in SCHEDULES or judge not in JUDGES or not 0 < cache_tokens <= max_tokens:
+    slope = cache_tokens if schedule == "overlong" else max_tokens
+    if schedule not in SCHEDULES or judge not in JUDGES or not 0 < slope <= max_tokens:
         raise ValueError(
             f"`length` needs a schedule of {', '.join(SCHEDULES)}, a judge of {', '.join(JUDGES)} and 0 < cache_tokens <= "
             f"max_tokens, not {schedule!r}, {judge!r}, {cache_tokens}, {max_tokens}"
@@ -76,4 +77,8 @@ def score(
         return {"reward": reward, "num_tokens": float(num_tokens)}
     judged = import_module(f"async_grpo.rewards.adapters.{judge}").score(sample)
     right = judged["reward"] >= 1.0
-    return {"reward": cosine(num_tokens, max_tokens, right), "num_tokens": float(num_tokens), "right": float(right)}
+    return {
+        "reward": cosine(num_tokens, max_tokens, right),
+        "num_tokens": float(num_tokens),
+        "right": float(right),
+    }

@@ -63,6 +63,8 @@ def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | 
     cast = [vote for vote in votes if vote is not None]
     share = cast.count(winner) / len(cast) if cast else 0.0
     return [
-        {"reward": float(vote is not None and vote == winner), "share": share} if member["status"] == "ok" else None
+        {"reward": float(vote is not None and vote == winner), "share": share}
+        if member["status"] == "ok"
+        else None
         for member, vote in zip(group, votes, strict=True)
     ]

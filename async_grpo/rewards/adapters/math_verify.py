@@ -1,13 +1,16 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
 The last \boxed{} is preferred (boxes close to each other are read as one set, the library's rule), then "####
-18" of GSM8K, then "the answer is ...", then the last formula or number. LaTeX is read by a grammar; the only
-text that the library hands to sympy's parser is made of digits and + - * / ^ ( ).
+18" of GSM8K, then "the answer is ...", then the last formula or number. Of an equation the right side counts, and
+numbers agree to six decimals. LaTeX is read by a grammar; the only text that the library hands to sympy's parser is
+made of digits and + - * / ^ ( ).
 
 The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter
 raises.
 """
 
+import re
+import unicodedata
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -18,6 +21,7 @@ from async_grpo.rewards.adapters.magnitude import is_computable
 MAX_CHARACTERS = 20_000  # of the completion's end: the answer is there, and patterns over more cost time
 SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
 
+_OTHER_SCRIPTS = re.compile(r"[^\x00-\x7f]")
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
@@ -34,7 +38,11 @@ def parse_prediction(text: str) -> list[Any]:
     """The answer in the model's text; empty if there is none, or none that can be computed in time."""
     if "\\boxed" not in text and "####" in text:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
-    parsed = parse(text[-MAX_CHARACTERS:], _EXTRACTION, parsing_timeout=SECONDS)
+    # The library passes over digits of other scripts: it would read -5 in an Arabic "3 - 5".
+    text = _OTHER_SCRIPTS.sub(
+        lambda match: str(unicodedata.decimal(match[0], match[0])), text[-MAX_CHARACTERS:]
+    )
+    parsed = parse(text, _EXTRACTION, parsing_timeout=SECONDS)
     return [expression for expression in parsed if isinstance(expression, str) or is_computable(expression)]
 
 

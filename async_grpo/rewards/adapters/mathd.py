@@ -1,7 +1,8 @@
 r"""Equality of the last \boxed{} and the gold answer after the normalisation of the MATH data set.
 
 The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset"
-(2021), plus one: thousands separators of a plain number go away.
+(2021), but for three: thousands separators of a plain number go away; a unit ends the answer, so that `5 \text{ or }6` is
+not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80.
 """
 
 import re
@@ -19,10 +20,13 @@ _RULES = [
         (r"\\[td]frac", r"\\frac"),
         (r"\^\s*(\{\s*\\circ\s*\}|\\circ)", ""),  # degrees
         (r"\\\$|\$|\\%|%", ""),
-        (r"(?<=\S)\s*\\(text|mbox)\{ .*$", ""),  # a unit behind the answer: 5 \text{ cm}
+        (
+            r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$",
+            "",
+        ),  # a unit behind the answer: 5 \text{ cm}^2
         (r"^\s*\\(text|mbox)\{([^{}]*)\}\s*$", r"\2"),  # nothing but text
         (r"(^|[\s{])\.(?=\d)", r"\g<1>0."),
-        (r"^\s*\w{1,2}\s*=(?=[^=]+$)", ""),  # k = 5
+        (r"^\s*[a-zA-Z]\w?\s*=(?=[^=]+$)", ""),  # k = 5
         (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
         (r"\\frac\s*(\w)\s*", r"\\frac{\1}"),
         (r"(\\frac\{[^{}]*\})\s*(\w)", r"\1{\2}"),

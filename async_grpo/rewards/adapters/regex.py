@@ -45,5 +45,7 @@ def score(sample: dict[str, Any], pattern: str | None = None, search: bool = Fal
         with time_limit(SECONDS):
             match = expression.search(text) if search else expression.fullmatch(text)
     except TooSlow as error:
-        raise TimeoutError(f"the pattern {pattern!r:.200} takes more than {SECONDS:g} s on this text") from error
+        raise TimeoutError(
+            f"the pattern {pattern!r:.200} takes more than {SECONDS:g} s on this text"
+        ) from error
     return {"reward": float(match is not None)}

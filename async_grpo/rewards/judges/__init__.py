@@ -5,8 +5,8 @@
     LLMJudge           a language model writes a score              llm, prompts, replies
     GenerativeRM       the same, or the probability of its "Yes"    generative
     RewardModelJudge   a discriminative reward model of vLLM        reward_model
-    HTTPScorer         anything that speaks our JSON                http_scorer
-    JudgeServer        starts vLLM for the three others             server, keeper
+    HTTPScorer         whatever speaks our JSON protocol            http_scorer
+    JudgeServer        starts vLLM for the first three              server (import it from there), keeper, vllm_program
 
 A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
 balancing are its client's business (`async_grpo.rewards.http_client`). A call either gives an answer or raises; no
@@ -19,13 +19,14 @@ from async_grpo.rewards.endpoint import Endpoint
 from async_grpo.rewards.judges.generative import GenerativeRM
 from async_grpo.rewards.judges.http_scorer import HTTPScorer
 from async_grpo.rewards.judges.llm import LLMJudge
+from async_grpo.rewards.judges.remote import judge_urls
 from async_grpo.rewards.judges.reward_model import RewardModelJudge
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http_client import EndpointClient
 
 
-__all__ = ["GenerativeRM", "HTTPScorer", "Judge", "LLMJudge", "RewardModelJudge"]
+__all__ = ["GenerativeRM", "HTTPScorer", "Judge", "LLMJudge", "RewardModelJudge", "judge_urls"]
 
 
 @runtime_checkable

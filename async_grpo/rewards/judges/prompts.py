@@ -31,7 +31,8 @@ _CONTROL_TOKEN = re.compile(
     rf"<(?=[|｜]{_NAMED}>|{_NAMED}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|</?SYS>>|<<(?i:BEGIN|END))"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
 )
-_END_TOKENS = re.compile(rf"(?:\s*(?:<[|｜]{_NAMED}>|</s>|<eos>|<end_of_turn>))+\s*\Z")
+_END_TOKEN = re.compile(rf"(?:<[|｜]{_NAMED}>|</s>|<eos>|<end_of_turn>)\Z")
+_LONGEST_END_TOKEN = 44  # characters
 
 
 def harmless(text: str) -> str:
@@ -49,7 +50,17 @@ def completion_of(sample: Mapping[str, Any]) -> str:
     >>> completion_of({"completion": "7 </s> is it<|im_end|>"})
     '7 < /s> is it'
     """
-    return harmless(_END_TOKENS.sub("", str(column(sample, "completion"))))
+    return harmless(_without_end_tokens(str(column(sample, "completion"))))
+
+
+def _without_end_tokens(text: str) -> str:
+    """Searched from the end: one expression for all of it would take quadratic time for a text made of them."""
+    end = first = len(text.rstrip())
+    while token := _END_TOKEN.search(text, max(0, end - _LONGEST_END_TOKEN), end):
+        end = token.start()
+        while end and text[end - 1].isspace():
+            end -= 1
+    return text[:end] if end < first else text
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:

@@ -1,5 +1,6 @@
 """`RemoteJudge`: the settings that all judges share, and how they become an endpoint."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.endpoint import Endpoint
 from async_grpo.rewards.traffic import Limits
 
+JUDGE_URLS = "JUDGE_URLS"  # set by `async-grpo run --judge-model`, or by the user; travels to every process of a run
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 
 
@@ -67,6 +69,15 @@ class RemoteJudge:
             hedge_quantile=self.hedge_quantile,
             **self.endpoint_options,
         )
+
+
+def judge_urls(default: str = "http://127.0.0.1:8000") -> tuple[str, ...]:
+    """The addresses in the environment variable JUDGE_URLS (comma separated), else the default.
+
+    >>> judge_urls("http://127.0.0.1:9") if JUDGE_URLS not in os.environ else ("http://127.0.0.1:9",)
+    ('http://127.0.0.1:9',)
+    """
+    return tuple(os.environ.get(JUDGE_URLS, default).split(","))
 
 
 def require(condition: bool, message: str) -> None:

@@ -14,7 +14,6 @@ from async_grpo.rewards.judges.usage import fits
 from async_grpo.rewards.judges.votes import Vote
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
-_CODE_BLOCK = re.compile(r"\A\s*```(?:json)?\s*(.*?)\s*```\s*\Z", re.DOTALL)
 
 
 class Unreadable(ValueError):
@@ -69,7 +68,7 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
     import jsonschema
 
     try:
-        verdict = json.loads(_CODE_BLOCK.sub(r"\1", text))
+        verdict = json.loads(_without_code_block(text))
         _validator(json.dumps(schema)).validate(verdict)
     except jsonschema.ValidationError as error:
         raise Unreadable(
@@ -109,6 +108,17 @@ def check_schema(schema: Mapping[str, Any], score_key: str) -> None:
         score_key in known and score_key in required,
         f"json_schema must have the property score_key={score_key!r}, and require it; it has {sorted(known)}",
     )
+
+
+def _without_code_block(text: str) -> str:
+    """
+    >>> _without_code_block('```json\\n{"score": 1}\\n```')
+    '\\n{"score": 1}\\n'
+    """
+    text = text.strip()
+    if not (len(text) >= 6 and text.startswith("```") and text.endswith("```")):
+        return text
+    return text[3:-3].removeprefix("json")
 
 
 @lru_cache(maxsize=16)

@@ -12,10 +12,9 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.judges.remote import require
 
-FORWARDED = (
-    "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CUDA_VISIBLE_DEVICES".split()
-)
-FORWARDED_PREFIXES = ("OMP_", "MKL_", "VLLM_CPU_", "VLLM_LOGGING_", "NCCL_", "XDG_", "TRITON_")
+FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
+FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
+SECRET = "VLLM_API_KEY"  # given only to servers that are to ask for it
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 OURS = "model host port served-model-name runner enable-sleep-mode api-key".split()  # other settings decide
 
@@ -57,7 +56,7 @@ def environment(device: str | None, api_key: str | None) -> dict[str, str]:
     if device is not None:
         ours["CUDA_VISIBLE_DEVICES"] = device
     if api_key:
-        ours["VLLM_API_KEY"] = api_key  # not on the command line, where everybody can read it
+        ours[SECRET] = api_key  # not on the command line, where everybody can read it
     return forwarded() | ours
 
 
@@ -66,7 +65,7 @@ def forwarded() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+        if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES)) and name != SECRET
     }
 
 

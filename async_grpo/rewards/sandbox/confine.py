@@ -27,11 +27,15 @@ MAX_FILES = 64
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _FIRST_OWN_UID, _NOBODY = 1_000_000_000, 65534
-_SYSTEM_LIBRARIES = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /usr/share/zoneinfo".split()
+_SYSTEM_LIBRARIES = (
+    "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /usr/share/zoneinfo".split()
+)
 _DEVICES = "/dev/null /dev/zero /dev/random /dev/urandom".split()
 
 
-def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str] = LEVELS) -> frozenset[str]:
+def confine(
+    parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str] = LEVELS
+) -> frozenset[str]:
     """Confine this process for good. Returns the levels that stand, of those asked for.
 
     Args:

@@ -99,7 +99,11 @@ def names_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     defined |= {(a.asname or a.name).partition(".")[0] for node in nodes
                 if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}  # fmt: skip
-    owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    owners = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     unknown = used - defined - set(dir(builtins))
     modules = unknown & owners & sys.stdlib_module_names
     return unknown - modules, modules

@@ -62,7 +62,9 @@ class _Forker:
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._socket.close()
@@ -72,7 +74,9 @@ class _Forker:
     def serve(self) -> tuple[dict[str, Any], list[int]] | None:
         """None at the end; in each child what it is to do, with the descriptors for it."""
         while True:
-            ready, _, _ = select.select([self._socket, self._alarm], [], [], WATCH_S if self._living else None)
+            ready, _, _ = select.select(
+                [self._socket, self._alarm], [], [], WATCH_S if self._living else None
+            )
             for pid in self._living:
                 if num_threads(pid) > MAX_THREADS:
                     os.kill(pid, signal.SIGKILL)

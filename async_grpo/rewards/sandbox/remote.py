@@ -53,7 +53,9 @@ def _binary(operation: str, *, gives_object: bool, reflected: bool = False) -> A
         operands = (other, self) if reflected else (self, other)
         if not isinstance(other, Remote):
             data = self._witness.ask("plain", self)
-            if not isinstance(data, Remote):  # it is a kind of number, text, tuple ...: compare and count with that
+            if not isinstance(
+                data, Remote
+            ):  # it is a kind of number, text, tuple ...: compare and count with that
                 return compute(*(data if operand is self else operand for operand in operands))
             if not gives_object:
                 return NotImplemented
@@ -74,7 +76,9 @@ def _object(operation: str, result: Any) -> Remote:
 
 
 _UNARY = "neg pos abs invert".split()
-_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and_ or_ xor".split()  # as the module operator names them
+_ARITHMETIC = (
+    "add sub mul truediv floordiv mod pow matmul and_ or_ xor".split()
+)  # as the module operator names them
 
 for _name in "iter next len str repr bool getitem setitem delitem".split():
     setattr(Remote, f"__{_name}__", _question(_name))

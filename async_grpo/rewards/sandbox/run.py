@@ -99,7 +99,9 @@ class Sandbox:
             try:
                 verdict = _read(examiner.report, deadline, MAX_REPORT_BYTES).decode(errors="replace")
                 if verdict.startswith(UNUSABLE):
-                    raise ValueError(f"tests that cannot be run: {verdict.partition(': ')[2]}: {tests!r:.300}")
+                    raise ValueError(
+                        f"tests that cannot be run: {verdict.partition(': ')[2]}: {tests!r:.300}"
+                    )
                 late = verdict == LOST and witness.exit_code(time.monotonic() + LAST_WORDS_S) in _OUT_OF_TIME
                 late |= not verdict and examiner.exit_code(deadline) in _OUT_OF_TIME
             except TimeoutError:
@@ -134,7 +136,9 @@ class _Guest:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def exit_code(self, deadline: float) -> int:
