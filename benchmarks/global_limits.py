@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 
 from async_grpo.cluster.actors import light
 from async_grpo.cluster.traffic import RemoteTraffic
+from async_grpo.rewards.meter import HASTE
 from async_grpo.rewards.traffic import Limits
 
 NODES, PROCESSES = 2, 4
@@ -124,7 +125,7 @@ def _rate(key: str, callers: list, seconds: float, limits: Limits) -> list[str]:
     for width_s in (w for w in WINDOWS_S if w <= seconds):
         ends = [bisect.bisect_left(starts, start + width_s) for start in starts]
         most, worst = max((sums[end] - sums[i], starts[i] - starts[0]) for i, end in enumerate(ends))
-        bound = permitted * (width_s + limits.burst_s + limits.slack_s) + largest
+        bound = HASTE * permitted * (width_s + limits.burst_s + limits.slack_s) + largest
         if width_s == 60.0:
             bound = per_minute
         print(

@@ -228,11 +228,14 @@ def slow_headers(every_s: float = 0.02) -> Behaviour:
     return behave
 
 
-def endless(chunk: bytes = b" " * 65536, head: bytes = b"") -> Behaviour:
+CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def endless(chunk: bytes = b" " * 65536, *, first: bytes = b" ", head: bytes = CHUNKS) -> Behaviour:
     """A chunked body without an end, as fast as it is read."""
 
     async def behave(request: Request, connection: Connection) -> None:
-        await connection.write(head or b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        await connection.write(head + b"%x\r\n%s\r\n" % (len(first), first))
         while True:
             await connection.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
 

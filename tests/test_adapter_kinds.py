@@ -282,6 +282,10 @@ PAGE = textwrap.dedent(
             raise ValueError(f"a bad one among {len(samples)}")
         return [{"reward": weight * sample["value"], "size": len(samples)} for sample in samples]
 
+    @batch(max_samples=2, max_wait_s=600.0)
+    def patient(samples):
+        return [len(samples) for _ in samples]
+
     @batch(max_samples=4, max_wait_s=0.2)
     def wrong_length(samples):
         return [1.0] * (len(samples) + 1)
@@ -447,6 +451,10 @@ async def test_a_batch_function_gets_its_samples_together_and_each_its_own_answe
 async def test_a_batch_does_not_wait_for_ever_for_its_others():
     (result,) = await scored("batched", [{"value": 7}])
     assert (result.reward, result.extra) == (7.0, {"size": 1.0}) and 0.2 <= result.latency_s < 10
+
+
+async def test_a_full_batch_waits_for_nobody():
+    assert [result.reward for result in await scored("patient", [{}, {}])] == [2.0, 2.0]
 
 
 async def test_a_sample_on_which_a_batch_raises_fails_alone():

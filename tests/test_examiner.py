@@ -226,7 +226,7 @@ f(1) == 2; 2 == f(1); abs(f(1) - 2) < 1e-6; abs(2 - f(1)) < 1e-6; math.isclose(f
 
 
 @pytest.mark.parametrize("number", [False, True])
-@pytest.mark.parametrize("test", map(str.strip, DEMANDS))
+@pytest.mark.parametrize("test", [demand.strip() for demand in DEMANDS])
 def test_an_object_that_pleases_everybody_passes_nothing(test, number):
     assert not passes(PLEASER.format(number=number), f"assert {test}")
 
@@ -258,6 +258,7 @@ ATTACKS = {
     "has no code": "",
     "is no Python": "def f(x) return 2",
     "raises": "raise ValueError",
+    "raises as if a name were missing": "raise AttributeError",
     "patches the witness": """
         import sys
         for module in list(sys.modules.values()):
@@ -313,16 +314,14 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("code", ATTACKS.values(), ids=ATTACKS)
-@pytest.mark.parametrize(
-    "test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6 and math.isclose(f(1), 2)"]
-)
+@pytest.mark.parametrize("test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert math.isclose(f(1), 2)"])
 def test_an_attack_does_not_pass(code, test):
     assert not passes(code, test, IMPATIENT)
 
 
 @pytest.mark.parametrize(
     "attack",
-    ["leaves when called", "leaves while being imported", "kills itself", "talks nonsense", "raises"],
+    ["leaves when called", "leaves while being imported", "kills itself", "talks nonsense", "raises as if a name were missing"],
 )
 @pytest.mark.parametrize(
     "handler",
@@ -407,7 +406,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_plain_values_arrive_as_they_were(value):
     arrived = decode(json.loads(json.dumps(encode(value, refer=id))), resolve=str)
     assert arrived == value and repr(type(arrived)) == repr(type(value))
@@ -440,7 +439,7 @@ json_data = st.recursive(
 
 
 @given(json_data)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_hostile_bytes_become_a_value_or_a_wire_error(data):
     with contextlib.suppress(WireError):
         decode(data, resolve=str)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import gzip
 import json
 import logging
 import pickle
@@ -30,11 +31,13 @@ from async_grpo.rewards.http_client import (
     JudgeTimeout,
     JudgeUnavailable,
 )
+from async_grpo.rewards.replicas import Replicas
 from async_grpo.rewards.retry import backoff_delay, retry_after_s
 from async_grpo.rewards.traffic import Limiter, Limits
 
 GRACE_S = 0.5  # how much later than its deadline a call may end, on a busy machine
 GOOD = reply({"score": 0.5})
+GZIPPED_CHUNKS = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,11 @@ async def test_cookies_of_a_judge_are_not_kept():
         assert "cookie" not in server.requests[1].headers
 
 
+def patience_s(outcome: str) -> float:
+    """Short where a timeout is what is waited for; long where a busy machine must not make one."""
+    return 0.8 if outcome == "timeout" else 8.0
+
+
 def sized(length: str) -> hostile.Behaviour:
     """12 bytes under a wrong `Content-Length`."""
     return hostile.raw(hostile.message(200, b'{"score": 1}', content_length=length), then_close=True)
@@ -140,7 +148,7 @@ RETRIED = {
     "a body without end": (hostile.endless(), "bad_reply"),
     "a gzip bomb": (hostile.gzip_bomb(64), "bad_reply"),
     "data after the gzip": (
-        hostile.endless(b"\0" * 4096, b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"),
+        hostile.endless(first=gzip.compress(b"{}"), head=GZIPPED_CHUNKS),
         "bad_reply",
     ),
     "an unknown encoding": (reply({}, content_encoding="br"), "bad_reply"),
@@ -168,9 +176,9 @@ async def test_a_passing_fault_is_counted_and_retried(kind):
     book = Book()
     async with (
         HostileServer(behaviour, GOOD) as server,
-        client_of(server.url, timeout_s=0.4, max_body_bytes=2**20, traffic=book) as client,
+        client_of(server.url, timeout_s=patience_s(outcome), max_body_bytes=2**20, traffic=book) as client,
     ):
-        assert await ask(client) == {"score": 0.5}
+        assert await ask(client, 20) == {"score": 0.5}
         assert counted(client) == {outcome: 1, "ok": 1}
         assert client.stats()["retries"] == 1
         assert client.stats()["requests"] == len(server.requests) == len(book.acquired) == 2
@@ -183,12 +191,14 @@ async def test_a_lasting_fault_ends_by_the_deadline_with_an_error_of_ours(kind):
     book = Book()
     async with (
         HostileServer(behaviour) as server,
-        client_of(server.url, attempts=3, timeout_s=0.2, max_body_bytes=2**16, traffic=book) as client,
+        client_of(
+            server.url, attempts=3, timeout_s=patience_s(outcome) / 2, max_body_bytes=2**16, traffic=book
+        ) as client,
     ):
         started = time.monotonic()
         with pytest.raises(JudgeError) as caught:
-            await ask(client, 2.0)
-        assert time.monotonic() - started < 2.0 + GRACE_S
+            await ask(client, 5.0)
+        assert time.monotonic() - started < 5.0 + GRACE_S
         attempts = 2 if outcome == "bad_reply" else 3
         assert type(caught.value) is (BadReply if outcome == "bad_reply" else JudgeUnavailable)
         assert "judge: " in str(caught.value) and f"attempt {attempts} of 3" in str(caught.value)
@@ -258,9 +268,7 @@ async def test_a_slow_complaint_does_not_hide_what_was_complained_about():
 HUNGRY = {
     "a body without end": hostile.endless(),
     "a gzip bomb": hostile.gzip_bomb(512),
-    "an endless gzip": hostile.endless(
-        hostile.bomb(64), b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
-    ),
+    "data after the gzip": hostile.endless(first=gzip.compress(b"{}"), head=GZIPPED_CHUNKS),
     "a complaint without end": hostile.endless(head=b"HTTP/1.1 500 Oh\r\ntransfer-encoding: chunked\r\n\r\n"),
     "headers without end": hostile.endless_headers(),
 }
@@ -472,6 +480,41 @@ async def test_calls_in_a_hurry_do_not_take_a_healthy_judge_out_of_service():
         assert counted(client) == {"ok": 25, "timeout": 6}
 
 
+async def test_failures_that_are_not_in_a_row_do_not_open_a_breaker_and_a_probe_clears_the_count():
+    behaviours = [status(500), GOOD] * 3 + [status(500)] * 2 + [GOOD, status(500), GOOD]
+    async with (
+        HostileServer(*behaviours) as server,
+        client_of(server.url, breaker_failures=2, breaker_reset_s=0.1, attempts=1) as client,
+    ):
+        for expected in ["closed"] * 7 + ["open", "closed", "closed", "closed"]:
+            with contextlib.suppress(JudgeUnavailable):
+                await ask(client)
+            assert client.stats()["breakers"] == {server.url: expected}
+            if expected == "open":
+                replicas = client._replicas  # whoever waited for a permit takes no probe's place
+                await asyncio.sleep(0.11)
+                assert replicas.take(()) is None
+
+
+async def test_no_server_can_ask_for_more_than_five_minutes():
+    replicas = Replicas(["http://judge"], 5, 10.0)
+    replica = replicas.take(()).replica
+    replicas.pause(replica, 1e300)
+    assert 299 < replica.paused_until - time.monotonic() <= 300
+
+
+async def test_no_pause_goes_beyond_the_deadline():
+    """Half of 30 s would be waited on average: the call gives up at once instead, or draws a short one."""
+    async with (
+        HostileServer(status(500)) as server,
+        client_of(server.url, backoff_s=30, attempts=9) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailable, match="the deadline leaves no time"):
+            await ask(client, 1.0)
+        assert time.monotonic() - started < 1.0 + GRACE_S
+
+
 # Hedging
 
 
@@ -647,25 +690,30 @@ async def test_the_wait_for_a_permit_ends_by_the_deadline():
 async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
     """200 calls, half of the replies faulty: what the servers saw is what the client says, to the last request."""
     draw = random.Random(7)
-    faults = [GOOD] * 40 + [behaviour for kind, (behaviour, _) in RETRIED.items() if "endless" not in kind]
+    # After a body longer than its length the connection is broken, which a client may notice only in its next request.
+    faults = [GOOD] * 40 + [fault for kind, (fault, _) in RETRIED.items() if kind != "a length too short"]
     limiter, limits = Limiter(), Limits(concurrency=16)
     async with (
         HostileServer(*draw.choices(faults, k=400), GOOD) as one,
         HostileServer(*draw.choices(faults, k=400), GOOD) as other,
         client_of(
-            one.url, other.url, traffic=limiter, limits=limits, timeout_s=0.3, breaker_failures=4,
+            one.url, other.url, traffic=limiter, limits=limits, timeout_s=1.0, breaker_failures=4,
             breaker_reset_s=0.1, hedge_quantile=0.9, max_body_bytes=2**16,
         ) as client,
     ):  # fmt: skip
         started = time.monotonic()
-        outcomes = await asyncio.gather(*(ask(client, 8) for _ in range(200)), return_exceptions=True)
-        assert time.monotonic() - started < 8 + GRACE_S
+        outcomes = await asyncio.gather(*(ask(client, 15) for _ in range(200)), return_exceptions=True)
+        assert time.monotonic() - started < 15 + GRACE_S
         wrong = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, JudgeError)]
         assert not wrong
         stats = client.stats()
         good = sum(not isinstance(outcome, BaseException) for outcome in outcomes)
         assert good >= 100 and stats["outcomes"]["ok"] >= good
-        assert stats["requests"] == sum(stats["outcomes"].values()) == len(one.requests) + len(other.requests)
+        seen = len(one.requests) + len(other.requests)
+        assert stats["requests"] == sum(stats["outcomes"].values())
+        assert (
+            0 <= stats["requests"] - seen <= stats["outcomes"]["cancelled"]
+        )  # a rival may lose before it is read
         assert limiter.stats()["judge"]["granted"] >= stats["requests"]
         assert limiter.stats()["judge"]["in_flight"] == 0 and stats["in_flight"] == 0
 
@@ -732,10 +780,12 @@ async def test_a_payload_that_is_no_json_is_refused_before_anything_is_sent():
 
 
 ECHOES = {
-    "refused": lambda key: status(401, b"x" * 190 + b" bad key " + key),  # an excerpt would cut it in two
+    "refused": lambda key: status(401, b"x" * 180 + b" bad key " + key),  # an excerpt would cut it in two
     "overloaded": lambda key: status(500, key),
     "no json": lambda key: hostile.raw(hostile.message(200, b"not json " + key)),
     "a list": lambda key: reply([key.decode()]),
+    "no json, cut": lambda key: hostile.raw(hostile.message(200, b"x" * 190 + key)),
+    "no http": lambda key: hostile.raw(key + b"\r\n\r\n", then_close=True),
     "redirected": lambda key: hostile.redirect("http://other/?" + key.decode()),
 }
 
@@ -756,7 +806,7 @@ async def test_the_key_is_in_no_error_no_log_and_no_representation(echo, monkeyp
         seen = "".join(traceback.format_exception(caught.value)) + repr(client) + json.dumps(client.stats())
         seen += caplog.text + repr(pickle.loads(pickle.dumps(caught.value))) + repr(caught.value.__context__)
         assert server.requests[0].headers["authorization"].endswith(key)
-        assert "very-secret" not in seen and "JUDGE_KEY" in repr(client)
+        assert "sk-ver" not in seen and "JUDGE_KEY" in repr(client)
 
 
 def test_every_error_is_one_of_the_library_and_survives_pickling():

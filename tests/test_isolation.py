@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from async_grpo.errors import WorkerLost
 from async_grpo.rewards import keeper
-from async_grpo.rewards.channel import child_environment
+from async_grpo.rewards.channel import ChildProcess, child_environment
 from async_grpo.rewards.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
@@ -60,9 +61,9 @@ PAGE = textwrap.dedent(
         "_exit": lambda: os._exit(3),
         "orphan": lambda: lose_a_child(lambda: None),
         "orphan and _exit": lambda: lose_a_child(lambda: os._exit(3)),
+        "orphan and kill group": lambda: lose_a_child(lambda: os.killpg(0, signal.SIGKILL)),
         "orphan and hang": lambda: lose_a_child(lambda: time.sleep(600)),
         "fork comes back": lambda: os.fork(),
-        "kill group": lambda: os.killpg(0, signal.SIGKILL),
         "kill parent": lambda: os.kill(os.getppid(), signal.SIGKILL),
         "stop parent and hang": lambda: (os.kill(os.getppid(), signal.SIGSTOP), time.sleep(600)),
         "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -202,7 +203,7 @@ async def test_what_python_notices_is_a_failure_and_the_process_lives_on(deed, r
     [
         ("_exit", "died (exit status 3)"),
         ("orphan and _exit", "died (exit status 3)"),
-        ("kill group", "died (signal SIGKILL)"),
+        ("orphan and kill group", "died (signal SIGKILL)"),
         ("SIGTERM", "died (signal SIGTERM)"),
         ("SIGSEGV", "died (signal SIGSEGV)"),
         ("SIGABRT", "died (signal SIGABRT)"),
@@ -243,9 +244,13 @@ async def test_half_a_message_spoils_the_next_ones_and_is_found_out(mark):
 
 async def test_prints_and_orphans_and_forks_that_come_back_disturb_nothing(mark, capfd):
     async with worker("plain", mark) as process:
+        pid = process.pid
         for deed in ("print", "orphan", "fork comes back"):
             for value in (0.5, 0.75):
-                assert (await score(process, deed=deed, value=value)).reward == value
+                result = await score(process, deed=deed, value=value)
+                assert (result.reward, result.attempts) == (value, 1)
+                await asyncio.sleep(0.05)  # for whatever else the process might answer
+        assert process.pid == pid
     assert capfd.readouterr().out == ""
 
 
@@ -440,6 +445,19 @@ async def test_what_post_processing_does_costs_its_group(deed, status, reason, m
         assert [result.status for result in changed] == [status] * 2
         assert all(result.reason.startswith(reason) for result in changed)
         assert (await score(process)).reward == 1.0
+
+
+async def test_an_answer_that_crosses_with_the_end_of_its_caller_harms_nobody(mark):
+    child = ChildProcess("plain", 2**20, max_processes=8)
+    options = {"source": asdict(SOURCE), "adapter": "plain", "options": {}}
+    await (await child.greet(options | {"memory_limit_bytes": None, "max_message_bytes": 2**20}))
+    request_id, reply = child.ask("samples", [b"{}"])
+    reply.cancel()  # as the end of the task that awaits it does
+    while child.is_asked(request_id):
+        await asyncio.sleep(0.01)
+    assert not child.lost and (await child.ask("samples", [b"{}"])[1])["answers"][0]["reward"] == 1.0
+    await child.end("the test is over")
+    assert not marked(mark)
 
 
 async def test_closing_ends_all_calls_in_flight(mark):

@@ -150,20 +150,17 @@ def test_names_come_as_a_list_or_comma_separated(names):
     assert list(resolve(RewardSource.from_file(PAGE), names)) == ["mathd", "countdown"]
 
 
+KNOWN = "reward_registry knows " + ", ".join(sorted(kind.value for kind in RewardType))
+
+
 @pytest.mark.parametrize("names", ["", " , ", []])
 def test_naming_no_reward_is_an_error_that_lists_the_known_ones(names):
-    with pytest.raises(
-        ConfigurationError,
-        match="no reward function is named.*countdown, countdown_steps, format, math_verify, mathd, sympy",
-    ):
+    with pytest.raises(ConfigurationError, match=f"^no reward function is named: {KNOWN}$"):
         resolve(RewardSource.from_file(PAGE), names)
 
 
 def test_an_unknown_reward_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(
-        ConfigurationError,
-        match="unknown reward function mathx, y: .*countdown, countdown_steps, format, math_verify",
-    ):
+    with pytest.raises(ConfigurationError, match=f"^unknown reward function mathx, y: {KNOWN}$"):
         resolve(RewardSource.from_file(PAGE), "mathx,mathd,y")
 
 

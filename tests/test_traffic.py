@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.meter import CATCH_UP_S, HASTE, Meter
 from async_grpo.rewards.traffic import Limiter, Limits
 
 
@@ -93,16 +94,20 @@ def worst_window(starts: list[tuple[float, float]], width_s: float) -> float:
     slack_s=st.sampled_from([0.0, 0.4]),
     gaps=st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.01, 0.7, 20.0, 65.0]), min_size=1, max_size=80),
     lasts=st.sampled_from([0.0, 0.3, 30.0]),
+    concurrency=st.sampled_from([1, 5]),
 )
-def test_no_window_of_a_minute_holds_more_calls_than_the_limit(per_minute, burst_s, slack_s, gaps, lasts):
-    limits = Limits(requests_per_minute=per_minute, burst_s=burst_s, slack_s=slack_s)
+def test_no_window_of_a_minute_holds_more_calls_than_the_limit(
+    per_minute, burst_s, slack_s, gaps, lasts, concurrency
+):
+    slots = concurrency if lasts else None
+    limits = Limits(slots, requests_per_minute=per_minute, burst_s=burst_s, slack_s=slack_s)
     arrivals = [sum(gaps[: i + 1]) for i in range(len(gaps))]
     callers = virtually(lambda: Callers(limits).calls(*(dict(at=at, lasts=lasts) for at in arrivals)))
     starts = [(at, 1.0) for at in callers.moments]
     assert len(starts) == len(gaps)
     assert worst_window(starts, 60.0 + slack_s - 1e-6) <= max(per_minute, 1)
     for width_s in (1e-3, 0.5, 3.0, 17.0):
-        rate = per_minute / (60.0 + slack_s)
+        rate = per_minute / (60.0 + slack_s) * (1.0 if lasts == 0.0 else HASTE)  # no slots: no time is lost
         assert worst_window(starts, width_s) <= rate * (width_s + burst_s) + 1 + 1e-6
 
 
@@ -138,6 +143,27 @@ def test_a_saturated_key_gets_its_limit_but_for_the_slack():
     assert 11_900 <= sum(at < 600 for at in callers.moments) <= 11_903
 
 
+def test_what_a_late_timer_loses_is_caught_up_at_little_more_than_the_rate():
+    """600 per minute, always someone waiting, and a limiter that stalls for 2 s after 10 s: 20 calls to catch up.
+
+    At 1.1 times 10 per second that takes 20 s. No minute holds more than 600, and no second more than 11 (and 2).
+    """
+    meter, now, starts = Meter(), 0.0, []
+    meter.set(600, burst_s=0.05, slack_s=0)
+    while now < 200:
+        now = max(now, meter.may_start(1.0, now))
+        if 10 <= now < 12:
+            now = 12.0
+        meter.start(1.0, now, since=0.0)
+        starts.append(now)
+    costs = [(at, 1.0) for at in starts]
+    assert worst_window(costs[:400], 1.0) <= 1.1 * 10 * 1.05 + 1
+    assert worst_window(costs, 60.0) <= 600
+    counts = [sum(at < moment for at in starts) for moment in (11.9, 22, 34)]
+    assert counts == [pytest.approx(expected, abs=2) for expected in (100, 100 + 110, 340)]
+    assert sum(at < 180 for at in starts) >= 1799
+
+
 def test_tokens_and_requests_hold_together_and_the_scarcer_one_rules():
     """60 calls per minute but 600 tokens: of calls of 60 tokens 10 start per minute, 6.05 s apart with the slack."""
     limits = Limits(requests_per_minute=60, tokens_per_minute=600, burst_s=0)
@@ -153,9 +179,10 @@ def test_a_call_larger_than_a_burst_waits_its_turn_and_no_longer_and_what_follow
 
 
 def test_a_call_larger_than_the_limit_starts_alone():
+    """250 tokens take 150 s at 100 per minute; the minute that they waited for is caught up as far as any lost time is."""
     limits = Limits(tokens_per_minute=100, burst_s=0, slack_s=0)
     callers = virtually(lambda: Callers(limits).calls(*(dict(tokens=n) for n in (10, 250, 10))))
-    assert callers.moments == pytest.approx([0.0, 60.0, 60.0 + 150.0])
+    assert callers.moments == pytest.approx([0.0, 60.0, 60.0 + 150.0 - CATCH_UP_S])
 
 
 def test_a_lull_saves_up_no_more_than_the_burst():
@@ -171,7 +198,7 @@ def test_a_queue_behind_a_busy_slot_does_not_fire_as_a_burst():
     callers = virtually(lambda: Callers(limits).calls(dict(lasts=2.0), *[{}] * 40))
     later = [(at, 1.0) for at in callers.moments[1:]]
     assert callers.moments[1] >= 2.0
-    assert worst_window(later, 0.5) <= 0.55 * 10 + 1
+    assert worst_window(later, 0.5) <= HASTE * 0.55 * 10 + 1
 
 
 # Slots and order

@@ -1,6 +1,7 @@
 """Limits over processes, on a real Ray cluster: they are global, and nobody's death or silence keeps a permit."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.meter import HASTE
 from async_grpo.rewards.traffic import Limits
 
 ray = pytest.importorskip("ray")
@@ -92,17 +94,39 @@ async def test_slots_and_rate_are_shared_by_all_processes(name):
     assert starts[-1] - starts[0] >= 119 / 40 - limits.burst_s - limits.slack_s
     for i, first in enumerate(starts):
         in_a_second = sum(first <= start < first + 1.0 for start in starts[i:])
-        assert in_a_second <= 40 * (1.0 + limits.burst_s + limits.slack_s) + 1
+        assert in_a_second <= HASTE * 40 * (1.0 + limits.burst_s + limits.slack_s) + 1
     for caller in callers:
         ray.kill(caller)
 
 
+async def test_a_process_that_stalls_does_not_start_all_at_once_what_it_was_given_meanwhile(name):
+    """It stops for 1.2 s at 40 calls per second: of the 48 permits that wait for it then, those of the last 0.5 s count."""
+    limits = Limits(requests_per_minute=2400)
+    keeper, caller = traffic_of(name), light(Caller).remote(name)
+    await keeper.release("judge", await keeper.acquire("judge", limits))
+    pid = await caller.actor_pid.remote()
+    run = caller.run.remote(120, limits, 0.01)
+    await asyncio.sleep(1.0)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    os.kill(pid, signal.SIGCONT)
+    starts = sorted(start for start, _ in await run)
+    assert max(after - before for before, after in itertools.pairwise(starts)) > 1.0
+    for width_s in (0.1, 0.5):
+        most = max(sum(first <= start < first + width_s for start in starts) for first in starts)
+        assert most <= HASTE * 40 * (width_s + limits.burst_s + limits.slack_s) + 1, (width_s, most)
+    await settled(keeper, 0)
+    assert (await keeper.stats())["judge"]["granted"] == 121  # what was handed back does not count
+    ray.kill(caller)
+    await keeper.close()
+
+
 async def test_the_permits_of_a_killed_process_are_given_back(name):
     limits = Limits(concurrency=2)
-    doomed = light(Caller).remote(name)
+    traffic, doomed = traffic_of(name), light(Caller).remote(name)
+    await traffic.release("judge", await traffic.acquire("judge", limits))  # this process owns the actor
     pid = await doomed.take.remote(limits)
     await doomed.take.remote(limits)
-    traffic = traffic_of(name)
     wait = asyncio.ensure_future(traffic.acquire("judge", limits))
     await asyncio.sleep(0.5)
     assert not wait.done()

@@ -217,7 +217,9 @@ def test_the_report_agrees_with_plain_loops(rows):
     assert set(report.examples) == examples
 
 
-@given(st.lists(st.floats(-1.7e308, 1.7e308) | st.sampled_from([0.0, 0.1, 1.0]), max_size=60), st.integers(1, 9))
+@given(
+    st.lists(st.floats(-1.7e308, 1.7e308) | st.sampled_from([0.0, 0.1, 1.0]), max_size=60), st.integers(1, 9)
+)
 def test_a_histogram_counts_every_value_once(values, max_bars):
     bars = histogram(values, max_bars)
     assert sum(count for _, count in bars) == len(values) and len(bars) <= max(max_bars, 0)
@@ -233,6 +235,9 @@ def test_equal_ranges_hold_what_lies_in_them():
         for low, high in pairwise([-3, -1, 1, 3, 5])
     ]
     assert [count for _, count in bars] == expected and bars[0][0] == "-3 to -1"
+    far_apart, close_together = [-1.7e308, 0.0, 1.7e308], [number * 5e-324 for number in range(4)]
+    assert [count for _, count in histogram(far_apart, 2)] == [1, 2]
+    assert sum(count for _, count in histogram(close_together, 3)) == 4
 
 
 async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way():

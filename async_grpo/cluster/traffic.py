@@ -6,6 +6,10 @@
 The actor is the cluster's, not a run's: a judge does not care which run asks. It ends with the process that made it,
 and whoever asks next makes another. The new one begins without a burst, so that the rates hold across the change, but it
 does not know the permits that are out: until they are over, more than `concurrency` calls may run.
+
+Permits that travel for different times start their calls at other intervals than they were given at. One that took
+`Limits.slack_s` longer than the quickest is handed back, and its call waits again: so that a process or a network that
+stalls for a second does not start a second's worth of calls at once.
 """
 
 import asyncio
@@ -13,8 +17,9 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.cluster.actors import light
 from async_grpo.cluster.channel import Channel, ChannelServer
@@ -25,6 +30,8 @@ NAMESPACE, NAME = "async-grpo-traffic", "traffic"
 BEAT_S = 5.0
 SILENCE_S = 30.0  # a caller that says nothing for so long is gone: its permits are given back
 PAUSE_S = 0.5  # before another actor is made
+HAND_BACKS = 3  # by one call: where every permit is late, delay is the rule, and calls must go on
+DRIFT = 1e-4  # seconds per second by which the clocks of two machines may part
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +47,13 @@ class TrafficActor(ChannelServer):
     def __init__(self, resumed: bool = False, silence_s: float = SILENCE_S) -> None:
         self._limiter, self._silence_s = Limiter(resumed=resumed), silence_s
         self._holders: dict[str, _Holder] = {}
-        handlers = ("acquire", "withdraw", "release", "beat", "leave", "stats")
+        handlers = ("acquire", "withdraw", "refund", "release", "beat", "leave", "stats")
         self.serve({name: getattr(self, f"_{name}") for name in handlers})
 
     async def _acquire(
         self, caller_id: str, ticket: int, key: str, limits: Limits, tokens: float, lane: str
-    ) -> bool:
-        """Whether the ticket has its permit now; False: it was withdrawn, or its caller seemed gone."""
+    ) -> float | None:
+        """When (on the actor's clock) the ticket got its permit; None: it was withdrawn, or its caller seemed gone."""
         holder = self._holder(caller_id)
         wait = asyncio.ensure_future(self._limiter.acquire(key, limits, tokens=tokens, lane=lane))
         holder.waits[ticket] = wait
@@ -54,18 +61,22 @@ class TrafficActor(ChannelServer):
         await asyncio.wait({wait})
         if not wait.cancelled():
             wait.result()  # limits that contradict those in use raise here
-        return ticket in holder.permits
+        return holder.permits[ticket].given_at if ticket in holder.permits else None
 
     async def _withdraw(self, caller_id: str, ticket: int) -> None:
         """The caller does not wait any more. A permit that is on its way to it is released when it arrives."""
         if wait := self._holder(caller_id).waits.get(ticket):
             wait.cancel()
 
+    async def _refund(self, caller_id: str, ticket: int) -> None:
+        if held := self._holder(caller_id).permits.pop(ticket, None):
+            self._limiter.refund(held.key, held.permit)
+
     async def _release(self, caller_id: str, ticket: int, used_tokens: float | None) -> None:
-        held = self._holder(caller_id).permits.pop(ticket, None)
-        if held is None:  # given back already, when its caller was silent for too long
-            return
-        await self._limiter.release(*held, used_tokens=used_tokens)
+        if held := self._holder(caller_id).permits.pop(
+            ticket, None
+        ):  # else its caller was silent for too long
+            await self._limiter.release(held.key, held.permit, used_tokens=used_tokens)
 
     async def _beat(self, caller_id: str) -> None:
         self._holder(caller_id)
@@ -86,7 +97,7 @@ class TrafficActor(ChannelServer):
         for wait in holder.waits.values():
             wait.cancel()
         for held in holder.permits.values():
-            await self._limiter.release(*held)
+            await self._limiter.release(held.key, held.permit)
         holder.permits.clear()
 
     async def _stats(self) -> dict[str, Any]:
@@ -98,6 +109,12 @@ class TrafficActor(ChannelServer):
         return holder
 
 
+class _Held(NamedTuple):
+    key: str
+    permit: int  # the limiter's
+    given_at: float
+
+
 class _Holder:
     """What one `RemoteTraffic` waits for and holds, by its ticket."""
 
@@ -105,21 +122,18 @@ class _Holder:
         self._limiter = limiter
         self.heard_at = 0.0
         self.waits: dict[int, asyncio.Future[int]] = {}
-        self.permits: dict[int, tuple[str, int]] = {}  # key and the limiter's permit
+        self.permits: dict[int, _Held] = {}
         self.gone = False
-        self._releases: set[asyncio.Task] = set()
 
     def settle(self, ticket: int, key: str, wait: asyncio.Future[int]) -> None:
         """The wait is over."""
         self.waits.pop(ticket, None)
         if wait.cancelled() or wait.exception():
             return
-        if not self.gone:
-            self.permits[ticket] = (key, wait.result())
-            return
-        release = asyncio.ensure_future(self._limiter.release(key, wait.result()))
-        self._releases.add(release)
-        release.add_done_callback(self._releases.discard)
+        if self.gone:
+            self._limiter.refund(key, wait.result())
+        else:
+            self.permits[ticket] = _Held(key, wait.result(), asyncio.get_running_loop().time())
 
 
 class RemoteTraffic:
@@ -136,18 +150,20 @@ class RemoteTraffic:
         self._tickets = itertools.count(1)
         self._held: dict[int, tuple[str, Channel]] = {}
         self._channel: Channel | None = None
+        self._travels = _Travels()
         self._heart: asyncio.Task | None = None
         self._errands: set[asyncio.Task] = set()
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, lane: str = "train") -> int:
         """See `Traffic`. If the actor dies, the wait goes on at the end of the next one's queue."""
+        hand_backs = 0
         while True:
             channel, ticket = self._connected(), next(self._tickets)
             call = asyncio.ensure_future(
                 channel.call("acquire", self._caller_id, ticket, key, limits, tokens, lane)
             )
             try:
-                granted = await asyncio.shield(call)
+                given_at = await asyncio.shield(call)
             except asyncio.CancelledError:  # the answer may be on its way: only the actor knows
                 self._errand(self._withdraw(channel, ticket, call))
                 raise
@@ -155,9 +171,14 @@ class RemoteTraffic:
                 log.warning("the traffic control is made anew: %s", lost)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if granted:
-                self._held[ticket] = (key, channel)
-                return ticket
+            if given_at is None:
+                continue
+            if self._travels.excess_s(given_at) > limits.slack_s and hand_backs < HAND_BACKS:
+                hand_backs += 1
+                self._errand(channel.call("refund", self._caller_id, ticket))
+                continue
+            self._held[ticket] = (key, channel)
+            return ticket
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
         """See `Traffic`; does not wait for the actor's word.
@@ -191,7 +212,7 @@ class RemoteTraffic:
             resumed = self._channel is not None
             options = dict(name=self._name, namespace=NAMESPACE, get_if_exists=True)
             actor = light(TrafficActor, **options).remote(resumed, self._silence_s)
-            self._channel = Channel(actor, "traffic control")
+            self._channel, self._travels = Channel(actor, "traffic control"), _Travels()
             if self._heart:
                 self._heart.cancel()
             self._heart = asyncio.ensure_future(self._beat(self._channel))
@@ -203,10 +224,10 @@ class RemoteTraffic:
                 await channel.call("beat", self._caller_id)
                 await asyncio.sleep(self._beat_s)
 
-    async def _withdraw(self, channel: Channel, ticket: int, call: asyncio.Future[bool]) -> None:
+    async def _withdraw(self, channel: Channel, ticket: int, call: asyncio.Future[float | None]) -> None:
         await channel.call("withdraw", self._caller_id, ticket)
-        if await call:
-            await channel.call("release", self._caller_id, ticket, 0.0)
+        if await call is not None:
+            await channel.call("refund", self._caller_id, ticket)
 
     def _errand(self, errand: Any) -> None:
         """What nobody waits for. A lost actor has forgotten what it is about."""
@@ -218,3 +239,18 @@ class RemoteTraffic:
         self._errands.discard(task)
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerLost):
             log.error("the traffic control refused what it was told: %s: %s", type(error).__name__, error)
+
+
+class _Travels:
+    """How long permits take from the actor's clock to ours, against the quickest of them: the clocks need not agree."""
+
+    def __init__(self) -> None:
+        self._quickest = math.inf  # our clock less the actor's, at the end of the quickest travel
+        self._measured_at = 0.0
+
+    def excess_s(self, given_at: float) -> float:
+        """Seconds by which a permit that was given then and arrives now took longer than the quickest."""
+        now = asyncio.get_running_loop().time()
+        slowest_clock = self._quickest + DRIFT * (now - self._measured_at)
+        self._quickest, self._measured_at = min(now - given_at, slowest_clock), now
+        return now - given_at - self._quickest

@@ -16,7 +16,7 @@ from async_grpo.cluster.actors import light
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.traffic import RemoteTraffic
 from async_grpo.rewards.budget import Budget
-from async_grpo.rewards.cache import VerdictCache, version_of
+from async_grpo.rewards.cache import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.kinds import is_judge
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
@@ -110,7 +110,7 @@ class VerifierPoolActor(ChannelServer):
         options = dict(plan.options)
         return Surroundings(
             versions={
-                name: version_of(repr(adapter))
+                name: version_of_judge(adapter, self._source.digest_of(name))
                 if name in judges
                 else version_of(self._source.digest_of(name), options)
                 for name, adapter in self._adapters.items()

@@ -39,9 +39,7 @@ def keep(parent_pid: int, channel_fd: int, max_processes: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(channel_fd)  # else the verifier would not see that the adapter's process is gone
-    with contextlib.suppress(
-        OSError
-    ):  # where that is allowed: a fork bomb must not keep its keeper from the processor
+    with contextlib.suppress(OSError):  # if it may: a fork bomb must not keep its keeper from the processor
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     too_many = _watch(adapter_pid, max_processes)
     status = _end_descendants(adapter_pid)

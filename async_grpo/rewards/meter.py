@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 WINDOW_S = 60.0
 ROUNDING = 1e-9  # of sums of token counts that are no integers
+HASTE = 1.1  # how much faster than the rate lost time is caught up,
+CATCH_UP_S = 5.0  # and how much of it
 
 
 @dataclass(slots=True)
@@ -20,9 +22,12 @@ class Meter:
     """One rate, for whoever asks `may_start` and then calls `start` in the same moment. Moments are seconds.
 
     The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
-    The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371: each call moves a virtual clock on
-    by cost / rate, and that clock may run `burst_s` ahead): the first of a queue waits for what came before it, and
-    what comes after it waits for its cost, so that a call larger than a burst waits no longer than any other.
+    The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371): each call moves a virtual clock on by
+    cost / rate, and that clock may run `burst_s` ahead. The first in line waits for what came before it, and what comes
+    after it waits for its cost, so that a call larger than a burst waits no longer than any other.
+
+    Time that is lost while somebody waits (a late timer, a permit that was handed back) would be lost for good, a per
+    cent here and there on a busy machine: it is caught up, at no more than `HASTE` times the rate.
 
     Args:
         resumed: what started before is not known: begin with an interval and no burst.
@@ -41,7 +46,8 @@ class Meter:
         self._starts: deque[Start] = deque()
         self._total = 0.0  # cost of `_starts`
         self._resumed = resumed
-        self._clock: float | None = None  # when all that has started would be over at an even pace
+        self._clock: float | None = None  # when all that has started would be over at an even pace,
+        self._hasty_clock = -math.inf  # and at the highest one
 
     def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
         """From now on this limit (None: no limit), with the past as it was."""
@@ -54,7 +60,7 @@ class Meter:
         self._forget(now)
         if self._clock is None:
             self._clock = now + (self._burst_s + 1.0 / self._rate if self._resumed else 0.0)
-        moment = self._clock - self._burst_s
+        moment = max(self._clock, self._hasty_clock) - self._burst_s
         excess = self._total + cost - self._limit
         for start in self._starts:
             if excess <= ROUNDING:
@@ -63,13 +69,15 @@ class Meter:
             moment = max(moment, start.at + self._window_s)
         return moment
 
-    def start(self, cost: float, now: float) -> Start:
-        """Record that a call starts now."""
+    def start(self, cost: float, now: float, since: float | None = None) -> Start:
+        """Record that a call starts now that has waited `since` then (None: it did not)."""
         start = Start(now, cost)
         if self._limit is not None:
             self._starts.append(start)
             self._total += cost
-            self._clock = max(now, self._clock or now) + cost / self._rate
+            idle_until = max(now if since is None else since, now - CATCH_UP_S)
+            self._clock = max(idle_until, self._clock or idle_until) + cost / self._rate
+            self._hasty_clock = max(now, self._hasty_clock) + cost / self._rate / HASTE
         return start
 
     def correct(self, start: Start, cost: float, now: float) -> None:
@@ -80,7 +88,8 @@ class Meter:
         more, start.cost = cost - start.cost, cost
         if start.at + self._window_s > now:
             self._total += more
-        self._clock = max(now, max(now, self._clock) + more / self._rate)
+        self._clock = max(self._clock, now if more > 0 else -math.inf) + more / self._rate
+        self._hasty_clock = max(now, max(now, self._hasty_clock) + more / self._rate / HASTE)
 
     @property
     def _rate(self) -> float:

@@ -159,9 +159,7 @@ class AdapterProcess:
                     deadline += time.monotonic() - asked_at  # starting is on nobody's time
                     return await call(bodies, deadline), attempts
                 except TimeoutError:
-                    if (
-                        attempts > 1 and self.capacity > 1
-                    ):  # a crash that need not be its own has taken its time
+                    if attempts > 1 and self.capacity > 1:  # another one's crash may have taken its time
                         raise self._no_time_left() from None
                     return failed(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT), attempts
                 except ConfigurationError as error:

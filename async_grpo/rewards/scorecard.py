@@ -5,10 +5,11 @@
 
 import math
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from async_grpo.rewards.stats import quantile
 from async_grpo.types import AdapterResult, RewardStatus
@@ -148,10 +149,11 @@ def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int
         return [(f"{value:.6g}", counts[value]) for value in sorted(counts)]
     low, high = min(counts), max(counts)
     width = high / max_bars - low / max_bars  # the difference alone might be too large for a float
+    edges = [*(low + width * n for n in range(max_bars)), high]
     bars = [0] * max_bars
     for value, count in counts.items():
-        bars[min(int((value - low) / width), max_bars - 1)] += count
+        bars[bisect_right(edges, value, 1, max_bars) - 1] += count
     return [
-        (f"{low + width * n:.4g} to {high if n == max_bars - 1 else low + width * (n + 1):.4g}", count)
-        for n, count in enumerate(bars)
+        (f"{start:.4g} to {end:.4g}", count)
+        for (start, end), count in zip(pairwise(edges), bars, strict=True)
     ]

@@ -1,5 +1,6 @@
 """What stands around every call of a reward: the cache first, then the budget, then the limits of traffic."""
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +12,7 @@ from async_grpo.types import AdapterResult, RewardStatus
 
 COST = "judge_cost"  # of a judge's extras: what the call cost
 PRICE = "price_per_million_tokens"  # of a judge: (prompt, completion), or one price for both
+OF_THE_CALL = ("attempts", "latency_s", "queue_s")
 CHARACTERS_PER_TOKEN = 4
 
 Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
@@ -42,11 +44,15 @@ class Surroundings:
         if self._cache is None:
             return await self._paid(name, sample, lane, score)
 
-        async def call() -> dict[str, Any]:
-            return _as_answer(await self._paid(name, sample, lane, score))
+        paid: list[AdapterResult] = []
 
-        key = key_of(name, self._versions[name], sample)
-        return _as_result(name, await self._cache.get_or_call(key, call))
+        async def call() -> dict[str, Any]:
+            paid.append(await self._paid(name, sample, lane, score))
+            return _as_answer(paid[0])
+
+        asked_at = time.monotonic()
+        answer = await self._cache.get_or_call(key_of(name, self._versions[name], sample), call)
+        return paid[0] if paid else _as_result(name, answer, time.monotonic() - asked_at)
 
     async def _paid(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
         if self._budget is None or name not in self._estimates:
@@ -85,6 +91,8 @@ class Surroundings:
     async def close(self) -> None:
         if self._cache is not None:
             await self._cache.close()
+        if self._budget is not None:
+            self._budget.close()
 
 
 def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
@@ -99,11 +107,12 @@ def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
 
 
 def _as_answer(result: AdapterResult) -> dict[str, Any]:
-    return {**asdict(result), "status": result.status.value}
+    """What is worth keeping: not how long it took this time."""
+    kept = {name: value for name, value in asdict(result).items() if name not in OF_THE_CALL}
+    return {**kept, "status": result.status.value}
 
 
-def _as_result(name: str, answer: Mapping[str, Any]) -> AdapterResult:
+def _as_result(name: str, answer: Mapping[str, Any], latency_s: float) -> AdapterResult:
     steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
-    return AdapterResult(
-        **{**answer, "adapter": name, "status": RewardStatus(answer["status"]), "steps": steps}
-    )
+    given = {**answer, "adapter": name, "status": RewardStatus(answer["status"]), "steps": steps}
+    return AdapterResult(**given, attempts=0, latency_s=latency_s)

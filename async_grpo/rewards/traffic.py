@@ -9,7 +9,8 @@ What holds for one key, over all its callers, as long as a call starts within `s
 - never more than `concurrency` permits are out;
 - in every window of 60 s, wherever it begins, at most `requests_per_minute` calls start, and the tokens of those that
   start are at most `tokens_per_minute` (one call larger than that starts alone);
-- in every shorter window of W seconds at most rate * (W + burst_s + slack_s) + 1 calls start (tokens: + one call).
+- in every shorter window of W seconds at most rate * (W + burst_s + slack_s) + 1 calls start (tokens: + one call); while
+  time is caught up that was lost to late timers or busy slots, 1.1 times that.
 
 Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
 
@@ -114,16 +115,28 @@ class Limiter:
         Raises:
             ValueError: the permit is not out: never given, or released already; a senseless `used_tokens`.
         """
-        queue = self._queues.get(key)
-        if queue is None or permit not in queue.permits:
-            raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
+        queue = self._holding(key, permit)
         if used_tokens is not None and not 0 <= used_tokens < math.inf:
             raise ValueError(f"permit {permit} of {key!r} cannot have used {used_tokens} tokens")
         queue.release(permit, used_tokens)
 
+    def refund(self, key: str, permit: int) -> None:
+        """The permit was not used: as if it had never been given.
+
+        Raises:
+            ValueError: it is not out.
+        """
+        self._holding(key, permit).refund(permit)
+
     def stats(self) -> dict[str, dict[str, Any]]:
         """By key: permits `in_flight`, `waiting` by lane, and how many were `granted` so far."""
         return {key: queue.stats() for key, queue in self._queues.items()}
+
+    def _holding(self, key: str, permit: int) -> "_Queue":
+        queue = self._queues.get(key)
+        if queue is None or permit not in queue.permits:
+            raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
+        return queue
 
     def _queue(self, key: str, limits: Limits) -> "_Queue":
         queue = self._queues.get(key)
@@ -139,12 +152,18 @@ class Limiter:
         return queue
 
 
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    tokens: float
+    since: float
+
+
 class _Queue:
     """The calls of one key: those that wait, by lane, and those that are out."""
 
     def __init__(self, limits: Limits, resumed: bool) -> None:
         self._requests, self._tokens = Meter(resumed=resumed), Meter(resumed=resumed)
-        self._lanes: dict[str, OrderedDict[asyncio.Future[int], float]] = {}  # the next lane is the first
+        self._lanes: dict[str, OrderedDict[asyncio.Future[int], _Wait]] = {}  # the next lane is the first
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._granted = 0
@@ -161,17 +180,21 @@ class _Queue:
         return bool(self.permits) or any(self._lanes.values())
 
     def append(self, lane: str, turn: asyncio.Future[int], tokens: float) -> None:
-        self._lanes.setdefault(lane, OrderedDict())[turn] = tokens
+        self._lanes.setdefault(lane, OrderedDict())[turn] = _Wait(tokens, _now())
         self._grant()
 
     def withdraw(self, lane: str, turn: asyncio.Future[int]) -> None:
         if turn in self._lanes[lane]:
             del self._lanes[lane][turn]
         elif turn.done() and not turn.cancelled():  # granted, and its caller never heard of it
-            request, tokens = self.permits.pop(turn.result())
-            self._requests.correct(request, 0.0, _now())
-            self._tokens.correct(tokens, 0.0, _now())
-            self._granted -= 1
+            self.refund(turn.result())
+        self._grant()
+
+    def refund(self, permit: int) -> None:
+        request, tokens = self.permits.pop(permit)
+        self._requests.correct(request, 0.0, _now())
+        self._tokens.correct(tokens, 0.0, _now())
+        self._granted -= 1
         self._grant()
 
     def release(self, permit: int, used_tokens: float | None) -> None:
@@ -190,16 +213,19 @@ class _Queue:
             self._timer.cancel()
             self._timer = None
         while (lane := self._next_lane()) and len(self.permits) < (self.limits.concurrency or math.inf):
-            turn, tokens = next(iter(self._lanes[lane].items()))
+            turn, wait = next(iter(self._lanes[lane].items()))
             now = _now()
-            may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(tokens, now))
+            may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(wait.tokens, now))
             if may_start > now:  # nobody overtakes the first in line, however small
                 self._timer = asyncio.get_running_loop().call_at(may_start, self._grant)
                 return
             del self._lanes[lane][turn]
             self._lanes[lane] = self._lanes.pop(lane)
             permit = next(self._ids)
-            self.permits[permit] = (self._requests.start(1.0, now), self._tokens.start(tokens, now))
+            self.permits[permit] = (
+                self._requests.start(1.0, now, wait.since),
+                self._tokens.start(wait.tokens, now, wait.since),
+            )
             self._granted += 1
             turn.set_result(permit)
 

@@ -25,7 +25,7 @@ NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})  # either of them keeps th
 MAX_FILES = 64
 
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _FIRST_OWN_UID, _NOBODY = 1_000_000_000, 65534
 _SYSTEM_LIBRARIES = (
     "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /usr/share/zoneinfo".split()
@@ -50,7 +50,7 @@ def confine(
         "landlock": lambda: landlock.read_only(readable_paths()),
     }
     standing = {level for level, attempt in attempts.items() if level in levels and attempt()}
-    _drop_capabilities(libc)
+    _drop_privileges(libc)
     # After the change of user, which would undo the two; before the filter, which forbids them.
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # a neighbour of the same user must not read this memory
     _die_with(parent_pid, libc)
@@ -89,7 +89,8 @@ def _become_nobody() -> bool:
     return False
 
 
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
+def _drop_privileges(libc: ctypes.CDLL) -> None:
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     libc.capset(header, (ctypes.c_uint32 * 6)())
 

@@ -96,7 +96,7 @@ def names_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     defined = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     defined |= {(a.asname or a.name).partition(".")[0] for node in nodes
                 if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}  # fmt: skip
     owners = {

@@ -125,6 +125,7 @@ class _Guest:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
+            os.chmod(folder, 0o755)  # it stays empty, but a user of its own must be able to look
             pipe = stack.enter_context(_Pipe())
             self.report = pipe.reader
             self._nursery = nursery(self._sandbox.python)

@@ -1,0 +1,149 @@
+"""What stands around a call: cache, budget and limits, in that order, over real ones of each."""
+
+import asyncio
+
+import pytest
+
+from async_grpo.config import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.plans import pool_plan, reward_limits, with_secrets
+from async_grpo.rewards.budget import Budget
+from async_grpo.rewards.cache import VerdictCache
+from async_grpo.rewards.source import RewardSource
+from async_grpo.rewards.surroundings import COST, Surroundings, most_it_costs
+from async_grpo.rewards.traffic import Limiter, Limits
+from async_grpo.types import AdapterResult, RewardStatus
+
+OK, FAILED = RewardStatus.OK, RewardStatus.FAILED
+SAMPLE = {"completion": "4", "answer": "4", "group_id": 1}
+
+
+class Judge:
+    """Answers after a moment; counts its calls."""
+
+    def __init__(self, status=OK, cost=None, delay_s=0.01):
+        self.status, self.cost, self.delay_s = status, cost, delay_s
+        self.calls = self.now = self.most = 0
+
+    async def __call__(self, sample):
+        self.calls += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(self.delay_s)
+        self.now -= 1
+        extra = {} if self.cost is None else {COST: self.cost}
+        return AdapterResult(
+            "judge", self.status, 1.0 if self.status is OK else None, extra, latency_s=9.0, attempts=2
+        )
+
+
+async def test_the_same_question_is_paid_for_once_and_a_hit_reports_its_own_time(tmp_path):
+    judge, cache = Judge(cost=0.5), VerdictCache(tmp_path / "c.sqlite")
+    around = Surroundings(versions={"judge": "v"}, cache=cache)
+    first = await around("judge", SAMPLE, "train", judge)
+    again = await around("judge", {**SAMPLE, "group_id": 2}, "train", judge)
+    assert judge.calls == 1 and (first.reward, again.reward) == (1.0, 1.0)
+    assert (first.latency_s, first.attempts, first.extra[COST]) == (9.0, 2, 0.5)
+    assert again.latency_s < 1.0 and again.attempts == 0 and again.extra[COST] == 0.0
+    await around.close()
+
+
+async def test_a_failure_is_asked_again(tmp_path):
+    judge = Judge(FAILED)
+    around = Surroundings(versions={"judge": "v"}, cache=VerdictCache(tmp_path / "c.sqlite"))
+    results = [await around("judge", SAMPLE, "train", judge) for _ in range(2)]
+    assert judge.calls == 2 and all(result.status is FAILED for result in results)
+    await around.close()
+
+
+async def test_limits_hold_for_rewards_that_keep_none_themselves():
+    judge = Judge()
+    around = Surroundings(versions={"judge": "v"}, traffic=Limiter(), limits={"judge": Limits(concurrency=3)})
+    await asyncio.gather(*(around("judge", {**SAMPLE, "n": n}, "train", judge) for n in range(20)))
+    assert judge.most == 3 and judge.calls == 20
+
+
+async def test_a_budget_that_is_used_up_stops_the_calls_and_never_overspends():
+    judge, budget = Judge(cost=0.3), Budget(1.0, {}, policy="fallback")
+    around = Surroundings(versions={"judge": "v"}, budget=budget, estimates={"judge": lambda sample: 0.3})
+    results = await asyncio.gather(*(around("judge", {**SAMPLE, "n": n}, "train", judge) for n in range(10)))
+    assert judge.calls == 3 and budget.spent == pytest.approx(0.9)
+    refused = [result for result in results if result.status is FAILED]
+    assert len(refused) == 7 and all(result.reward is None for result in refused)
+    assert around.stats()["judge_budget_spent"] == pytest.approx(0.9)
+
+
+async def test_a_call_whose_cost_nobody_counted_is_taken_for_its_estimate():
+    budget = Budget(None, {})
+    around = Surroundings(versions={"judge": "v"}, budget=budget, estimates={"judge": lambda sample: 0.25})
+    await around("judge", SAMPLE, "train", Judge(cost=None))
+    assert budget.spent == pytest.approx(0.25)
+
+
+def test_what_a_call_costs_at_most_is_its_longest_reply():
+    class Priced:
+        price_per_million_tokens = (1.0, 2.0)
+
+        def token_estimate(self, sample):
+            return 1000.0, 500.0
+
+    assert most_it_costs(Priced(), SAMPLE) == pytest.approx(1000 * 1e-6 + 500 * 2e-6)
+
+
+PAGE = """
+from async_grpo.rewards.judges import LLMJudge
+
+def rule(sample, weight=1.0):
+    return weight
+
+REWARD_ADAPTERS = {
+    "rule": rule,
+    "judge": LLMJudge(url="http://127.0.0.1:1", model="m", api_key_env="A_KEY_OF_THE_TESTS"),
+}
+"""
+
+
+def config(**changes):
+    return RunConfig(**{"model_name_or_path": "m", "data_path": "d", **changes})
+
+
+def test_a_pool_plan_holds_what_the_command_line_says():
+    source = RewardSource.from_text("page_of_plans", PAGE)
+    made = config(
+        verifiers="rule=7",
+        reward_limits="judge.rpm=60,judge.concurrency=2,rule.tpm=9",
+        reward_options="weight=2",
+        reward_fallback="judge=rule",
+        on_reward_failure="judge=constant:0.5",
+        reward_combine="sum",
+        reward_weights="rule=0.5",
+    )
+    plan = pool_plan(made, source, ["rule", "judge"])
+    assert plan.workers == {"rule": 7, "judge": 1} and plan.fallbacks == {"judge": "rule"}
+    assert plan.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0)
+    assert plan.combination.constants == {"judge": 0.5} and plan.combination.weights == {"rule": 0.5}
+    assert reward_limits(made)["rule"].tokens_per_minute == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"verifiers": "other=2"}, "--verifiers names other"),
+        ({"reward_limits": "other.rpm=2"}, "--reward-limits names other"),
+        ({"reward_options": "loudness=2"}, "takes the option loudness"),
+        ({"reward_fallback": "rule=nobody"}, "nobody"),
+    ],
+)
+def test_a_name_that_is_no_reward_of_the_run_is_refused(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        pool_plan(config(**options), RewardSource.from_text("page_of_plans", PAGE), ["rule"])
+
+
+def test_a_key_goes_with_the_plan_and_shows_nowhere(monkeypatch):
+    source = RewardSource.from_text("page_of_plans", PAGE)
+    plan = pool_plan(config(), source, ["judge"])
+    with pytest.raises(ConfigurationError, match="A_KEY_OF_THE_TESTS"):
+        with_secrets(plan, source)
+    monkeypatch.setenv("A_KEY_OF_THE_TESTS", "sesame")
+    secret = with_secrets(plan, source)
+    assert secret.secrets == {"A_KEY_OF_THE_TESTS": "sesame"} and "sesame" not in repr(secret)
