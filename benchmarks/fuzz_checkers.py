@@ -82,26 +82,32 @@ _SPELLINGS = [  # LaTeX -> plain arithmetic
     (r"^\s*[a-zA-Z]{1,2}\s*=", ""),
     (r"\\(cdot|times)(?![a-z])", "*"),
     (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\[dt]?frac\s*(\{[^{}]*\}|[0-9])\s*(\{[^{}]*\}|[0-9])", r"((\1)/(\2))"),
+    (r"\\[dt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))", r"((\1\2)/(\3\4))"),
     (r"\{", "("),
     (r"\}", ")"),
 ]
-_GAP = re.compile(r"(?<=[0-9.)])\s*(?=\()|(?<=\))\s*(?=[0-9.(])|(?<=[0-9.])\s+(?=[0-9.])")
+_MIXED = re.compile(r"([0-9]+)\s*(\(\([^()]*\)/\([^()]*\)\))|([0-9]+)\s+([0-9]+\s*/\s*[0-9]+)")
+_PRODUCT = re.compile(r"(?<=[0-9.)])\s*(?=\()|(?<=\))\s*(?=[0-9.(])")
+_BLANK = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
 
 
 def readings(text: str) -> set[Fraction]:
     r"""The numbers that a benevolent reader may see in a LaTeX text; none if the checker cannot read it.
 
-    >>> sorted(map(str, readings(r"1\frac{1}{2}"))), sorted(map(str, readings(r"50\%"))), readings(r"7x = 80")
-    (['1/2', '3/2'], ['1/2', '50'], set())
+    >>> sorted(map(str, readings(r"-1\frac{1}{2}"))), sorted(map(str, readings(r"50\%"))), readings(r"7x = 80")
+    (['-1/2', '-3/2'], ['1/2', '50'], set())
+    >>> readings("1 2"), readings("0,5")
+    ({Fraction(12, 1)}, {Fraction(1, 2)})
     """
     text = "".join(str(unicodedata.decimal(character, character)) for character in text)
-    for pattern, plain in _SPELLINGS:
-        text = re.sub(pattern, plain, text)
     values = set()
-    for percent, gap in product(("", "/100"), ("*", "+", "")):
+    for percent, mixed, comma in product(("", "/100"), (r"(\1\3+\2\4)", r"\g<0>"), (",", ".")):
+        spelling = re.sub(r"(?<=[0-9]),(?=[0-9])", comma, text)
+        for pattern, plain in _SPELLINGS:
+            spelling = re.sub(pattern, plain, spelling)
+        spelling = _MIXED.sub(mixed, re.sub(r"\\?%", percent, spelling))
         try:
-            values.add(Arithmetic(_GAP.sub(gap, re.sub(r"\\?%", percent, text)), DECIMAL).value)
+            values.add(Arithmetic(_BLANK.sub("", _PRODUCT.sub("*", spelling)), DECIMAL).value)
         except (ValueError, ZeroDivisionError, RecursionError):
             continue
     return values

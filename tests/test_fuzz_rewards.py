@@ -126,8 +126,9 @@ def test_the_checker_for_countdown_wants_one_answer_behind_the_thought():
         ("50\\%", {Fraction(50), Fraction(1, 2)}),
         ("x = -\\frac34\\text{ cm}", {Fraction(-3, 4)}),
         ("1,234.50", {Fraction(2469, 2)}),
+        ("1,234", {Fraction(1234), Fraction(1234, 1000)}),
         ("2 \\cdot (1.5 - .5)", {Fraction(2)}),
-        ("1 000", {Fraction(0), Fraction(1), Fraction(1000)}),
+        ("1 000", {Fraction(1000)}),
         ("7x = 80", set()),
         ("\\pi", set()),
         ("1/0", set()),
@@ -156,11 +157,27 @@ def test_the_checker_for_boxes_says_when_it_cannot_tell():
         ("sympy", "7x = 80", "80"),
         ("sympy", "5\\text{ or }6", "5"),
         ("math_verify", "\u0663 -303.5", "-303.5"),  # an Arabic three
+        ("math_verify", "1 2", "3"),
+        ("math_verify", "-96 03", "-99"),
+        ("math_verify", "5 \x00 52", "52"),
     ],
 )
 def test_what_fuzzing_found_stays_found(adapter, text, gold):
     score, _ = fuzz_rewards.MATH[adapter]
     assert score({"completion": f"$\\boxed{{{text}}}$", "answer": gold})["reward"] == 0.0
+
+
+def test_an_unreadable_box_is_wrong_whatever_stands_around_it():
+    score, _ = fuzz_rewards.MATH["math_verify"]
+    for text in (
+        "The answer is 5. $\\boxed{%%}$",
+        "\\boxed{\\foo} so the answer is 5",
+        "$5$ \\boxed{\\frac{-10}{2}\\%} 5",
+    ):
+        assert score({"completion": text, "answer": "5"})["reward"] == 0.0, text
+    for text in ("\\boxed{6} and $\\boxed{5}$", "\\boxed{6}, \\boxed{5}"):
+        assert score({"completion": text, "answer": "\\{5, 6\\}"})["reward"] == 1.0, text
+    assert score({"completion": "\\boxed{6}. No: $\\boxed{5}$", "answer": "5"})["reward"] == 1.0
 
 
 def test_units_and_labels_are_forgiven_as_before():

@@ -333,6 +333,29 @@ def test_a_permit_given_and_cancelled_in_the_same_moment_is_not_lost(release_fir
     virtually(scenario)
 
 
+def test_permits_that_are_handed_back_late_are_not_given_again_all_at_once():
+    """Ten per second: 20 permits of the last two seconds come back at once, and 20 calls wait for them."""
+
+    async def scenario() -> None:
+        callers = Callers(Limits(requests_per_minute=600, tokens_per_minute=6000))
+        limiter, limits = callers.limiter, callers.limits
+        first = [asyncio.ensure_future(limiter.acquire("judge", limits, tokens=9)) for _ in range(20)]
+        await asyncio.sleep(0)
+        waits = [asyncio.ensure_future(callers.call(tokens=9)) for _ in range(40)]
+        permits = await asyncio.gather(*first)
+        for permit in permits:
+            limiter.refund("judge", permit)
+        with pytest.raises(ValueError, match=f"permit {permits[0]}"):
+            limiter.refund("judge", permits[0])
+        await asyncio.gather(*waits)
+        starts = [(at, 1.0) for at in callers.moments]
+        assert limiter.stats()["judge"]["granted"] == 40
+        assert worst_window(starts, 1.0) <= HASTE * 10 * 1.05 + 1
+        assert worst_window(starts, 3.0) >= 32  # and they are not lost either: they are caught up
+
+    virtually(scenario)
+
+
 def test_the_withdrawal_of_the_first_in_line_lets_the_next_one_go():
     """The large one would wait for a minute, the small one behind it need not."""
 

@@ -17,12 +17,12 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import uuid
 from typing import Any, NamedTuple
 
 from async_grpo.cluster.actors import light
 from async_grpo.cluster.channel import Channel, ChannelServer
+from async_grpo.cluster.travels import Travels
 from async_grpo.errors import WorkerLost
 from async_grpo.rewards.traffic import Limiter, Limits
 
@@ -31,7 +31,6 @@ BEAT_S = 5.0
 SILENCE_S = 30.0  # a caller that says nothing for so long is gone: its permits are given back
 PAUSE_S = 0.5  # before another actor is made
 HAND_BACKS = 3  # by one call: where every permit is late, delay is the rule, and calls must go on
-DRIFT = 1e-4  # seconds per second by which the clocks of two machines may part
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class RemoteTraffic:
         self._tickets = itertools.count(1)
         self._held: dict[int, tuple[str, Channel]] = {}
         self._channel: Channel | None = None
-        self._travels = _Travels()
+        self._travels = Travels()
         self._heart: asyncio.Task | None = None
         self._errands: set[asyncio.Task] = set()
 
@@ -173,12 +172,11 @@ class RemoteTraffic:
                 continue
             if given_at is None:
                 continue
-            if self._travels.excess_s(given_at) > limits.slack_s and hand_backs < HAND_BACKS:
-                hand_backs += 1
-                self._errand(channel.call("refund", self._caller_id, ticket))
-                continue
-            self._held[ticket] = (key, channel)
-            return ticket
+            if not self._is_late(given_at, limits) or hand_backs == HAND_BACKS:
+                self._held[ticket] = (key, channel)
+                return ticket
+            hand_backs += 1
+            self._errand(channel.call("refund", self._caller_id, ticket))
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
         """See `Traffic`; does not wait for the actor's word.
@@ -212,7 +210,7 @@ class RemoteTraffic:
             resumed = self._channel is not None
             options = dict(name=self._name, namespace=NAMESPACE, get_if_exists=True)
             actor = light(TrafficActor, **options).remote(resumed, self._silence_s)
-            self._channel, self._travels = Channel(actor, "traffic control"), _Travels()
+            self._channel, self._travels = Channel(actor, "traffic control"), Travels()
             if self._heart:
                 self._heart.cancel()
             self._heart = asyncio.ensure_future(self._beat(self._channel))
@@ -223,6 +221,11 @@ class RemoteTraffic:
             while True:
                 await channel.call("beat", self._caller_id)
                 await asyncio.sleep(self._beat_s)
+
+    def _is_late(self, given_at: float, limits: Limits) -> bool:
+        excess_s = self._travels.excess_s(given_at, asyncio.get_running_loop().time())
+        rated = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+        return rated and excess_s > limits.slack_s
 
     async def _withdraw(self, channel: Channel, ticket: int, call: asyncio.Future[float | None]) -> None:
         await channel.call("withdraw", self._caller_id, ticket)
@@ -239,18 +242,3 @@ class RemoteTraffic:
         self._errands.discard(task)
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerLost):
             log.error("the traffic control refused what it was told: %s: %s", type(error).__name__, error)
-
-
-class _Travels:
-    """How long permits take from the actor's clock to ours, against the quickest of them: the clocks need not agree."""
-
-    def __init__(self) -> None:
-        self._quickest = math.inf  # our clock less the actor's, at the end of the quickest travel
-        self._measured_at = 0.0
-
-    def excess_s(self, given_at: float) -> float:
-        """Seconds by which a permit that was given then and arrives now took longer than the quickest."""
-        now = asyncio.get_running_loop().time()
-        slowest_clock = self._quickest + DRIFT * (now - self._measured_at)
-        self._quickest, self._measured_at = min(now - given_at, slowest_clock), now
-        return now - given_at - self._quickest

@@ -6,6 +6,9 @@ Orphans below the keeper become its children (Linux, PR_SET_CHILD_SUBREAPER), wh
 to: so it knows of all of them, and needs no right that only some machines grant. It ends them when the adapter's
 process ends, when the verifier asks (SIGTERM) or dies, and when there are more than `max_processes`: RLIMIT_NPROC
 would count all processes of the user, and none of root.
+
+A fork bomb dies at once, as a group. One whose every process opens a session of its own is a race, which the keeper
+wins where it may raise its priority (CAP_SYS_NICE). Nothing here keeps a reward from `kill(-1)`.
 """
 
 import contextlib

@@ -46,7 +46,7 @@ class Meter:
         self._starts: deque[Start] = deque()
         self._total = 0.0  # cost of `_starts`
         self._resumed = resumed
-        self._clock: float | None = None  # when all that has started would be over at an even pace,
+        self._clock = -math.inf  # when all that has started would be over at an even pace,
         self._hasty_clock = -math.inf  # and at the highest one
 
     def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
@@ -58,8 +58,8 @@ class Meter:
         if self._limit is None:
             return -math.inf
         self._forget(now)
-        if self._clock is None:
-            self._clock = now + (self._burst_s + 1.0 / self._rate if self._resumed else 0.0)
+        if self._resumed:
+            self._resumed, self._clock = False, now + self._burst_s + 1.0 / self._rate
         moment = max(self._clock, self._hasty_clock) - self._burst_s
         excess = self._total + cost - self._limit
         for start in self._starts:
@@ -76,20 +76,31 @@ class Meter:
             self._starts.append(start)
             self._total += cost
             idle_until = max(now if since is None else since, now - CATCH_UP_S)
-            self._clock = max(idle_until, self._clock or idle_until) + cost / self._rate
+            self._clock = max(idle_until, self._clock) + cost / self._rate
             self._hasty_clock = max(now, self._hasty_clock) + cost / self._rate / HASTE
         return start
 
     def correct(self, start: Start, cost: float, now: float) -> None:
         """That call was of another cost. What it lacked is waited for from now on; what it did not use is free."""
-        if self._limit is None or self._clock is None:
-            return
+        if self._limit is not None:
+            more = self._amend(start, cost, now) / self._rate
+            self._clock = max(self._clock, now if more > 0 else -math.inf) + more
+            self._hasty_clock = max(now, max(now, self._hasty_clock) + more / HASTE)
+
+    def cancel(self, start: Start, now: float) -> None:
+        """That call did not start. The time that has passed since is not for others to start in all at once."""
+        if self._limit is not None:
+            less = -self._amend(start, 0.0, now) / self._rate
+            self._clock -= less
+            self._hasty_clock -= max(0.0, less / HASTE - (now - start.at))
+
+    def _amend(self, start: Start, cost: float, now: float) -> float:
+        """Correct the record; returns by how much."""
         self._forget(now)
         more, start.cost = cost - start.cost, cost
         if start.at + self._window_s > now:
             self._total += more
-        self._clock = max(self._clock, now if more > 0 else -math.inf) + more / self._rate
-        self._hasty_clock = max(now, max(now, self._hasty_clock) + more / self._rate / HASTE)
+        return more
 
     @property
     def _rate(self) -> float:

@@ -192,8 +192,8 @@ class _Queue:
 
     def refund(self, permit: int) -> None:
         request, tokens = self.permits.pop(permit)
-        self._requests.correct(request, 0.0, _now())
-        self._tokens.correct(tokens, 0.0, _now())
+        self._requests.cancel(request, _now())
+        self._tokens.cancel(tokens, _now())
         self._granted -= 1
         self._grant()
 

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 _COMMAND = "\\boxed"
+_DIVIDER = re.compile(r"[\s$]*(?:,?\s*and|,?\s*or|,)[\s$]*")
 _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -35,6 +36,34 @@ def last_boxed(text: str) -> str | None:
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return rest[1:position].strip()
+    return None
+
+
+def last_boxes(text: str) -> str | None:
+    r"""The last \boxed{...}, with those before it from which only a comma, "and" or "or" divides it; None without one.
+
+    >>> last_boxes(r"\boxed{1}, no: $\boxed{2}$ and $\boxed{3}$.")
+    '\\boxed{2}$ and $\\boxed{3}'
+    """
+    start, end, position = None, 0, len(text)
+    while (position := text.rfind(_COMMAND, 0, position)) >= 0:
+        length = _braces_length(text[position + len(_COMMAND) :])
+        if length is None or (
+            start is not None and not _DIVIDER.fullmatch(text[position + len(_COMMAND) + length : start])
+        ):
+            break
+        end = end or position + len(_COMMAND) + length
+        start = position
+    return None if start is None else text[start:end]
+
+
+def _braces_length(text: str) -> int | None:
+    """Up to the end of the group that `text` begins with; None if it begins with none, or the group stays open."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0 and not character.isspace():
+            return position + 1 if character == "}" else None
     return None
 
 

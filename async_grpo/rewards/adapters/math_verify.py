@@ -1,9 +1,9 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-The last \boxed{} is preferred (boxes close to each other are read as one set, the library's rule), then "####
-18" of GSM8K, then "the answer is ...", then the last formula or number. Of an equation the right side counts, and
-numbers agree to six decimals. LaTeX is read by a grammar; the only text that the library hands to sympy's parser is
-made of digits and + - * / ^ ( ).
+If there is a \boxed{}, the last one counts and nothing else (several that only commas or "and" divide are one set).
+Without one it is what follows "####" as in GSM8K, else "the answer is ...", else the last formula or number. Of an
+equation the right side counts, and numbers agree to six decimals. LaTeX is read by a grammar; the only text that the
+library hands to sympy's parser is made of digits and + - * / ^ ( ).
 
 The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter
 raises.
@@ -15,13 +15,14 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from async_grpo.rewards.adapters.answers import completion_text, gold_answer
+from async_grpo.rewards.adapters.answers import completion_text, gold_answer, last_boxes
 from async_grpo.rewards.adapters.magnitude import is_computable
 
 MAX_CHARACTERS = 20_000  # of the completion's end: the answer is there, and patterns over more cost time
 SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
 
-_OTHER_SCRIPTS = re.compile(r"[^\x00-\x7f]")
+_OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
+_NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d+(?![\d\s]*/))")
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
@@ -36,14 +37,30 @@ def parse_gold(gold: str) -> list[Any]:
 
 def parse_prediction(text: str) -> list[Any]:
     """The answer in the model's text; empty if there is none, or none that can be computed in time."""
-    if "\\boxed" not in text and "####" in text:
+    boxes = last_boxes(text)
+    if boxes is not None:
+        text = boxes
+    elif "####" in text:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
-    # The library passes over digits of other scripts: it would read -5 in an Arabic "3 - 5".
-    text = _OTHER_SCRIPTS.sub(
-        lambda match: str(unicodedata.decimal(match[0], match[0])), text[-MAX_CHARACTERS:]
-    )
-    parsed = parse(text, _EXTRACTION, parsing_timeout=SECONDS)
+    parsed = parse(readable(text[-MAX_CHARACTERS:]), _EXTRACTION, parsing_timeout=SECONDS)
     return [expression for expression in parsed if isinstance(expression, str) or is_computable(expression)]
+
+
+def readable(text: str) -> str:
+    """The text without what the library misreads: digits of other scripts, control characters (it passes over both)
+    and two numbers side by side (it adds them, as if the second were a fraction).
+
+    >>> readable("\u0663 - 5"), readable("1 2, 1 1/2")
+    ('3 - 5', '1, 2, 1 1/2')
+    """
+    text = _OTHER_CHARACTERS.sub(lambda match: _readable_character(match[0]), text)
+    return _NEIGHBOURS.sub(", ", text)
+
+
+def _readable_character(character: str) -> str:
+    if unicodedata.category(character) == "Cc":
+        return " "
+    return str(unicodedata.decimal(character, character))
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
