@@ -314,14 +314,22 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("code", ATTACKS.values(), ids=ATTACKS)
-@pytest.mark.parametrize("test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert math.isclose(f(1), 2)"])
+@pytest.mark.parametrize(
+    "test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert math.isclose(f(1), 2)"]
+)
 def test_an_attack_does_not_pass(code, test):
     assert not passes(code, test, IMPATIENT)
 
 
 @pytest.mark.parametrize(
     "attack",
-    ["leaves when called", "leaves while being imported", "kills itself", "talks nonsense", "raises as if a name were missing"],
+    [
+        "leaves when called",
+        "leaves while being imported",
+        "kills itself",
+        "talks nonsense",
+        "raises as if a name were missing",
+    ],
 )
 @pytest.mark.parametrize(
     "handler",
@@ -334,6 +342,26 @@ def test_an_attack_does_not_pass(code, test):
 )
 def test_not_even_tests_that_expect_an_error_take_a_vanished_witness_for_one(attack, handler):
     assert not passes(ATTACKS[attack], f"try:\n    f(1)\n    assert False\n{handler}", IMPATIENT)
+
+
+def test_an_object_is_compared_by_one_value():
+    code = """
+        import sys
+        values = iter([9, 0, 9, 0])
+        class Chameleon(int): pass
+        def f(x): return Chameleon()
+        witness = sys.modules["async_grpo.rewards.sandbox.witness"]
+        for base in witness._PLAIN:
+            witness._PLAIN[base] = lambda value: next(values)
+        """
+    assert passes(code, "assert f(1) > 8")
+    assert not passes(code, "x = f(1)\nassert 4 < x < 6")
+
+
+def test_tests_that_import_what_is_not_there_are_the_fault_of_the_row():
+    with pytest.raises(ValueError, match="No module named 'numpie'"):
+        passes("def f(): return 1", "import numpie\nassert f() == 1")
+    assert not passes("def f(): import numpie", "assert f() == 1")
 
 
 def test_the_tests_and_what_they_expect_cannot_be_found_from_inside():

@@ -1,16 +1,31 @@
-"""Scoring: each reward adapter runs in killable processes of its own, and a failure is never a zero.
+"""Scoring: rewards of users run in killable processes, judges over the network, and a failure is never a zero.
 
-    adapters/          the rewards that are shipped: plain functions sample -> dict
-    source             the user's page of rewards, as text that travels to any process
-    contract           how an adapter is called, and what its answer must look like
-    steps              process rewards: an adapter's list of steps -> rewards of tokens
-    child              the main program of one adapter's process
-    channel, framing   the parent's end of that process, and the messages between the two
-    worker             what the pool asks of a worker: the seam for judges that are no local process
-    process            AdapterProcess, a worker with a process: deadlines, restarts, results
-    combine            the results of several adapters -> one verdict
-    lane, stats        one adapter's queue and workers, and what they did
-    pool               VerifierPool: one lane per adapter
+    pool, lane, jobs       VerifierPool: one lane per adapter, its queue, and what waits in it
+    worker, stats          what a lane asks of a worker; what the workers did
+    combine                the results of several adapters -> one verdict
+    surroundings           what stands around every call: cache, budget, limits
+    pool_plan              all of a pool's settings, in a form that travels
+
+    a user's reward
+    source                 its text, that travels to any process
+    kinds, decorators      functions, classes, async, batches, groups, steps; and how they are declared
+    contract, steps        how it is called, and what its answer must look like
+    process, batches       AdapterProcess, a worker with a process: deadlines, restarts, results
+    channel, framing       the parent's end of that process, and the messages between the two
+    keeper                 ends a process with everything that it started
+    child, async_child     the main programs of the process; `calls` is what they share
+    adapters/, sandbox/    the rewards that are shipped; where the code of completions runs
+
+    a remote judge
+    judges/                what is asked of which server; servers of our own
+    judge_worker           a judge as a worker
+    traffic, meter         permits: concurrency, requests and tokens per minute
+    http_client, endpoint  one call: retries (`retry`), replicas and `breaker`, `hedging`, `exchange`, `replies`
+    budget                 what judges may cost
+    cache*                 VerdictCache: answers across runs
+
+    trying one out
+    bench, scorecard       behind `async-grpo verify`; `adapter_check` is its --check
 
 None of it imports ray, vllm or torch.
 """

@@ -10,7 +10,8 @@ whole completion. The row has
               functions of their own.
     prelude   optional: text put before the code, for imports or classes that the prompt promised
 
-Each test is a run of its own, so none can spoil another. What was expected never enters the process that runs the code.
+The code has Python's standard library, threads, and a folder in which nothing can be written. Each test is a run of
+its own, so none can spoil another. What was expected never enters the process that runs the code.
 """
 
 import re

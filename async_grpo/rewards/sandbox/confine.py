@@ -27,10 +27,8 @@ MAX_FILES = 64
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _FIRST_OWN_UID, _NOBODY = 1_000_000_000, 65534
-_SYSTEM_LIBRARIES = (
-    "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache /usr/share/zoneinfo".split()
-)
-_DEVICES = "/dev/null /dev/zero /dev/random /dev/urandom".split()
+_SYSTEM_LIBRARIES = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache".split()
+_FILES = "/usr/share/zoneinfo /dev/null /dev/zero /dev/random /dev/urandom".split()
 
 
 def confine(
@@ -67,7 +65,7 @@ def readable_paths() -> list[str]:
     True
     """
     own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib"))]
-    return [*own, *_SYSTEM_LIBRARIES, *_DEVICES, "."]
+    return [*own, *_SYSTEM_LIBRARIES, *_FILES, "."]
 
 
 def _become_nobody() -> bool:

@@ -15,6 +15,7 @@ from async_grpo.rewards.sandbox.remote import Remote
 from async_grpo.rewards.sandbox.wire import Channel, Unsendable, WireError, decode, encode
 
 PASSED, FAILED, LOST, UNUSABLE = "passed", "failed", "lost", "unusable"
+_OF_MANY_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
 
 
 class RemoteError(Exception):
@@ -27,6 +28,7 @@ class Witness:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.trouble: WireError | Unsendable | None = None
+        self.error: Exception | None = None  # the last that the tested code raised
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """The answer; a list, dict or set among `args` becomes what the tested code made of it.
@@ -46,7 +48,7 @@ class Witness:
                         _overwrite(args, position, decode(data, self._resolve))
                     return decode(value, self._resolve)
                 case ["raised", list(names), str(message)]:
-                    error = _exception(names)(message)
+                    self.error = error = _exception(names)(message)
                 case _:
                     raise WireError(f"no answer: {answer!r:.100}")
         except (WireError, Unsendable) as trouble:
@@ -75,6 +77,10 @@ def run(tests: str, channel: Channel) -> str:
         witness.ask("global", "__name__")  # raises if the tested code could not even be loaded
         namespace = {name: import_module(name) for name in modules}
         exec(code, namespace | _answers(asked, witness) | {"__name__": "tests"})
+    except ImportError as error:
+        if error is not witness.error:
+            return f"{UNUSABLE}: {error}"
+        verdict = FAILED
     except BaseException:  # an assertion, or what the tests made of a wrong answer
         verdict = FAILED
     else:
@@ -96,7 +102,9 @@ def names_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     defined = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    defined |= {
+        node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
     defined |= {(a.asname or a.name).partition(".")[0] for node in nodes
                 if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}  # fmt: skip
     owners = {
@@ -149,6 +157,3 @@ def _exception(names: list[Any]) -> type[Exception]:
         if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _OF_MANY_ARGUMENTS:
             return kind
     return RemoteError
-
-
-_OF_MANY_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)

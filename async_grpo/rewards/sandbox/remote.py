@@ -2,8 +2,8 @@
 
 No method of the tested code decides what it equals among plain values, and none turns it into one in arithmetic: else
 a class with an `__eq__` (or a `__sub__`) that pleases everybody would pass every test. Only if it is a kind of number,
-text or collection, a named tuple say, it is compared by that value, sent as data. Operators on other objects may give
-an object, and compare two of them.
+text or collection, a named tuple say, it is compared by that value, sent as data (and once: `1 < x < 3` must not see
+two of them). Operators on other objects may give an object, and compare two of them.
 """
 
 import operator
@@ -15,11 +15,14 @@ class Asks(Protocol):
 
 
 class Remote:
-    __slots__ = ("_number", "_witness")
+    """See the module. `_number` is the witness's name for the object, `_value` what it is a kind of, once asked."""
+
+    __slots__ = ("_number", "_value", "_witness")
 
     def __init__(self, witness: Asks, number: int) -> None:
         object.__setattr__(self, "_witness", witness)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_value", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._witness.ask("call", self, *args, **kwargs)
@@ -52,17 +55,23 @@ def _binary(operation: str, *, gives_object: bool, reflected: bool = False) -> A
     def apply(self: Remote, other: Any) -> Any:
         operands = (other, self) if reflected else (self, other)
         if not isinstance(other, Remote):
-            data = self._witness.ask("plain", self)
-            if not isinstance(
-                data, Remote
-            ):  # it is a kind of number, text, tuple ...: compare and count with that
-                return compute(*(data if operand is self else operand for operand in operands))
+            value = _plain(self)
+            if not isinstance(value, Remote):
+                return compute(*(value if operand is self else operand for operand in operands))
             if not gives_object:
                 return NotImplemented
         result = self._witness.ask(operation, *operands)
         return _object(operation, result) if gives_object else result is True
 
     return apply
+
+
+def _plain(remote: Remote) -> Any:
+    value = remote._value
+    if isinstance(value, Remote | list | dict | set):  # not asked yet, or it may have changed
+        value = remote._witness.ask("plain", remote)
+        object.__setattr__(remote, "_value", value)
+    return value
 
 
 def _unary(operation: str) -> Any:
@@ -76,9 +85,8 @@ def _object(operation: str, result: Any) -> Remote:
 
 
 _UNARY = "neg pos abs invert".split()
-_ARITHMETIC = (
-    "add sub mul truediv floordiv mod pow matmul and_ or_ xor".split()
-)  # as the module operator names them
+# As the module `operator` names them.
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and_ or_ xor".split()
 
 for _name in "iter next len str repr bool getitem setitem delitem".split():
     setattr(Remote, f"__{_name}__", _question(_name))

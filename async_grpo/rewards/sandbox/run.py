@@ -50,6 +50,7 @@ class Sandbox:
         output_bytes: of standard output; a program that writes more is killed.
         allow_unsandboxed: run code even where nothing keeps it off the network.
         levels: those that are tried, see `confine`.
+        python: the interpreter. Only its standard library can be imported.
     """
 
     cpu_s: float = 4.0

@@ -7,7 +7,6 @@ and each way to change a file. Calls newer than this list fail with ENOSYS, so t
 
 import ctypes
 import os
-import platform
 import struct
 from collections.abc import Iterable
 
@@ -56,7 +55,7 @@ _HARMLESS_IOCTLS = (
     0x5421,
     0x5450,
     0x5451,
-)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO[N]CLEX
+)  # TCGETS TIOCGWINSZ FION{READ,BIO,CLEX} FIOCLEX
 _HARMLESS_FCNTLS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_DUPFD_CLOEXEC
 _AF_UNIX = 1
 
@@ -142,7 +141,7 @@ class _Program(ctypes.Structure):
 
 def install() -> bool:
     """Filter the calls of this thread and all that it starts, for good. False where the kernel cannot."""
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False
     code = program(machine, os.getpid())

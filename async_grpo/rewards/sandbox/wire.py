@@ -16,7 +16,7 @@ MAX_MESSAGE_BYTES = 32 * 2**20
 _HEADER = struct.Struct("!I")
 _JSON_INT_BITS = 64  # longer ones travel in hexadecimal: Python limits the digits of decimal text
 
-# Immutable values of the standard library: type -> the arguments that build it again.
+# Values of the standard library: type -> the arguments that build it again.
 _BUILT: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.range": lambda value: (value.start, value.stop, value.step),
     "builtins.complex": lambda value: (value.real, value.imag),
