@@ -149,6 +149,23 @@ class AlgorithmConfig:
             self.importance_level == "none" and bool(said),
             f"--importance-{' --importance-'.join(said)} does nothing without --importance-level token or sequence",
         )
+        idle = {"clip": 0.5, "learning_rate": None, "trunk_gradient": True}
+        said = [name for name, default in idle.items() if getattr(self, f"critic_{name}") != default]
+        refuse(
+            self.advantage_estimator != "gae" and bool(said),
+            f"--critic-{' --critic-'.join(map(dashed, said))} does nothing without --advantage-estimator gae",
+        )
+        refuse(
+            self.kl_clamp is not None and not self.kl_coef,
+            f"--kl-clamp {self.kl_clamp} does nothing without --kl-coef",
+        )
+        refuse(
+            self.zero_variance == "resample" and not self.max_resamples,
+            "--zero-variance resample with --max-resamples 0 replaces nothing",
+        )
+        refuse(
+            self.clip_low is not None and self.clip_low > 1, f"--clip-low {self.clip_low} must be at most 1"
+        )
         bounds = (self.rejection_low, self.rejection_high)
         refuse(
             self.rejection_statistic is None and bounds != (None, None),

@@ -140,6 +140,11 @@ class RunConfig(RewardConfig, AlgorithmConfig):
             self.samples_per_question < 2,
             "--samples-per-question 1: a group of one has nothing to compare with; use 2 or more",
         )
+        refuse(
+            not 2 <= self.min_valid_samples <= self.samples_per_question,
+            f"--min-valid-samples {self.min_valid_samples} must lie between 2 (one has nothing to compare with) and "
+            f"--samples-per-question {self.samples_per_question}",
+        )
         name = self.dump_samples_filename
         refuse(
             bool(name) and "/" in name,

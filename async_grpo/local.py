@@ -177,14 +177,18 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judges: tup
 
 
 def _workers(config: LocalConfig) -> list[WorkerConfig]:
-    shared: dict[str, Any] = {"model_path": config.model_name_or_path, "run_name": config.run_name}
+    shared: dict[str, Any] = {
+        "model_path": config.model_name_or_path,
+        "run_name": config.run_name,
+        "start_timeout_s": config.start_timeout_s,
+        "logging_level": config.logging_level,
+    }
     generation = WorkerConfig(
         mode="generation",
         reward_fns=config.reward_fns,
         max_num_seqs=config.max_num_seqs,
         overhead_seqs=config.overhead_seqs,
         enforce_eager=config.enforce_eager,
-        start_timeout_s=config.start_timeout_s,
         **shared,
     )
     logprob = [

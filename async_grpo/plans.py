@@ -15,6 +15,7 @@ from async_grpo.experience.alarms import AlarmLimits
 from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.failures import FailurePolicy
 from async_grpo.experience.reward_tensors import OUTCOME, OVERLONG, Payment
+from async_grpo.refusals import refuse_combinations
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.kinds import check_options, is_judge, is_process, kind_of
 from async_grpo.rewards.pool_plan import PoolPlan
@@ -23,6 +24,8 @@ from async_grpo.rewards.traffic import Limits
 from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.training.objective import Critic, Objective
 from async_grpo.training.optimizer import OptimizerSettings
+
+NOT_NEGATIVE = ("clip_low", "clip_high", "eps_low", "eps_high", "coef")  # of loss options
 
 
 def objective(config: RunConfig) -> Objective:
@@ -66,6 +69,9 @@ def _loss_options(config: RunConfig) -> dict[str, Any]:
     options = typed_options(
         parse_assignments(config.loss_options, "loss-options"), known, f"the loss {name} (--loss-options)"
     )
+    for bound, value in options.items():
+        if bound in NOT_NEGATIVE and value is not None and value < 0:
+            raise ConfigurationError(f"--loss-options {bound}={value} cannot be negative")
     for clip in ("clip_low", "clip_high"):
         value = getattr(config, clip)
         if value is None:
@@ -106,7 +112,7 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
             f"gives one score per sample; estimators that fit: {', '.join(estimators_for(process=False))}"
         )
     weights = config.weights_by_name
-    _refuse_combinations(config, process)
+    refuse_combinations(config, process, adapters)
     weighable = {*process}
     if config.reward_combine in ("sum", "mean"):
         weighable |= {*adapters}
@@ -140,34 +146,6 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageP
     )
 
 
-def _refuse_combinations(config: RunConfig, process: Collection[str]) -> None:
-    """What would be accepted, and do nothing or something else."""
-    name = config.advantage_estimator
-    if process and config.reward_combine != "best":
-        raise ConfigurationError(
-            f"--reward-combine {config.reward_combine} combines scores, and {', '.join(process)} gives rewards step by "
-            "step, which are added up: weigh them by --reward-weights"
-        )
-    if blamed := sorted(
-        n for n in process if config.failure_policies.get(n, "mask") not in ("mask", "refill")
-    ):
-        raise ConfigurationError(
-            f"--on-reward-failure {blamed[0]}={config.failure_policies[blamed[0]]}: there are no steps that could stand in "
-            "for missing ones; use mask or refill"
-        )
-    partial = config.reward_combine == "gate" or config.reward_column is not None
-    if name == "gdpo" and (partial or config.failure_constants or config.kl_in_reward):
-        raise ConfigurationError(
-            "--advantage-estimator gdpo normalises every reward by itself: it goes with neither a gate, nor "
-            "--reward-column, nor constants for failures, nor --kl-in-reward"
-        )
-    if name in ("gae", "reinforce_plus_plus") and config.zero_variance != "keep":
-        raise ConfigurationError(
-            f"--zero-variance {config.zero_variance}: groups of equal rewards teach {name}, which compares with the whole "
-            "batch; keep them"
-        )
-
-
 def estimator_options(config: RunConfig) -> dict[str, Any]:
     """The further options of the run's estimator.
 
@@ -177,6 +155,8 @@ def estimator_options(config: RunConfig) -> dict[str, Any]:
     name = config.advantage_estimator
     given = parse_assignments(config.estimator_options, "estimator-options")
     options = typed_options(given, ADVANTAGE_ESTIMATORS[name].options, f"--advantage-estimator {name}")
+    if options.get("eps", 0.0) < 0:
+        raise ConfigurationError(f"--estimator-options eps={options['eps']} cannot be negative")
     for discount in options.keys() & {"gamma", "lam"}:
         if not 0 <= options[discount] <= 1:
             raise ConfigurationError(

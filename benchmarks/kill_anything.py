@@ -5,7 +5,8 @@
     python benchmarks/kill_anything.py --victim supervisor --signal SIGINT          a Ctrl-C
 
 The command must end within 60 s with a non-zero code and a message that names what died, or go on to a correct end, with
-exactly one reward per sample; what only scores (pool, verifier, adapter) must let it go on. No process may be left. Prints one row per kill and exits with 1 if one of them broke the rule.
+exactly one reward per sample; what only scores (pool, verifier, adapter) must let it go on. No process may be left.
+Prints one row per kill and exits with 1 if one of them broke the rule.
 """
 
 import argparse

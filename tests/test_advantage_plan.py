@@ -236,6 +236,8 @@ def test_what_counts_as_signal_is_what_the_estimator_reads():
     solved = group(sample(1, 1.0), sample(1, 1.0), baseline=Verdict(OK, 0.0))
     assert AdvantagePlan(estimator="remax").has_signal(solved)  # all better than the greedy completion
     assert not AdvantagePlan(estimator="grpo").has_signal(solved)
+    unjudged = group(sample(1, 1.0), sample(1, 0.0), baseline=Verdict(FAILED, None))
+    assert not AdvantagePlan(estimator="remax").has_signal(unjudged)  # nothing to compare with
 
 
 def test_a_group_with_fewer_rewards_than_asked_for_is_left_out():

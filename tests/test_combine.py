@@ -116,7 +116,7 @@ def test_settings_that_cannot_be_combined_are_refused(settings, said):
     ),
 )
 def test_a_reward_is_finite_and_there_exactly_when_the_verdict_is_ok(mode, outcomes):
-    named = {name: outcome for name, outcome in zip("abcd", outcomes, strict=False)}
+    named = dict(zip("abcd", outcomes, strict=False))
     verdict = Combination(tuple("abcd"), mode).verdict(results(**named))
     statuses = set(outcomes) & {FAILED, TIMED_OUT}
     assert (verdict.reward is None) == (verdict.status is not OK)

@@ -99,6 +99,7 @@ FLOORS = [
     {"modeling"},
     {"experience", "rewards", "weights", "logprob", "training"},
     {"generation"},
+    {"refusals"},
     {"plans"},
     {"preparation"},
     {"cluster"},

@@ -428,6 +428,23 @@ async def test_a_probe_that_is_cancelled_leaves_the_next_one_its_place():
         assert await other == {"score": 0.5}
 
 
+async def test_a_probe_that_gets_no_permit_leaves_the_next_one_its_place():
+    limiter, limits = Limiter(), Limits(concurrency=1)
+    async with (
+        HostileServer(status(500), GOOD) as server,
+        client_of(
+            server.url, breaker_failures=1, breaker_reset_s=0.1, attempts=1, traffic=limiter, limits=limits
+        ) as client,
+    ):
+        with pytest.raises(JudgeUnavailable):
+            await ask(client)
+        permit = await limiter.acquire("judge", limits)
+        with pytest.raises(JudgeTimeout, match="no permit"):
+            await ask(client, 0.3)
+        await limiter.release("judge", permit)
+        assert await ask(client) == {"score": 0.5}
+
+
 async def test_while_every_breaker_is_open_nothing_is_sent_and_callers_fail_by_their_deadline():
     async with (
         HostileServer(status(500)) as server,

@@ -322,3 +322,22 @@ def test_there_are_eleven_statistics():
     assert len(STATISTICS) == len(set(STATISTICS)) == 11
     for statistic in STATISTICS:
         check_rejection(statistic, None, 1.5)
+
+
+def test_sequence_ids_may_be_any_numbers_as_in_the_losses():
+    torch.manual_seed(0)
+    logprobs, behaviour = torch.randn(2, 6), torch.randn(2, 6)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    odd = torch.tensor([[-3, -3, 10**12, 10**12, 4, 4]] * 2) + torch.tensor([[0], [100]])
+    plain = torch.tensor([[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]])
+    for bounds in ({"level": "sequence", "high": 9.0}, {"level": "sequence", "mode": "mask", "low": 0.5}):
+        weights = [
+            importance_weights(logprobs, behaviour, mask, sequence_ids=ids, **settings)
+            for ids in (odd, plain)
+        ]
+        assert torch.equal(*weights)
+    kept = [
+        rejection_mask(logprobs, behaviour, mask, statistic="sequence_mean_k3", high=0.5, sequence_ids=ids)
+        for ids in (odd, plain)
+    ]
+    assert torch.equal(*kept)

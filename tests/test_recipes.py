@@ -14,7 +14,7 @@ from async_grpo.algorithm_config import parse_assignments
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.local import as_arguments
-from async_grpo.plans import advantage_plan, batcher_plan, estimator_options, objective
+from async_grpo.plans import advantage_plan, batcher_plan, estimator_options, objective, optimizer_settings
 from async_grpo.recipes import RECIPES
 from async_grpo.rewards.adapters import process_reward
 
@@ -143,6 +143,11 @@ def test_contradictory_or_unknown_options_fail_at_start(options, said):
         ({"kl_coef": float("nan")}, "is not a number"),
         ({"importance_normalize": True}, "does nothing without --importance-level"),
         ({"importance_mode": "mask"}, "does nothing without --importance-level"),
+        ({"critic_clip": 0.1}, "does nothing without --advantage-estimator gae"),
+        ({"kl_clamp": 1.0}, "does nothing without --kl-coef"),
+        ({"zero_variance": "resample", "max_resamples": 0}, "replaces nothing"),
+        ({"min_valid_samples": 99, "samples_per_question": 8}, "must lie between 2"),
+        ({"clip_low": 1.5}, "at most 1"),
         ({"reward_weights": "a=x"}, "no finite number"),
         ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
         ({"on_reward_failure": "judge=constant:much"}, "must be a number"),
@@ -164,6 +169,16 @@ def test_values_that_can_never_work_are_refused_by_the_configuration(options, sa
             "gdpo normalises",
         ),
         ({"advantage_estimator": "gdpo", "reward_combine": "gate"}, {"a": outcome}, "gdpo normalises"),
+        (
+            {"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"},
+            {"a": outcome, "s": steps},
+            "cannot stand in for steps",
+        ),
+        (
+            {"advantage_estimator": "gae", "reward_fallback": "s=a"},
+            {"a": outcome, "s": steps},
+            "gives other steps",
+        ),
         ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, {"s": steps}, "weigh them by"),
         (
             {"advantage_estimator": "grpo_process", "on_reward_failure": "s=constant:0"},
@@ -251,3 +266,83 @@ def test_a_short_real_run_of_each_recipe_does_what_it_says(name, tmp_path):
             assert sum(line["samples_trained"] for line in lines) == 96 - 4 * without
         case "process":
             assert lines[0]["countdown_steps/reward"] is not None
+
+
+WIRING = [
+    # option, value, where it must arrive
+    ("kl_coef", 0.3, lambda o, b: o.kl_coef),
+    ("kl_kind", "k2", lambda o, b: o.kl_kind),
+    ("entropy_coef", 0.2, lambda o, b: o.entropy_coef),
+    ("old_policy", "current", lambda o, b: o.old_policy),
+    ("clip_low", 0.05, lambda o, b: o.policy_loss_options["clip_low"]),
+    ("clip_high", 0.07, lambda o, b: o.policy_loss_options["clip_high"]),
+    ("temperature", 0.7, lambda o, b: o.temperature),
+    ("mask_truncated", False, lambda o, b: b.advantages.mask_truncated),
+    ("max_token_staleness", 3, lambda o, b: b.advantages.max_token_staleness),
+    ("min_valid_samples", 5, lambda o, b: b.advantages.min_valid),
+    ("min_valid_samples", 5, lambda o, b: b.failures.min_valid),
+    ("max_resamples", 3, lambda o, b: b.max_resamples),
+    ("no_positive_resampling", 0.8, lambda o, b: b.retire_above),
+    ("overlong_penalty", 0.4, lambda o, b: b.advantages.payment.overlong_penalty),
+    ("truncation_alarm", 0.1, lambda o, b: b.alarms.truncated),
+    ("failure_alarm", 0.2, lambda o, b: b.alarms.failed),
+    ("max_staleness", 4, lambda o, b: b.max_staleness),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "place"), WIRING)
+def test_every_flag_reaches_the_plan_that_reads_it(option, value, place):
+    made = config(**{option: value})
+    assert place(objective(made), batcher_plan(made, 1, {"outcome": outcome})) == value
+
+
+def test_flags_that_turn_into_something_else_arrive_as_that():
+    made = config(
+        rejection_statistic="token_k1", rejection_low=0.5, rejection_high=2.0, policy_loss="gpg", kl_clamp=3.0,
+        importance_level="sequence", importance_mode="mask", importance_low=0.1, importance_high=4.0,
+        importance_normalize=True, kl_coef=0.1, overlong_buffer=0.25, max_generation_tokens=100,
+        estimator_options="eps=0.5", zero_variance="resample",
+    )  # fmt: skip
+    correction, plan = objective(made).correction, batcher_plan(made, 1, {"outcome": outcome})
+    assert (correction.rejection_low, correction.rejection_high, correction.statistic) == (
+        0.5,
+        2.0,
+        "token_k1",
+    )
+    assert (correction.level, correction.mode, correction.low, correction.high) == (
+        "sequence",
+        "mask",
+        0.1,
+        4.0,
+    )
+    assert correction.averages and objective(made).kl_clamp == 3.0
+    assert plan.advantages.payment.overlong_buffer == 25 and plan.advantages.options == {"eps": 0.5}
+    assert plan.resample and not plan.advantages.filter_groups and not plan.with_baseline
+    assert batcher_plan(config(zero_variance="filter"), 1, {"a": outcome}).advantages.filter_groups
+    assert batcher_plan(config(advantage_estimator="remax"), 1, {"a": outcome}).with_baseline
+
+
+def test_a_kl_is_paid_in_the_reward_or_in_the_loss_and_never_in_both():
+    made = config(kl_coef=0.1, kl_kind="k1", kl_in_reward=True, kl_clamp=2.0)
+    payment = batcher_plan(made, 1, {"outcome": outcome}).advantages.payment
+    assert objective(made).kl_coef == 0 and (payment.kl_coef, payment.kl_kind, payment.kl_clamp) == (
+        0.1,
+        "k1",
+        2.0,
+    )
+    in_loss = config(kl_coef=0.1)
+    assert objective(in_loss).kl_coef == 0.1
+    assert batcher_plan(in_loss, 1, {"outcome": outcome}).advantages.payment.kl_coef == 0
+
+
+def test_critic_flags_reach_the_critic():
+    made = config(
+        advantage_estimator="gae",
+        critic_coef=0.3,
+        critic_clip=0.2,
+        critic_learning_rate=1e-3,
+        estimator_options="lam=0.9",
+    )
+    critic = objective(made).critic
+    assert (critic.coef, critic.clip, critic.lam, critic.gamma) == (0.3, 0.2, 0.9, 1.0)
+    assert optimizer_settings(made).critic_learning_rate == 1e-3

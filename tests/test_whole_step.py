@@ -57,6 +57,14 @@ CASES = {
         "old_policy": "current",
         "correction": OffPolicyCorrection("token", "truncate", high=2.0),
     },
+    "weights without a proximal policy": {
+        "policy_loss": "gpg",
+        "correction": OffPolicyCorrection("token", high=3.0, normalize=True),
+    },
+    "rejected tokens without a proximal policy": {
+        "policy_loss": "grpo",
+        "correction": OffPolicyCorrection(statistic="token_k2", rejection_high=2.0),
+    },
     "rejected tokens": {
         "aggregation": "sequence_mean_token_mean",
         "correction": OffPolicyCorrection(statistic="token_k1", rejection_low=0.8, rejection_high=1.25),
@@ -83,13 +91,14 @@ def objective_of(case: str) -> Objective:
     return Objective(**settings, aggregation_scale=scale)
 
 
-def minibatch(seed: int) -> list[dict]:
+def minibatch(seed: int, case: str) -> list[dict]:
     """Random sequences in groups of about three; some have nothing to train on."""
     rng = np.random.default_rng(seed)
     sequences = [random_sequence(rng, 30, with_ref=True) for _ in range(11)]
     for number, sequence in enumerate(sequences):
         sequence["group"] = number // 3
-        sequence["proximal"] = sequence["behaviour"] + rng.normal(0, 0.3, len(sequence["ids"]))
+        if "without a proximal" not in case:
+            sequence["proximal"] = sequence["behaviour"] + rng.normal(0, 0.3, len(sequence["ids"]))
     for sequence in sequences:
         members = [s for s in sequences if s["group"] == sequence["group"]]
         sequence["group_tokens"] = sum(int(s["mask"][1:].sum()) for s in members)
@@ -136,7 +145,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with distributed_run("cpu", timeout_s=60) as ranks:
         results = {
-            case: step_gradients(ranks, case, deal(minibatch(seed), seed, WORLD_SIZE)[rank])
+            case: step_gradients(ranks, case, deal(minibatch(seed, case), seed, WORLD_SIZE)[rank])
             for seed, case in enumerate(CASES)
         }
     if rank == 0:
@@ -188,7 +197,8 @@ def reference_gradients(case, sequences):
     log_softmax = output.logits[:, :-1].log_softmax(-1)
     logprobs = torch.nn.functional.pad(log_softmax.gather(2, ids[:, 1:, None])[..., 0], (1, 0))
     entropy = torch.nn.functional.pad(-(log_softmax.exp() * log_softmax).sum(-1), (1, 0))
-    behaviour, proximal, advantages = (padded(sequences, c) for c in ("behaviour", "proximal", "advantages"))
+    behaviour, advantages = (padded(sequences, c) for c in ("behaviour", "advantages"))
+    proximal = padded(sequences, "proximal") if "proximal" in sequences[0] else logprobs.detach()
 
     full_mask, kept, correction = mask, mask, objective.correction
     if correction.statistic:
@@ -249,7 +259,7 @@ def reference_gradients(case, sequences):
     "case", [case for case in CASES if not case.startswith("clip_cov")]
 )  # whose random choice goes by the token's own number, which a padded batch does not know
 def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ranks, case):
-    sequences = minibatch(list(CASES).index(case))
+    sequences = minibatch(list(CASES).index(case), case)
     expected = reference_gradients(case, sequences)
     overall, worst = relative_error(two_ranks[case][1], expected)
     assert overall < 2e-5 and worst < 2e-5
@@ -257,7 +267,7 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_padded_pass(two_ran
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("clip_cov")])
 def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_ranks, alone, case):
-    metrics, gradients = step_gradients(alone, case, [pack(minibatch(list(CASES).index(case)))])
+    metrics, gradients = step_gradients(alone, case, [pack(minibatch(list(CASES).index(case), case))])
     overall, worst = relative_error(two_ranks[case][1], gradients)
     assert overall < 2e-5 and worst < 2e-5
     if case == "clip_cov takes more":

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.aggregation import row_ids, tokens_per_sequence
+from async_grpo.algorithm.aggregation import compact_ids, row_ids, tokens_per_sequence
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.errors import ConfigurationError
 
@@ -39,7 +39,8 @@ def log_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Ten
 
 def sequence_groups(mask: Tensor, sequence_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """ids (B, T), 0 where the mask is False, and the number of unmasked tokens of each id, (max id + 1,)."""
-    ids = torch.where(mask, row_ids(mask) if sequence_ids is None else sequence_ids.long(), 0)
+    ids = row_ids(mask) if sequence_ids is None else compact_ids(sequence_ids, mask)
+    ids = torch.where(mask, ids, 0)
     return ids, tokens_per_sequence(mask, ids)
 
 

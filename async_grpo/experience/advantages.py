@@ -18,6 +18,7 @@ from async_grpo.experience.groups import different_rewards, num_scored
 from async_grpo.experience.reward_tensors import Payment, RewardTensors
 from async_grpo.types import Group, Sample
 
+COMPLETE = ("gae", "reinforce_plus_plus")  # compare whole returns, so every adapter must have paid its part
 IN_TRAINER = ("gae",)  # their advantages need the critic; the samples carry token rewards there instead
 
 
@@ -49,8 +50,10 @@ class AdvantagePlan:
 
     def has_signal(self, group: Group) -> bool:
         """Whether the estimator finds any difference between the group's samples, or (ReMax) to the greedy one."""
-        if self.estimator == "remax" and group.baseline is not None and different_rewards(group) == 1:
-            return any(sample.verdict.reward not in (None, group.baseline.reward) for sample in group.samples)
+        if self.estimator == "remax":
+            greedy = None if group.baseline is None else group.baseline.reward
+            rewards = {sample.verdict.reward for sample in group.samples} - {None}
+            return greedy is not None and rewards != {greedy}
         apart = self.estimator == "gdpo" or bool(self.payment.process_adapters)
         return different_rewards(group, apart=apart) > 1
 
@@ -90,11 +93,12 @@ class AdvantagePlan:
 
     def _valid(self, batch: RewardTensors) -> Tensor:
         """(B,): whether the sample has everything that the estimator reads."""
-        match self.estimator:
-            case "gdpo":  # every component is normalised: none may be missing
-                return batch.valid & batch.complete
-            case "remax":
-                return batch.valid & batch.has_baseline
+        if self.estimator == "remax":
+            return batch.valid & batch.has_baseline
+        if self.estimator == "gdpo" or (self.payment.process_adapters and self.estimator in COMPLETE):
+            return (
+                batch.valid & batch.complete
+            )  # what one adapter did not say must not count as 0 beside the others
         return batch.valid
 
     def _trained(self, sample: Sample, advantages: Tensor, step: int) -> Sample:

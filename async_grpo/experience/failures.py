@@ -27,7 +27,10 @@ class FailurePolicy:
 
     def wants_refill(self, group: Group) -> bool:
         """Whether the group should be dropped for another one."""
-        return any(culprit in self.refill for sample in group.samples for culprit in culprits(sample))
+        verdicts = [sample.verdict for sample in group.samples]
+        if group.baseline is not None:
+            verdicts.append(group.baseline)
+        return any(culprit in self.refill for verdict in verdicts for culprit in culprits(verdict))
 
     def apply(self, group: Group) -> Group:
         """The group with the mean reward where the policy gives it."""
@@ -37,12 +40,12 @@ class FailurePolicy:
         return replace(group, samples=tuple(self._filled(sample, mean) for sample in group.samples))
 
     def _filled(self, sample: Sample, mean: float) -> Sample:
-        blamed = set(culprits(sample))
+        blamed = set(culprits(sample.verdict))
         if not blamed or blamed - self.group_mean or sample.verdict.status not in LOST:
             return sample
         return replace(sample, verdict=Verdict(RewardStatus.OK, mean, sample.verdict.results, filled=True))
 
 
-def culprits(sample: Sample) -> Iterator[str]:
-    """The adapters that failed on a sample."""
-    return (result.adapter for result in sample.verdict.results if result.status in LOST)
+def culprits(verdict: Verdict) -> Iterator[str]:
+    """The adapters that failed."""
+    return (result.adapter for result in verdict.results if result.status in LOST)
