@@ -332,8 +332,7 @@ def test_sequence_ids_may_be_any_numbers_as_in_the_losses():
     plain = torch.tensor([[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]])
     for bounds in ({"level": "sequence", "high": 9.0}, {"level": "sequence", "mode": "mask", "low": 0.5}):
         weights = [
-            importance_weights(logprobs, behaviour, mask, sequence_ids=ids, **settings)
-            for ids in (odd, plain)
+            importance_weights(logprobs, behaviour, mask, sequence_ids=ids, **bounds) for ids in (odd, plain)
         ]
         assert torch.equal(*weights)
     kept = [

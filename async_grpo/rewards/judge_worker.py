@@ -38,7 +38,9 @@ class JudgeWorker:
             )
         except JudgeError as error:
             timed_out = isinstance(error, JudgeTimeout)
-            answer = failure(str(error), RewardStatus.TIMED_OUT.value if timed_out else RewardStatus.FAILED.value)
+            answer = failure(
+                str(error), RewardStatus.TIMED_OUT.value if timed_out else RewardStatus.FAILED.value
+            )
             spent = getattr(error, "spent", {})  # a call that failed has cost something all the same
         except Exception as error:  # a judge is asked by code of many hands; no error of it may cost the lane
             answer = failure(describe(error))

@@ -32,7 +32,9 @@ class PoolPlan:
     budget: float | None = None
     budget_policy: str = "pause"
     budget_path: str | None = None
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # environment variables with judges' keys
+    secrets: Mapping[str, str] = field(
+        default_factory=dict, repr=False
+    )  # environment variables with judges' keys
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.endpoint import Endpoint
 from async_grpo.rewards.traffic import Limits
 
-JUDGE_URLS = "JUDGE_URLS"  # set by `async-grpo run --judge-model`, or by the user; travels to every process of a run
+JUDGE_URLS = (
+    "JUDGE_URLS"  # set by `async-grpo run --judge-model`, or by the user; travels to every process of a run
+)
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 
 
