@@ -22,6 +22,7 @@ def cluster() -> Iterator[None]:
     here = os.path.dirname(__file__)  # workers unpickle the actor classes of this file by name
     paths = {"PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}
     ray.init(
+        address="local",  # never a cluster that happens to run here
         include_dashboard=False,
         log_to_driver=False,
         namespace="test-channel",

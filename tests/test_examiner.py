@@ -455,7 +455,7 @@ def test_a_defaultdict_arrives_as_a_dict_and_an_object_as_its_number():
     assert decode(encode([object()], refer=lambda value: 5), resolve=lambda number: -number) == [-5]
 
 
-TAGS = "object int dict set bytes list decimal.Decimal builtins.range builtins.eval os.system".split()
+TAGS = "object int dict set bytes list decimal.Decimal builtins.range builtins.object os.getcwd".split()
 json_data = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -471,3 +471,13 @@ json_data = st.recursive(
 def test_hostile_bytes_become_a_value_or_a_wire_error(data):
     with contextlib.suppress(WireError):
         decode(data, resolve=str)
+
+
+@pytest.mark.parametrize(
+    "tag", ["os.getcwd", "builtins.object", "builtins.len", "decimal.getcontext", "", "decimal.", None, 1, []]
+)
+def test_decoding_builds_nothing_but_what_is_listed(tag):
+    with pytest.raises(WireError):
+        decode([tag], resolve=str)
+    with pytest.raises(WireError):
+        decode(["list", [tag, "abc"]], resolve=str)

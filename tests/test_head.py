@@ -25,7 +25,13 @@ MODEL = ROOT / "sample-data" / "tiny-model"
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    ray.init(include_dashboard=False, log_to_driver=False, namespace="test-head", runtime_env=environment)
+    ray.init(
+        address="local",  # never a cluster that happens to run here
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace="test-head",
+        runtime_env=environment,
+    )
     yield
     ray.shutdown()
 
