@@ -32,9 +32,10 @@ from async_grpo.rewards.http_client import (
     JudgeTimeout,
     JudgeUnavailable,
 )
+from async_grpo.rewards.limits import Limits
 from async_grpo.rewards.replicas import Replicas
 from async_grpo.rewards.retry import backoff_delay, retry_after_s
-from async_grpo.rewards.traffic import Limiter, Limits
+from async_grpo.rewards.traffic import Limiter
 
 GRACE_S = 1.0  # how much later than its deadline a call may end, on a busy machine
 GOOD = reply({"score": 0.5})

@@ -31,7 +31,8 @@ from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, Judge, LLMJudge,
 from async_grpo.rewards.judges.prompts import FENCE_NOTE, Template, harmless
 from async_grpo.rewards.judges.reward_model import conversation
 from async_grpo.rewards.kinds import is_judge
-from async_grpo.rewards.traffic import Limiter, Limits
+from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.traffic import Limiter
 
 ROOT = Path(__file__).resolve().parent.parent
 URL = "http://127.0.0.1:9"

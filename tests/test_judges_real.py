@@ -17,7 +17,8 @@ from async_grpo.rewards.endpoint import BadReply, JudgeError, JudgeRefused, Judg
 from async_grpo.rewards.http_client import EndpointClient
 from async_grpo.rewards.judges import GenerativeRM, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.server import JudgeServer
-from async_grpo.rewards.traffic import Limiter, Limits
+from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.traffic import Limiter
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 MODEL = Path(__file__).resolve().parent.parent / "sample-data" / "tiny-model"

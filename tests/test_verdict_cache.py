@@ -28,7 +28,7 @@ from async_grpo.rewards.cache import VerdictCache, key_of, version_of, version_o
 from async_grpo.rewards.cache_connection import APPLICATION_ID
 from async_grpo.rewards.cache_file import ENTRY_OVERHEAD_BYTES, CacheFile
 from async_grpo.rewards.judges import HTTPScorer
-from async_grpo.rewards.traffic import Limits
+from async_grpo.rewards.limits import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE_ONCE = settings(

@@ -14,9 +14,11 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.combine import Combination
+from async_grpo.rewards.jobs import Scoring
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.process import process_maker
 from async_grpo.rewards.source import RewardSource
+from async_grpo.rewards.stats import LaneStats
 from async_grpo.types import AdapterResult, RewardStatus
 
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
@@ -520,7 +522,15 @@ def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
     with_pool(test, workshop)
 
 
-def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
+def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own(monkeypatch):
+    delivered: Counter[int] = Counter()
+    deliver = Scoring.deliver
+
+    def counted(job: Scoring, answer: AdapterResult, stats: LaneStats) -> None:
+        delivered[job.sample["id"]] += 1
+        deliver(job, answer, stats)
+
+    monkeypatch.setattr(Scoring, "deliver", counted)
     rng = random.Random(0)
     workshop = Workshop()
     num_samples = 300
@@ -543,20 +553,21 @@ def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
             await asyncio.sleep(0.001)
             tasks[number].cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        num_verdicts = 0
+        heard = set()
         for number, (outcome, act) in enumerate(zip(outcomes, expected, strict=True)):
             if isinstance(outcome, asyncio.CancelledError):
                 assert number in cancelled
                 continue
-            num_verdicts += 1
+            heard.add(number)
             if isinstance(act, float):
                 assert outcome.reward == act and outcome.results[0].extra == {"id": number}
             else:
                 assert outcome.status is (act if isinstance(act, RewardStatus) else FAILED)
         stats = pool.stats()["a"]
-        counted = sum(stats[status.value] for status in RewardStatus)
-        # Nothing twice; only a sample cancelled in the moment in which it was scored counts without a verdict
-        assert num_verdicts <= counted <= num_verdicts + len(cancelled) - 1
+        assert set(delivered.values()) == {1}
+        assert sum(stats[status.value] for status in RewardStatus) == len(delivered)
+        # A sample that is cancelled in the moment in which it was scored has a verdict that nobody heard.
+        assert heard <= set(delivered) <= heard | cancelled
         assert max(Counter(workshop.journal).values()) <= 2
         assert stats["workers"] == 4 and stats["queue_depth"] == 0
 

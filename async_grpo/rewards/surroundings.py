@@ -7,7 +7,8 @@ from typing import Any
 
 from async_grpo.rewards.budget import Budget, BudgetExhausted
 from async_grpo.rewards.cache import VerdictCache, key_of
-from async_grpo.rewards.traffic import Limits, Traffic
+from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.traffic import Traffic
 from async_grpo.types import AdapterResult, RewardStatus
 
 COST = "judge_cost"  # of a judge's extras: what the call cost

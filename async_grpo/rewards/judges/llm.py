@@ -8,7 +8,6 @@ Any server that speaks OpenAI's chat completions will do. The completion is data
 from posing as instructions.
 """
 
-import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -171,6 +170,8 @@ class LLMJudge(RemoteJudge):
         per_request = count if self.one_request else 1
         bodies = [self._body(sample, per_request) for _ in range(count // per_request)]
         calls = [self._ask(client, body, per_request, lane, deadline) for body in bodies]
+        import asyncio  # here, because the page of rewards imports this module and must stay cheap
+
         replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, JudgeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.endpoint import Endpoint
-from async_grpo.rewards.traffic import Limits
+from async_grpo.rewards.limits import Limits
 
 JUDGE_URLS = (
     "JUDGE_URLS"  # set by `async-grpo run --judge-model`, or by the user; travels to every process of a run
