@@ -234,7 +234,7 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
         cache_path=config.verdict_cache,
         budget=config.judge_budget,
         budget_policy=config.judge_budget_policy,
-        budget_path=str(config.output_path / "judge_budget.json")
+        budget_path=str(config.output_path / "judge_budget.jsonl")
         if config.judge_budget is not None
         else None,
     )

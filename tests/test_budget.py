@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.rewards.budget import Budget, BudgetExhausted, Price
-
-PRICES = {"judge": Price(input=0.15, output=0.6), "small": Price(input=0.02)}
+from async_grpo.rewards import budget as budget_module
+from async_grpo.rewards.budget import Budget, BudgetExhausted
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +29,8 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_prices_are_per_million_tokens_of_each_kind():
-    budget = Budget(None, PRICES)
-    assert budget.cost("judge", 2_000_000, 500_000) == pytest.approx(0.3 + 0.3)
-    assert budget.cost("small", 1000, 99_999) == pytest.approx(2e-5)
-    with pytest.raises(ConfigurationError, match="no price of other, but of judge, small"):
-        budget.cost("other", 1, 1)
-
-
 async def test_a_limit_is_spent_to_the_last_unit_however_small_the_calls():
-    budget = Budget(0.3, PRICES, policy="fallback")
+    budget = Budget(0.3, policy="fallback")
     for _ in range(3):
         await spend(budget, "judge", 0.1, 0.1)  # 3 * 0.1 > 0.3 in binary fractions
     with pytest.raises(BudgetExhausted, match=r"a call of judge needs 1e-09 and 0.3 of 0.3 is spent"):
@@ -50,13 +41,13 @@ async def test_a_limit_is_spent_to_the_last_unit_however_small_the_calls():
 
 
 async def test_without_a_limit_it_only_counts():
-    budget = Budget(None, PRICES)
+    budget = Budget(None)
     await asyncio.gather(*(spend(budget, "judge", 1e6, number) for number in range(10)))
     assert budget.spent == 45 and budget.stats()["limit"] is None
 
 
 async def test_fallback_waits_for_calls_in_flight_before_it_gives_up():
-    budget = Budget(1.0, PRICES, policy="fallback")
+    budget = Budget(1.0, policy="fallback")
     first = await budget.reserve("judge", 0.9)
     second = asyncio.create_task(budget.reserve("judge", 0.5))
     third = asyncio.create_task(budget.reserve("judge", 0.6))
@@ -70,14 +61,17 @@ async def test_fallback_waits_for_calls_in_flight_before_it_gives_up():
 
 
 async def test_pause_waits_until_the_limit_is_raised_and_says_so_once(caplog):
-    budget = Budget(1.0, PRICES)
+    budget = Budget(1.0)
     await spend(budget, "judge", 1.0, 1.0)
     waiting = [asyncio.create_task(budget.reserve("judge", 0.4)) for _ in range(3)]
     await turns()
     assert not any(task.done() for task in waiting)
     assert (budget.stats()["waiting"], budget.stats()["paused"]) == (3, True)
     assert caplog.text.count("the judges are paused until the limit is raised") == 1
-    assert "a call of judge needs 0.4 and 1 of 1 is spent" in caplog.text
+    assert (
+        "a call of judge needs 0.4 and 1 of 1 is spent. To raise the limit: see Budget.set_limit"
+        in caplog.text
+    )
     budget.set_limit(1.8)
     await turns()
     assert [task.done() for task in waiting] == [True, True, False] and not budget.stats()["paused"]
@@ -89,7 +83,7 @@ async def test_pause_waits_until_the_limit_is_raised_and_says_so_once(caplog):
 
 
 async def test_a_call_too_dear_for_the_rest_holds_up_nobody_who_can_pay(caplog):
-    budget = Budget(1.0, PRICES)
+    budget = Budget(1.0)
     dear = asyncio.create_task(budget.reserve("judge", 5.0))
     await turns()
     await asyncio.wait_for(spend(budget, "small", 0.1, 0.1), 1)
@@ -100,7 +94,7 @@ async def test_a_call_too_dear_for_the_rest_holds_up_nobody_who_can_pay(caplog):
 
 
 async def test_a_large_call_is_not_starved_by_small_ones():
-    budget = Budget(1.0, PRICES)
+    budget = Budget(1.0)
     first = await budget.reserve("judge", 0.5)
     large = asyncio.create_task(budget.reserve("judge", 0.8))
     await turns()
@@ -112,7 +106,7 @@ async def test_a_large_call_is_not_starved_by_small_ones():
 
 
 async def test_a_cancelled_wait_takes_nothing_also_if_it_was_just_granted():
-    budget = Budget(1.0, PRICES)
+    budget = Budget(1.0)
     first = await budget.reserve("judge", 1.0)
     gone, granted, last = (asyncio.create_task(budget.reserve("judge", 1.0)) for _ in range(3))
     await turns()
@@ -125,7 +119,7 @@ async def test_a_cancelled_wait_takes_nothing_also_if_it_was_just_granted():
 
 
 async def test_a_reservation_is_settled_once_and_only_with_a_cost():
-    budget = Budget(1.0, PRICES)
+    budget = Budget(1.0)
     reservation = await budget.reserve("judge", 0.5)
     for cost in (-0.1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="must be finite and not negative"):
@@ -144,12 +138,11 @@ async def test_a_reservation_is_settled_once_and_only_with_a_cost():
         ({"limit": -1.0}, "must be a number of 0 or more, not -1"),
         ({"limit": float("nan")}, "must be a number of 0 or more, not nan"),
         ({"policy": "stop"}, "unknown budget policy 'stop': choose pause or fallback"),
-        ({"prices": {"judge": Price(-1.0)}}, "price of judge must be finite and not negative"),
     ],
 )
 def test_impossible_settings_are_refused(settings_of_it, message):
     with pytest.raises(ConfigurationError, match=message):
-        Budget(**({"limit": 1.0, "prices": PRICES} | settings_of_it))
+        Budget(**({"limit": 1.0} | settings_of_it))
     assert issubclass(BudgetExhausted, AsyncGrpoError)
 
 
@@ -157,19 +150,46 @@ def test_what_was_spent_is_remembered_and_a_torn_line_is_not(tmp_path):
     path = tmp_path / "new" / "spending.jsonl"
 
     async def main() -> None:
-        budget = Budget(1.0, PRICES, path=path)
+        budget = Budget(1.0, path=path)
         await asyncio.gather(spend(budget, "judge", 0.1, 0.15), spend(budget, "small", 0.1, 0.05))
         budget.close()
         with path.open("ab") as file:
             file.write(b'{"judge": "jud')
-        again = Budget(1.0, PRICES, path=path)
+        again = Budget(1.0, path=path)
         assert again.stats()["spent_by_judge"] == {"judge": 0.15, "small": 0.05}
         await spend(again, "judge", 0.2, 0.2)
         again.close()
-        assert Budget(1.0, PRICES, path=path).spent == 0.4
+        assert Budget(1.0, path=path).spent == 0.4
 
     asyncio.run(main())
     assert len(path.read_text().splitlines()) == 3
+
+
+async def test_a_pause_ends_when_a_higher_limit_is_written_beside_the_record(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(budget_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(budget_module, "REMIND_S", 0.1)
+    path, door = tmp_path / "judge_budget.jsonl", tmp_path / "judge_budget.limit"
+    budget = Budget(1.0, path=path)
+    await spend(budget, "judge", 1.0, 1.0)
+    waiting = asyncio.create_task(budget.reserve("judge", 0.5))
+    for text in ("", "plenty", "-3", "nan", "0.5", "1.4"):  # the last two are numbers, and too low
+        door.write_text(text)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+    assert caplog.text.count("the judges are paused until the limit is raised") in (
+        3,
+        4,
+    )  # at once, then each 0.1 s
+    assert f"To raise the limit: write a number to {door}" in caplog.text
+    assert caplog.text.count("'plenty' is no number of 0 or more") == 1
+    door.write_text("1.6\n")
+    await asyncio.wait_for(waiting, 5)
+    said = caplog.text.count("paused")
+    await asyncio.sleep(0.2)
+    assert caplog.text.count("paused") == said and "the judges go on: 1 of 1.6 is spent" in caplog.text
+    budget.close()
+    assert Budget(1.0, path=path).stats()["limit"] == 1.6  # a pool that was killed and started anew
+    assert Budget(2.0, path=path).stats()["limit"] == 2.0
 
 
 @pytest.mark.parametrize("text", ["my only copy", '{"judge": 1}\n', "[]\n", "\xff\n"])
@@ -179,12 +199,12 @@ def test_a_file_that_is_no_record_of_spending_is_refused_and_kept(tmp_path, text
     with pytest.raises(
         ConfigurationError, match=r"notes, line 1: not a line of spending .*name another file"
     ):
-        Budget(1.0, PRICES, path=path)
+        Budget(1.0, path=path)
     assert path.read_text(encoding="latin-1") == text
 
 
 async def test_a_record_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(tmp_path, caplog):
-    budget = Budget(1.0, PRICES, path=tmp_path / "spending.jsonl")
+    budget = Budget(1.0, path=tmp_path / "spending.jsonl")
     budget._record._file = open("/dev/full", "ab", buffering=0)
     for _ in range(3):
         await spend(budget, "judge", 0.1, 0.1)
@@ -198,7 +218,7 @@ def test_no_limit_is_exceeded_by_more_than_the_calls_in_flight_and_no_call_is_lo
     chance = random.Random(seed)  # drawn from in the order of events, which is not hypothesis' to know
     limit = [Fraction(1)]
     spent, reserved, estimates = [Fraction(0)], {}, {}
-    budget = Budget(float(limit[0]), PRICES, policy=policy)
+    budget = Budget(float(limit[0]), policy=policy)
 
     def thousandths(low: int, high: int) -> Fraction:
         return Fraction(chance.randrange(low, high), 1000)

@@ -65,7 +65,7 @@ async def test_limits_hold_for_rewards_that_keep_none_themselves():
 
 
 async def test_a_budget_that_is_used_up_stops_the_calls_and_never_overspends():
-    judge, budget = Judge(cost=0.3), Budget(1.0, {}, policy="fallback")
+    judge, budget = Judge(cost=0.3), Budget(1.0, policy="fallback")
     around = Surroundings(versions={"judge": "v"}, budget=budget, estimates={"judge": lambda sample: 0.3})
     results = await asyncio.gather(*(around("judge", {**SAMPLE, "n": n}, "train", judge) for n in range(10)))
     assert judge.calls == 3 and budget.spent == pytest.approx(0.9)
@@ -75,7 +75,7 @@ async def test_a_budget_that_is_used_up_stops_the_calls_and_never_overspends():
 
 
 async def test_a_call_whose_cost_nobody_counted_is_taken_for_its_estimate():
-    budget = Budget(None, {})
+    budget = Budget(None)
     around = Surroundings(versions={"judge": "v"}, budget=budget, estimates={"judge": lambda sample: 0.25})
     await around("judge", SAMPLE, "train", Judge(cost=None))
     assert budget.spent == pytest.approx(0.25)

@@ -116,9 +116,7 @@ class VerifierPoolActor(ChannelServer):
                 for name, adapter in self._adapters.items()
             },
             cache=VerdictCache(plan.cache_path) if plan.cache_path else None,
-            budget=Budget(plan.budget, {}, policy=plan.budget_policy, path=plan.budget_path)
-            if paid
-            else None,
+            budget=Budget(plan.budget, policy=plan.budget_policy, path=plan.budget_path) if paid else None,
             estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
             traffic=self._traffic,
             limits={name: limits for name, limits in plan.limits.items() if name not in judges},

@@ -1,8 +1,8 @@
 """Budget: what the paid judges of a run may cost together.
 
-    budget = Budget(limit=20.0, prices={"judge": Price(input=0.15, output=0.6)})
-    reservation = await budget.reserve("judge", budget.cost("judge", 900, 200))   # before the call
-    budget.settle(reservation, budget.cost("judge", 873, 41))                     # after it, also one that failed
+    budget = Budget(limit=20.0)
+    reservation = await budget.reserve("judge", 0.00026)   # before the call: what it may cost
+    budget.settle(reservation, 0.00016)                    # after it, also one that failed: what it did cost
 
 A call starts only while what was spent, what the calls in flight have reserved and its own estimate fit the limit
 together. So the limit is exceeded by no more than those calls cost beyond their estimates: not at all, if an
@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,10 @@ from typing import IO, Any
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 
 PAUSE, FALLBACK = "pause", "fallback"
+LOOK_S, REMIND_S = (
+    2.0,
+    60.0,
+)  # of a pause: between two looks for a higher limit, and between two words about it
 _UNITS = 10**9  # of one unit of currency: whole numbers, so that a million small costs add up exactly
 _LINE = b'{"judge": '  # how every line of a record begins
 log = logging.getLogger(__name__)
@@ -31,21 +35,6 @@ log = logging.getLogger(__name__)
 
 class BudgetExhausted(AsyncGrpoError, RuntimeError):
     """The call would cost more than what is left."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """Currency units per million tokens.
-
-    >>> Price(input=0.5, output=2.0).of(input_tokens=1_000_000, output_tokens=250_000)
-    1.0
-    """
-
-    input: float = 0.0
-    output: float = 0.0
-
-    def of(self, input_tokens: float, output_tokens: float) -> float:
-        return (self.input * input_tokens + self.output * output_tokens) / 1e6
 
 
 @dataclass(eq=False)
@@ -63,51 +52,45 @@ class Budget:
 
     Args:
         limit: in units of currency, over all judges; None: only count.
-        prices: by judge.
-        policy: what becomes of a call that the rest of the limit cannot pay: `pause`, it waits for `set_limit`, or
-            `fallback`, it raises BudgetExhausted. Under both, one that has only to wait for others to be settled waits.
-        path: a file that remembers what was spent, for a run that is resumed; made if missing.
+        policy: what becomes of a call that the rest of the limit cannot pay: `pause`, it waits until the limit is
+            raised, and says so every minute, or `fallback`, it raises BudgetExhausted. Under both, one that has only to
+            wait for others to be settled waits.
+        path: a file that remembers what was spent, for a run that is resumed; made if missing. A number in a file of the
+            same name that ends in `.limit` raises the limit, also while calls wait for it.
 
     Raises:
-        ConfigurationError: a limit or price below 0, an unknown policy, or a file that is no record of spending.
+        ConfigurationError: a limit below 0, an unknown policy, or a file that is no record of spending.
     """
 
     def __init__(
         self,
         limit: float | None,
-        prices: Mapping[str, Price],
         *,
         policy: str = PAUSE,
         path: str | Path | None = None,
     ) -> None:
         if policy not in (PAUSE, FALLBACK):
             raise ConfigurationError(f"unknown budget policy {policy!r}: choose {PAUSE} or {FALLBACK}")
-        for judge, price in prices.items():
-            if not (math.isfinite(price.input + price.output) and min(price.input, price.output) >= 0):
-                raise ConfigurationError(f"the price of {judge} must be finite and not negative, not {price}")
-        self._prices, self._policy = dict(prices), policy
+        self._policy = policy
         self._limit = _limit_units(limit)
         self._reserved = 0
         self._spent: Counter[str] = Counter()  # units by judge
         self._calls: Counter[str] = Counter()
         self._refused = 0
         self._paused = False
+        self._reminder: asyncio.TimerHandle | None = None  # while it is paused
+        self._said_at = 0.0
         self._waiting: list[Reservation] = []  # in the order of their arrival
         self._record = _Record(Path(path)) if path else None
-        for judge, cost in self._record.read() if self._record else ():
-            self._spent[judge] += _units(cost)
-            self._calls[judge] += 1
+        if self._record:
+            for judge, cost in self._record.read():
+                self._spent[judge] += _units(cost)
+                self._calls[judge] += 1
+            self._look_for_a_raise()
 
     @property
     def spent(self) -> float:
         return self._spent.total() / _UNITS
-
-    def cost(self, judge: str, input_tokens: float, output_tokens: float) -> float:
-        """What so many tokens cost. Raises ConfigurationError for a judge without a price."""
-        if judge not in self._prices:
-            known = ", ".join(self._prices) or "nobody"
-            raise ConfigurationError(f"the budget knows no price of {judge}, but of {known}: name its price")
-        return self._prices[judge].of(input_tokens, output_tokens)
 
     async def reserve(self, judge: str, estimated_cost: float) -> Reservation:
         """Wait until the call may be made, first come, first served; a wait that is cancelled takes nothing.
@@ -166,13 +149,15 @@ class Budget:
 
     def close(self) -> None:
         """Let go of the file."""
+        self._hush()
         if self._record:
             self._record.close()
 
     def _serve(self) -> None:
         """Grant, refuse or keep waiting: whatever can be decided now."""
         limit = math.inf if self._limit is None else self._limit
-        spent, waiting, paused, in_turn = self._spent.total(), [], False, True
+        spent, waiting, in_turn = self._spent.total(), [], True
+        paused = ""  # why
         for reservation in self._waiting:
             if reservation.granted.done():  # cancelled
                 continue
@@ -180,8 +165,7 @@ class Budget:
                 if self._policy == FALLBACK:
                     self._refuse(reservation)
                     continue
-                self._say_paused(reservation)
-                paused = True
+                paused = paused or self._message(reservation)
             elif in_turn and spent + self._reserved + reservation.units <= limit:
                 self._reserved += reservation.units
                 reservation.granted.set_result(None)
@@ -189,9 +173,15 @@ class Budget:
             else:
                 in_turn = False  # or a stream of small calls would starve a large one
             waiting.append(reservation)
-        if self._paused and not paused:
+        self._waiting = waiting
+        if paused and not self._paused:
+            self._said_at = -math.inf
+            self._paused = True
+            self._remind(paused)
+        elif self._paused and not paused:
             log.warning("the judges go on: %s", self._standing())
-        self._waiting, self._paused = waiting, paused
+            self._paused = False
+            self._hush()
 
     def _refuse(self, reservation: Reservation) -> None:
         message = f"a call of {reservation.judge} needs {reservation.units / _UNITS:g} and {self._standing()}"
@@ -200,13 +190,31 @@ class Budget:
         self._refused += 1
         reservation.granted.set_exception(BudgetExhausted(message))
 
-    def _say_paused(self, reservation: Reservation) -> None:
-        if not self._paused:
-            self._paused = True
-            log.warning(
-                "the judges are paused until the limit is raised: a call of %s needs %g and %s",
-                *(reservation.judge, reservation.units / _UNITS, self._standing()),
-            )
+    def _message(self, reservation: Reservation) -> str:
+        door = f"write a number to {self._record.limit_path}" if self._record else "see Budget.set_limit"
+        return (
+            f"a call of {reservation.judge} needs {reservation.units / _UNITS:g} and {self._standing()}. To raise "
+            f"the limit: {door}"
+        )
+
+    def _remind(self, message: str) -> None:
+        """While it is paused: look for a higher limit, and say once a minute what everybody waits for."""
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at >= REMIND_S:
+            log.warning("the judges are paused until the limit is raised: %s", message)
+            self._said_at = now
+        self._reminder = asyncio.get_running_loop().call_later(LOOK_S, self._remind, message)
+        self._look_for_a_raise()
+
+    def _hush(self) -> None:
+        if self._reminder:
+            self._reminder.cancel()
+            self._reminder = None
+
+    def _look_for_a_raise(self) -> None:
+        raised = self._record.read_limit() if self._record else None
+        if raised is not None and self._limit is not None and _units(raised) > self._limit:
+            self.set_limit(raised)
 
     def _standing(self) -> str:
         return (
@@ -218,8 +226,9 @@ class _Record:
     """One line per call, appended: a killed run loses at most the calls that it had in flight."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.limit_path = path, path.with_suffix(".limit")
         self._failed = False
+        self._nonsense: str | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = path.open("a+b", buffering=0)
@@ -253,6 +262,25 @@ class _Record:
             if not self._failed:
                 log.error("%s cannot be written, a resumed run will not know of it: %s", self._path, error)
             self._failed = True
+
+    def read_limit(self) -> float | None:
+        """What somebody wrote who wants to raise the limit, if it is a number."""
+        try:
+            text = self.limit_path.read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return self._not_a_limit(str(error))
+        try:
+            _units(limit := float(text))
+        except ValueError:
+            return self._not_a_limit(f"{text[:40]!r} is no number of 0 or more") if text else None
+        return limit
+
+    def _not_a_limit(self, reason: str) -> None:
+        if reason != self._nonsense:
+            log.warning("%s says nothing about the limit: %s", self.limit_path, reason)
+        self._nonsense = reason
 
     def close(self) -> None:
         self._file.close()
