@@ -105,6 +105,19 @@ async def test_an_error_of_the_actor_is_raised_as_itself(echo):
     assert await channel.call("echo", "still here") == "still here"
 
 
+async def test_a_call_that_is_cancelled_before_it_left_is_never_made(echo):
+    channel = Channel(echo, "echo")
+    assert (await channel.call("counts"))[1:] == (0, 0)
+    call = asyncio.ensure_future(channel.call("sleep", 600))
+    await asyncio.sleep(0)  # it is in the outbox, and the flush comes in the next turn
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await channel.call("echo", 1) == 1
+    assert (await channel.call("counts"))[1:] == (0, 0)  # neither runs nor was cancelled
+    channel.close()
+
+
 async def test_a_cancelled_call_is_cancelled_in_the_actor(echo):
     channel = Channel(echo, "echo")
     call = asyncio.ensure_future(channel.call("sleep", 60))

@@ -146,8 +146,9 @@ class Channel:
         self._flush_scheduled = False
         if self.lost:
             return
-        calls, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
+        calls = [call for call in self._outbox if call[0] not in cancelled]  # those never left
+        self._outbox = []
         try:
             self._actor.submit.remote(
                 self._caller_id, calls, cancelled
