@@ -20,11 +20,10 @@ import torch
 
 from async_grpo.config import RunConfig, WorkerConfig, option
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.local_judge import LocalJudge, serving
 from async_grpo.preparation import prepare
 from async_grpo.processes import Supervisor, last_words
 from async_grpo.recipes import RECIPES
-from async_grpo.rewards.judges.remote import JUDGE_URLS
-from async_grpo.rewards.judges.server import JudgeServer
 
 ROOT = Path(__file__).resolve().parent.parent  # where the front doors lie
 RAY_START_S, GOODBYE_S = 90.0, 30.0
@@ -55,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig(RunConfig):
+class LocalConfig(LocalJudge, RunConfig):
     """A `RunConfig` and what the workers beside it need."""
 
     announces_recipe = False  # its trainer does
@@ -66,14 +65,6 @@ class LocalConfig(RunConfig):
     overhead_seqs: int = option(16, "Further sequences admitted to each engine.", "Local")
     enforce_eager: bool = option(False, "Do not compile the engine's model.", "Local")
     ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
-    judge_model: str | None = option(
-        None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model.", "Local"
-    )
-    judge_replicas: int = option(1, "Servers of the judge, between which calls are balanced.", "Local")
-    judge_runner: str = option("auto", "vLLM's runner of the judge: auto, generate or pooling.", "Local")
-    judge_max_model_len: int | None = option(
-        None, "Longest prompt and reply of the judge, in tokens.", "Local"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,12 +76,10 @@ class LocalConfig(RunConfig):
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
-        judges = self.judge_replicas if self.judge_model else 0
-        if self.judge_model and not Path(self.judge_model).is_dir():
-            raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
-        if self.judge_replicas < 1:
-            raise ConfigurationError(f"--judge-replicas must be at least 1, not {self.judge_replicas}")
-        needed = self.nproc_per_node + self.generation_workers + len(self.logprob_roles) + judges
+        self.check_judge()
+        needed = (
+            self.nproc_per_node + self.generation_workers + len(self.logprob_roles) + self.judge_gpus_alone
+        )
         if gpus() and len(gpus()) < needed:
             raise ConfigurationError(
                 f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {self.generation_workers}, and "
@@ -114,9 +103,10 @@ def run_locally(config: LocalConfig) -> None:
     if config.ray_address:
         _check_reachable(config.ray_address)
     supervisor = Supervisor(config.output_path / "logs")
-    with _signals_as_exceptions(), _temporary_folder() as scratch, _judges(config) as urls:
+    judge = serving(config, gpus(), config.output_path / "logs", config.enforce_eager)
+    with _signals_as_exceptions(), _temporary_folder() as scratch, judge as variables:
         try:
-            _run(config, supervisor, scratch, urls)
+            _run(config, supervisor, scratch, variables)
         finally:
             supervisor.stop()
 
@@ -129,34 +119,13 @@ def _check_reachable(address: str) -> None:
         raise ConfigurationError(f"--ray-address {address}: nobody listens there ({error})") from error
 
 
-@contextmanager
-def _judges(config: LocalConfig) -> Iterator[tuple[str, ...]]:
-    """The judge's servers, if there are to be any; yields their addresses."""
-    if not config.judge_model:
-        yield ()
-        return
-    log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
-    length = {} if config.judge_max_model_len is None else {"max-model-len": config.judge_max_model_len}
-    with JudgeServer(
-        config.judge_model,
-        log_folder=config.output_path / "logs",
-        replicas=config.judge_replicas,
-        devices=gpus()[-config.judge_replicas :] or None,
-        runner=config.judge_runner,
-        options={**length, "enforce-eager": config.enforce_eager},
-    ) as server:
-        yield server.urls
-
-
-def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judges: tuple[str, ...]) -> None:
-    environment = local_environment(config, scratch)
-    if judges:
-        environment[JUDGE_URLS] = ",".join(judges)
+def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
+    environment = local_environment(config, scratch) | judge
     if not config.ray_address:
         log.info("starting a private Ray")
         command = ray_command(environment["RAY_ADDRESS"], scratch)
         ray = supervisor.start(
-            "ray", command, ray_environment(environment, config.nproc_per_node, len(judges))
+            "ray", command, ray_environment(environment, config.nproc_per_node, config.judge_gpus_alone)
         )
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")

@@ -137,6 +137,9 @@ class Supervisor:
                 self.wait_all(programs, TERM_GRACE_S)
             end_descendants()
             self._programs.clear()
+            _prctl(
+                PR_SET_CHILD_SUBREAPER, 0
+            )  # who starts processes after this does not wait for their orphans
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -1,5 +1,6 @@
 """Programs that live and die together: real processes, real signals."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -73,6 +74,12 @@ def test_a_wait_for_a_word_has_a_deadline(supervisor):
         supervisor.wait_for_text(silent, "ready", deadline_s=0.3)
 
 
+def is_subreaper() -> bool:
+    answer = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(answer))  # PR_GET_CHILD_SUBREAPER
+    return bool(answer.value)
+
+
 def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(supervisor, tmp_path):
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     stubborn = f"{ignore}; print('deaf', flush=True); time.sleep(600)"
@@ -83,6 +90,7 @@ def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(superviso
     time.sleep(1)
     supervisor.stop()
     assert psutil.Process().children(recursive=True) == []
+    assert not is_subreaper()  # or whatever is orphaned from now on would stay with this process as a zombie
 
 
 def test_everything_dies_with_a_supervisor_that_is_killed_or_interrupted_twice(tmp_path):

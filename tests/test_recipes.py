@@ -227,9 +227,12 @@ def test_an_assignment_given_twice_is_refused():
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_short_real_run_of_each_recipe_does_what_it_says(name, tmp_path):
-    """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics."""
+@pytest.mark.parametrize("name", ["grpo", "dapo", "scalerl", "process"])
+def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
+    """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics.
+
+    Those that differ from these by the name of a loss alone (dr_grpo, gspo, cispo) run in `benchmarks.recipes`.
+    """
     data = ROOT / "sample-data"
     command = [
         *[sys.executable, "-m", "async_grpo", "run", f"--recipe={name}", f"--output-dir={tmp_path / 'run'}"],
@@ -259,7 +262,7 @@ def test_a_short_real_run_of_each_recipe_does_what_it_says(name, tmp_path):
     match name:
         case "grpo":
             assert lines[-1]["avg_kl_div"] > 1e-6
-        case "dapo" | "cispo":
+        case "dapo":
             assert sum(line["groups_without_signal"] for line in lines) == 0
         case "scalerl":
             without = sum(line["groups_without_signal"] for line in lines)

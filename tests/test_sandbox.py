@@ -285,6 +285,14 @@ def children_of(pid: int) -> set[int]:
     return {int(number) for file in files for number in file.read_text().split()}
 
 
+def is_alive(pid: int) -> bool:
+    """Not a zombie either: those have no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_until(condition, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -301,7 +309,7 @@ def test_when_the_forker_dies_what_it_forked_dies_too_and_the_next_run_gets_anot
         wait_until(lambda: children_of(forker))
         (tested,) = children_of(forker)
         os.kill(forker, signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{tested}/cmdline").exists())
+        wait_until(lambda: not is_alive(tested))
         with pytest.raises(SandboxError):
             running.result()
         wait_until(lambda: pool.submit(program, "print(1)").result().output == b"1\n")

@@ -18,6 +18,8 @@ from async_grpo.cluster.traffic import RemoteTraffic
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.judges.naps import naps_of_the_run
+from async_grpo.rewards.judges.remote import is_ours
 from async_grpo.rewards.kinds import is_judge
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.pool_plan import PoolPlan
@@ -38,14 +40,14 @@ class VerifierActor(ChannelServer):
         handlers = {"open": self._open, "score": self._score, "close": self._close}
         self.serve({**handlers, "post_process": self._post_process})
 
-    async def _open(self, slot: int) -> int:
-        """Start a process; returns how many samples it takes at a time."""
+    async def _open(self, slot: int) -> tuple[int, bool]:
+        """Start a process; returns how many samples it takes at a time, and whether more of them may wait there."""
         process = AdapterProcess(
             self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
         )
         self._slots[slot] = process
         await process.start()
-        return process.capacity
+        return process.capacity, process.takes_ahead
 
     async def _score(self, slot: int, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         return await self._slots[slot].score(sample, timeout_s)
@@ -71,7 +73,7 @@ class VerifierPoolActor(ChannelServer):
         self._adapters = resolve(source, plan.everybody)
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._traffic = RemoteTraffic()
-        self._judges: list[JudgeWorker] = []
+        self._naps = naps_of_the_run()
         self._pool: VerifierPool | None = None
         self._starting: asyncio.Task[None] | None = None
         self.serve(
@@ -127,7 +129,9 @@ class VerifierPoolActor(ChannelServer):
             endpoint = judge.endpoint()
             if limits := self._plan.limits.get(adapter):
                 endpoint = dataclasses.replace(endpoint, limits=limits)
-            return JudgeWorker(adapter, judge, endpoint, self._traffic, lane)
+            return JudgeWorker(
+                adapter, judge, endpoint, self._traffic, lane, self._naps if is_ours(judge) else None
+            )
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
@@ -169,12 +173,12 @@ class _VerifierSlot:
 
     def __init__(self, host: _VerifierHost, slot: int) -> None:
         self._host, self._slot = host, slot
-        self.capacity = 1  # until it is open
+        self.capacity, self.takes_ahead = 1, False  # until it is open
         host.slots.add(slot)
 
     async def open(self) -> None:
         try:
-            self.capacity = await self._host.channel.call("open", self._slot)
+            self.capacity, self.takes_ahead = await self._host.channel.call("open", self._slot)
         except BaseException:
             self._host.slots.discard(self._slot)
             raise

@@ -3,12 +3,14 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.judges.remote import JUDGE_MODEL_ID, is_ours
 
 VOLATILE_COLUMNS = frozenset({"group_id"})  # no property of the text that is judged
 JUDGED_COLUMNS = ("input", "sample_text", "completion", "answer")
@@ -75,6 +77,9 @@ def version_of_judge(judge: Any, code: str = "") -> str:
         settings = dict(vars(judge))
     settings = {name: value for name, value in settings.items() if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
+        if JUDGE_MODEL_ID in os.environ and is_ours(judge):
+            settings[name] = os.environ[JUDGE_MODEL_ID]  # our own servers have other ports in each run
+            continue
         settings[name] = sorted([settings[name]] if isinstance(settings[name], str) else settings[name])
     ours = kind.__module__.startswith("async_grpo.")
     try:

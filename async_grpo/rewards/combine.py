@@ -99,7 +99,7 @@ class Combination:
     async def __call__(self, sample: Mapping[str, Any], ask: Ask) -> Verdict:
         """Ask whom it takes, all at once or, at a gate, one after the other."""
         names = self.chosen(sample)
-        if self.mode != "gate":
+        if self.mode != "gate" and len(names) > 1:
             return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
         results: list[AdapterResult] = []
         for name in names:

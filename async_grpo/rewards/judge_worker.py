@@ -1,10 +1,12 @@
 """`JudgeWorker`: a remote judge as a worker of a lane. No process: it only waits for the network."""
 
+import contextlib
 import time
 from typing import Any
 
 from async_grpo.rewards.contract import describe, failure, read_answer
 from async_grpo.rewards.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
+from async_grpo.rewards.judges.naps import Naps
 from async_grpo.rewards.kinds import JUDGE_CAPACITY
 from async_grpo.rewards.traffic import Traffic
 from async_grpo.types import AdapterResult, RewardStatus
@@ -17,25 +19,22 @@ class JudgeWorker:
         judge: see `judges`.
         endpoint: the judge's own, or with the run's limits in it.
         lane: "train" or "eval": they share the judge's limits fairly.
+        naps: of the judge's servers, if they sleep between calls; shared by all who ask them.
     """
 
     capacity = JUDGE_CAPACITY
 
-    def __init__(self, name: str, judge: Any, endpoint: Endpoint, traffic: Traffic, lane: str) -> None:
-        self._name, self._judge, self._lane = name, judge, lane
+    def __init__(
+        self, name: str, judge: Any, endpoint: Endpoint, traffic: Traffic, lane: str, naps: Naps | None = None
+    ) -> None:
+        self._name, self._judge, self._lane, self._naps = name, judge, lane, naps
         self._client = EndpointClient(name, endpoint, traffic)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """The judge's result; FAILED with the reason for whatever it or the network does."""
         started, spent = time.monotonic(), {}
         try:
-            answer = read_answer(
-                await self._judge.score(
-                    dict(sample), self._client, lane=self._lane, deadline=started + timeout_s
-                ),
-                sample,
-                False,
-            )
+            answer = read_answer(await self._ask(sample, started + timeout_s), sample, False)
         except JudgeError as error:
             timed_out = isinstance(error, JudgeTimeout)
             answer = failure(
@@ -52,6 +51,10 @@ class JudgeWorker:
             reason=answer["reason"],
             latency_s=time.monotonic() - started,
         )
+
+    async def _ask(self, sample: dict[str, Any], deadline: float) -> Any:
+        async with self._naps.awake(deadline) if self._naps else contextlib.nullcontext():
+            return await self._judge.score(dict(sample), self._client, lane=self._lane, deadline=deadline)
 
     def stats(self) -> dict[str, Any]:
         """Of the judge's client: requests, retries, outcomes, breakers."""

@@ -1,17 +1,21 @@
 """One adapter's queue and workers.
 
-    score -> queue (first come, first served) -> a slot's worker -> result
+    score -> queue (first come, first served) -> the worker that has least to do -> result
 
-Each slot gives its worker one sample at a time; a worker that takes several at once (`capacity`) serves as many
-slots. A worker that raises or does not answer is fenced: closed and replaced before its slots take another sample,
-so that a late answer can never reach the wrong sample. Its samples go back to the head of the queue once, then they
-have failed. When the last worker cannot be replaced, the lane is broken: every sample fails with the reason, at once.
-Every `regrow_s` it is tried again to make the workers that are missing.
+A worker is given as many samples at a time as it takes (`capacity`). One that would be idle between two quick samples,
+while an answer and the next question travel, is given a few more (`takes_ahead`): `AHEAD_S` worth of its work.
+
+A worker that raises or does not answer is fenced: closed and replaced before it is given another sample, so that a late
+answer can never reach the wrong sample. Its samples go back to the head of the queue once, then they have failed. When
+the last worker cannot be replaced, the lane is broken: every sample fails with the reason, at once. Every `regrow_s` it
+is tried again to make the workers that are missing.
 """
 
 import asyncio
+import heapq
 import itertools
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,14 +29,54 @@ from async_grpo.types import AdapterResult
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # workers that a sample is given to before it has failed
+AHEAD_S, MAX_AHEAD = 0.02, 8  # longer, and samples would wait behind others while another worker is idle
 
 
 class _Seat:
-    """One worker and the slots that share it."""
+    """A place for a worker: who has it, and how much that one is given."""
 
     def __init__(self, worker: VerifierWorker) -> None:
         self.worker = worker
-        self.lock = asyncio.Lock()
+        self.vacant = False  # while the worker is replaced
+        self.in_flight = 0
+        self._service_s = math.inf  # that one sample took of late
+        self._free_at = 0.0  # when the last one was done
+
+    @property
+    def _capacity(self) -> int:
+        return getattr(self.worker, "capacity", 1)
+
+    @property
+    def ahead(self) -> int:
+        """How many samples the worker holds beyond those that it serves."""
+        return max(0, self.in_flight - self._capacity)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given another sample now."""
+        ahead = 0
+        if getattr(self.worker, "takes_ahead", False):
+            ahead = min(MAX_AHEAD, int(AHEAD_S / max(self._service_s, 1e-9)))
+        return not self.vacant and self.in_flight < self._capacity + ahead
+
+    def served(self, taken_at: float) -> None:
+        """One sample less, that it was given at `taken_at`."""
+        now = time.monotonic()
+        took_s = now - max(taken_at, self._free_at)
+        known = self._service_s < math.inf
+        self._service_s = 0.8 * self._service_s + 0.2 * took_s if known else took_s
+        self._free_at = now
+
+    def vacate(self, worker: VerifierWorker) -> bool:
+        """Give that worker nothing more; False if it was said before, by another of its samples."""
+        if self.worker is not worker or self.vacant:
+            return False
+        self.vacant = True
+        return True
+
+    def take(self, worker: VerifierWorker) -> None:
+        """Here is the worker that replaces the last one."""
+        self.worker, self.vacant, self._service_s = worker, False, math.inf
 
 
 class Lane:
@@ -44,9 +88,10 @@ class Lane:
         self._make_worker = make_worker
         self._num_workers = num_workers
         self._patience = patience
-        self._queue: asyncio.PriorityQueue[Job] = asyncio.PriorityQueue()
+        self._queue: list[Job] = []  # a heap
         self._tickets = itertools.count()
-        self._slots: set[asyncio.Task[None]] = set()
+        self._seats: list[_Seat] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._workers: set[VerifierWorker] = set()
         self._regrowing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -54,7 +99,7 @@ class Lane:
 
     @property
     def queue_depth(self) -> int:
-        return self._queue.qsize()
+        return len(self._queue)
 
     @property
     def num_workers(self) -> int:
@@ -66,15 +111,7 @@ class Lane:
         for worker in made:
             if isinstance(worker, BaseException):
                 raise worker
-            self._seat(worker)
-
-    def _seat(self, worker: VerifierWorker) -> None:
-        """Open as many slots as the worker takes samples at once."""
-        seat = _Seat(worker)
-        for _ in range(getattr(worker, "capacity", 1)):
-            slot = asyncio.create_task(self._run_slot(seat), name=f"verifier slot of {self.adapter}")
-            self._slots.add(slot)
-            slot.add_done_callback(self._slot_ended)
+            self._seats.append(_Seat(worker))
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the lane is broken or closed. Cancelling it frees the worker."""
@@ -89,45 +126,59 @@ class Lane:
     async def _done(self, job: Job) -> Any:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
-        elif not self._slots:
+        elif not self._seats:
             raise RuntimeError(f"the verifier lane of {self.adapter!r} was used before its start")
         else:
-            self._queue.put_nowait(job)
+            heapq.heappush(self._queue, job)
+            self._dispatch()
         return await job.outcome
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""
         self._closed = True
         self._break(f"the verifier lane of {self.adapter!r} was closed")
-        slots = self._slots | self._regrowing
-        for slot in slots:
-            slot.cancel()
-        if slots:
-            await asyncio.wait(slots, timeout=2 * self._patience.grace_s)
+        tasks = self._tasks | self._regrowing
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2 * self._patience.grace_s)
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._workers)))
 
-    async def _run_slot(self, seat: "_Seat") -> None:
-        while True:
-            job = await self._queue.get()
+    def _dispatch(self) -> None:
+        """Give samples to workers, as long as there are both; the worker that has least to do comes first."""
+        while self._queue:
+            seat = min((seat for seat in self._seats if seat.has_room), key=_busy, default=None)
+            if seat is None:
+                return
+            job = heapq.heappop(self._queue)
             if job.outcome.done():  # its caller gave up while it waited
                 continue
-            try:
-                async with seat.lock:  # while a sibling's slot replaces the worker, nobody gives it anything
-                    worker = seat.worker
-                trouble = await self._serve(worker, job)
-            except BaseException as error:  # closing, or a bug of ours: nobody else will answer this job
-                self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
-                raise
-            if trouble:
-                self._retry_or_fail(job, trouble)
-                async with seat.lock:
-                    if seat.worker is worker:  # else a sibling was quicker
-                        seat.worker = await self._replacement_of(worker, trouble)
+            seat.in_flight += 1
+            task = asyncio.create_task(self._work(seat, job), name=f"verifier of {self.adapter}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, worker: VerifierWorker, job: Job) -> str:
+    async def _work(self, seat: _Seat, job: Job) -> None:
+        worker, taken_at = seat.worker, time.monotonic()
+        try:
+            trouble = await self._serve(worker, job, seat.ahead)
+        except BaseException as error:  # closing, or a bug of ours: nobody else will answer this job
+            self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            seat.in_flight -= 1
+            seat.served(taken_at)
+        if trouble:
+            first = seat.vacate(worker)
+            self._retry_or_fail(job, trouble)
+            if first:
+                await self._replace(seat, worker, trouble)
+        self._dispatch()
+
+    async def _serve(self, worker: VerifierWorker, job: Job, ahead: int) -> str:
         """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can."""
         taken_at = time.monotonic()
-        deadline_s = self._patience.timeout_s + self._patience.grace_s
+        deadline_s = self._patience.timeout_s * (1 + ahead) + self._patience.grace_s
         job.queue_s += taken_at - job.queued_at
         call = asyncio.ensure_future(job.run(worker, self._patience.timeout_s))
         call.add_done_callback(_retrieve)
@@ -160,7 +211,21 @@ class Lane:
             self._fail(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {trouble}")
         elif not job.outcome.done():
             job.queued_at = time.monotonic()
-            self._queue.put_nowait(job)
+            heapq.heappush(self._queue, job)
+            self._dispatch()
+
+    async def _replace(self, seat: _Seat, worker: VerifierWorker, trouble: str) -> None:
+        try:
+            seat.take(await self._replacement_of(worker, trouble))
+        except Exception as error:
+            self._seats.remove(seat)
+            logger.error("a verifier of %r less, %d left: %s", self.adapter, len(self._seats), error)
+            if not self._seats:
+                self._break(str(error))
+            if not self._regrowing:
+                task = asyncio.create_task(self._regrow(), name=f"regrowing verifiers of {self.adapter}")
+                self._regrowing.add(task)
+                task.add_done_callback(self._regrowing.discard)
 
     async def _replacement_of(self, worker: VerifierWorker, trouble: str) -> VerifierWorker:
         logger.warning("a verifier worker of %r is replaced: %s", self.adapter, trouble)
@@ -201,19 +266,6 @@ class Lane:
         except Exception as error:  # it is broken anyway, and nothing is given to it any more
             logger.warning("closing a worker of %r: %s: %s", self.adapter, type(error).__name__, error)
 
-    def _slot_ended(self, slot: asyncio.Task[None]) -> None:
-        self._slots.discard(slot)
-        if slot.cancelled():
-            return
-        error = slot.exception()
-        logger.error("a verifier of %r less, %d left", self.adapter, len(self._slots), exc_info=error)
-        if not self._slots:
-            self._break(str(error))
-        if not self._closed and not self._regrowing:
-            task = asyncio.create_task(self._regrow(), name=f"regrowing verifiers of {self.adapter}")
-            self._regrowing.add(task)
-            task.add_done_callback(self._regrowing.discard)
-
     async def _regrow(self) -> None:
         """Make the missing workers, however long it takes: what broke them may pass."""
         while len(self._workers) < self._num_workers:
@@ -225,17 +277,22 @@ class Lane:
                 continue
             logger.warning("a verifier of %r is back", self.adapter)
             self._out_of_order = ""
-            self._seat(worker)
+            self._seats.append(_Seat(worker))
+            self._dispatch()
 
     def _break(self, reason: str) -> None:
         """From now on every sample fails with the reason, those in the queue included."""
         self._out_of_order = self._out_of_order or reason
-        while not self._queue.empty():
-            self._fail(self._queue.get_nowait(), self._out_of_order)
+        while self._queue:
+            self._fail(heapq.heappop(self._queue), self._out_of_order)
 
     def _fail(self, job: Job, reason: str) -> None:
         if not job.outcome.done():
             job.fail(reason, self.stats)
+
+
+def _busy(seat: _Seat) -> int:
+    return seat.in_flight
 
 
 def _retrieve(call: asyncio.Future[AdapterResult]) -> None:

@@ -82,6 +82,11 @@ class AdapterProcess:
         return self.kind.capacity
 
     @property
+    def takes_ahead(self) -> bool:
+        """Whether more calls than that may be made, to be served next; their time starts when it is their turn."""
+        return not (self.kind.is_async or self.kind.is_batch)
+
+    @property
     def pid(self) -> int | None:
         """Of the process that leads the others, None while there is none."""
         return self._child.pid if self._child and not self._child.lost else None

@@ -10,8 +10,9 @@ from async_grpo.types import AdapterResult
 class VerifierWorker(Protocol):
     """Scores samples with one reward, one or several at a time. A lane may assume:
 
-    - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; a lane
-      gives it no more, for others wait inside, on nobody's time.
+    - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; others
+      wait inside, on nobody's time. Only a worker with a true `takes_ahead` is given more: its calls are served in
+      the order in which they are made, and what ends one of them harms none of those that wait.
     - A call ends within `timeout_s`, the time to start a process, and a few seconds to stop what runs.
     - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
       the worker goes on.

@@ -9,9 +9,10 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.endpoint import Endpoint
 from async_grpo.rewards.limits import Limits
 
-JUDGE_URLS = (
-    "JUDGE_URLS"  # set by `async-grpo run --judge-model`, or by the user; travels to every process of a run
-)
+# Set by `async-grpo run --judge-model`, or by the user, and known to every process of a run:
+JUDGE_URLS = "JUDGE_URLS"  # addresses of a judge's servers, comma separated
+JUDGE_MODEL_ID = "JUDGE_MODEL_ID"  # tells their model from others, for the verdict cache: addresses change
+JUDGE_SLEEP_S = "JUDGE_SLEEP_S"  # after which they are to sleep
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 
 
@@ -80,6 +81,11 @@ def judge_urls(default: str = "http://127.0.0.1:8000") -> tuple[str, ...]:
     ('http://127.0.0.1:9',)
     """
     return tuple(os.environ.get(JUDGE_URLS, default).split(","))
+
+
+def is_ours(judge: Any) -> bool:
+    """Whether the judge is asked at the servers that this run was told of in the environment."""
+    return JUDGE_URLS in os.environ and getattr(judge, "urls", None) == judge_urls()
 
 
 def require(condition: bool, message: str) -> None:
