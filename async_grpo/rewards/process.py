@@ -1,10 +1,10 @@
 """One reward in a killable process: deadlines are kept by SIGKILL, and a crash is tried once more."""
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 
 ATTEMPTS = 2  # processes that a sample may crash before it has failed
+IN_PIPE = 2  # samples sent to a process that serves one at a time: the one it works on, and the next
 CLOSE_S = 2.0  # for the `close` of a reward
 
 Answers = list[dict[str, Any]]
@@ -32,10 +33,11 @@ class AdapterProcess:
     The process is started by `start`, or by the first call, and anew after a time-out, a crash or a cancelled call:
     what an abandoned call may still answer is never read. It sees only an allow-list of environment variables.
 
-    `capacity` calls are served at a time, more wait their turn. An async reward is told of a time-out or a
-    cancellation; only if it does not let go of the sample within `grace_s` does it cost the process. A batch is
-    stopped when nobody waits for it any more. Where several samples were in flight when the process died, nobody
-    knows which one did it: each is tried again alone.
+    `capacity` calls are served at a time, more wait their turn. Where that is one, the next sample lies ready in the
+    process's pipe; if the process ends for the one before it, it goes to the next process as if nothing had been.
+    An async reward is told of a time-out or a cancellation; only if it does not let go of the sample within `grace_s`
+    does it cost the process. A batch is stopped when nobody waits for it any more. Where several samples were served
+    when the process died, nobody knows which one did it: each is tried again alone.
 
     Args:
         options: keyword options; the reward receives those that it names.
@@ -73,7 +75,10 @@ class AdapterProcess:
         self._closed = self._closes = False
         self._starting, self._gathering = asyncio.Lock(), asyncio.Lock()
         self._turn = asyncio.Lock()  # of a process that serves one request after the other
-        self._places = asyncio.Semaphore(1)
+        self._num_places, self._places = 1, asyncio.Semaphore(1)
+        self._last: Reply | None = (
+            None  # of the sample that was sent last to a process that serves one at a time
+        )
         self._batches: Batches | None = None
 
     @property
@@ -111,7 +116,7 @@ class AdapterProcess:
         the process was ended for another sample, or when no time was left to try again alone.
         """
         asked_at = time.monotonic()
-        (answer,), attempts = await self._tried(self._score, [sample], timeout_s)
+        (answer,), attempts = await self._tried("samples", [sample], timeout_s)
         latency_s = time.monotonic() - asked_at
         return AdapterResult(self.adapter, **_fields(answer), attempts=attempts, latency_s=latency_s)
 
@@ -127,7 +132,7 @@ class AdapterProcess:
             | {"steps": result.steps, "reason": result.reason}
             for sample, result in zip(samples, results, strict=True)
         ]
-        answers, _ = await self._tried(self._post_process, group, timeout_s)
+        answers, _ = await self._tried("group", group, timeout_s)
         return [replace(result, **_fields(answer)) for result, answer in zip(results, answers, strict=True)]
 
     async def close(self) -> None:
@@ -138,21 +143,61 @@ class AdapterProcess:
                 await self._child.dismiss(CLOSE_S)
             await self._child.end(f"the worker of {self.adapter!r} is closed")
 
-    async def _tried(
-        self,
-        call: Callable[[list[bytes], float], Awaitable[Answers]],
-        items: list[dict[str, Any]],
-        timeout_s: float,
-    ) -> tuple[Answers, int]:
-        """The answers to the items, and the attempts that it took; the time starts with the first attempt."""
-
-        def failed(reason: str, status: RewardStatus = RewardStatus.FAILED) -> Answers:
-            return [failure(reason, status.value) for _ in items]
-
+    async def _tried(self, what: str, items: list[dict[str, Any]], timeout_s: float) -> tuple[Answers, int]:
+        """The answers to the items, and the attempts that it took."""
+        if self._child is None:  # the first start tells the kind; if it fails, the attempts below say why
+            with contextlib.suppress(ConfigurationError, WorkerLost):
+                await self.start()
         try:
             bodies = [dumps(item, self._max_message_bytes) for item in items]
         except (TypeError, ValueError) as error:
-            return failed(f"the sample cannot be sent: {error}"), 1
+            return [failure(f"the sample cannot be sent: {error}") for _ in items], 1
+        attempt = self._tried_in_line if self.takes_ahead else self._tried_among_others
+        try:
+            return await attempt(what, bodies, timeout_s)
+        except _Failed as failed:
+            return [failure(failed.reason, failed.status.value) for _ in items], failed.attempts
+
+    async def _tried_in_line(self, what: str, bodies: list[bytes], timeout_s: float) -> tuple[Answers, int]:
+        """For a process that serves one request after the other: it is known which one it died of."""
+        attempts, left_s, reason = 0, timeout_s, ""
+        while attempts < ATTEMPTS:
+            async with self._places:
+                try:
+                    await self.start()
+                except ConfigurationError as error:
+                    raise _Failed(str(error), attempts + 1) from error
+                except ProcessDied as error:
+                    attempts, reason = attempts + 1, str(error)
+                    continue
+                child, before = self._child, self._last
+                assert child is not None
+                request_id, reply = child.ask(what, bodies)
+                self._last, begun_at = reply, math.inf
+                try:
+                    if before is not None:
+                        await asyncio.wait((before,))
+                    begun_at = time.monotonic()
+                    return await _in_time(reply, begun_at + left_s), attempts + 1
+                except TimeoutError as error:
+                    raise _Failed(
+                        f"no answer within {timeout_s:g} s", attempts + 1, RewardStatus.TIMED_OUT
+                    ) from error
+                except WorkerLost as error:
+                    if self._closed:
+                        raise
+                    if isinstance(error, ProcessDied) and _was_answered(before):
+                        attempts, reason = attempts + 1, str(error)
+                        left_s -= time.monotonic() - begun_at
+                finally:
+                    if child.is_asked(request_id):  # timed out or cancelled
+                        await self._abandon(child, request_id)
+        raise _Failed(reason, attempts)
+
+    async def _tried_among_others(
+        self, what: str, bodies: list[bytes], timeout_s: float
+    ) -> tuple[Answers, int]:
+        """For a process that serves several at a time; the time starts with the first attempt."""
         attempts, deadline, reason = 0, math.inf, ""
         while attempts < ATTEMPTS:
             async with self._alone(deadline) if attempts else self._places:
@@ -162,20 +207,22 @@ class AdapterProcess:
                 try:
                     await self.start()
                     deadline += time.monotonic() - asked_at  # starting is on nobody's time
+                    call = self._score if what == "samples" else self._post_process
                     return await call(bodies, deadline), attempts
-                except TimeoutError:
+                except TimeoutError as error:
                     if attempts > 1 and self.capacity > 1:  # another one's crash may have taken its time
                         raise self._no_time_left() from None
-                    return failed(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT), attempts
+                    reason = f"no answer within {timeout_s:g} s"
+                    raise _Failed(reason, attempts, RewardStatus.TIMED_OUT) from error
                 except ConfigurationError as error:
-                    return failed(str(error)), attempts
+                    raise _Failed(str(error), attempts) from error
                 except ProcessDied as error:
                     if self._closed:
                         raise
                     reason = str(error)
-        return failed(reason), attempts
+        raise _Failed(reason, attempts)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _alone(self, deadline: float) -> AsyncIterator[None]:
         """All places: nothing else is in flight meanwhile."""
         taken = 0
@@ -215,15 +262,9 @@ class AdapterProcess:
         child = self._child
         assert child is not None, "`start` comes first"
         request_id, reply = child.ask(what, bodies)
-        timer = None
-        if deadline < math.inf:
-            timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), _expire, reply)
         try:
-            answers: Answers = (await reply)["answers"]
-            return answers
+            return await _in_time(reply, deadline)
         finally:
-            if timer is not None:
-                timer.cancel()
             if child.is_asked(request_id):  # timed out or cancelled
                 await self._abandon(child, request_id)
 
@@ -240,6 +281,7 @@ class AdapterProcess:
     async def _start_child(self) -> None:
         """Start the process, and learn from it what it is."""
         child = self._child = ChildProcess(self.adapter, self._max_message_bytes, self._max_processes)
+        self._last = None
         try:
             reply = await child.greet(self._greeting)
             await asyncio.wait((reply,), timeout=self._start_timeout_s)
@@ -254,12 +296,38 @@ class AdapterProcess:
             await child.end(f"the process of {self.adapter!r} was ended while it started")
             raise
         self._closes = message["closes"]
-        kind = Kind(**message["kind"])
-        for _ in range(kind.capacity - self.kind.capacity):
+        self.kind = kind = Kind(**message["kind"])
+        num_places = IN_PIPE if self.takes_ahead else kind.capacity
+        for _ in range(num_places - self._num_places):
             self._places.release()
-        self.kind = kind
+        self._num_places = num_places
         if kind.is_batch and self._batches is None:
             self._batches = Batches(kind, self._score_batch, self._turn)
+
+
+class _Failed(Exception):
+    """What becomes of items, and the attempts that were made."""
+
+    def __init__(self, reason: str, attempts: int, status: RewardStatus = RewardStatus.FAILED) -> None:
+        super().__init__(reason)
+        self.reason, self.attempts, self.status = reason, attempts, status
+
+
+async def _in_time(reply: Reply, deadline: float) -> Answers:
+    """The answers of the reply. Raises TimeoutError after the deadline (inf for none), and what the reply raises."""
+    timer = None
+    if deadline < math.inf:
+        timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), _expire, reply)
+    try:
+        answers: Answers = (await reply)["answers"]
+        return answers
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _was_answered(reply: Reply | None) -> bool:
+    return reply is None or (reply.done() and not reply.cancelled() and reply.exception() is None)
 
 
 def _expire(reply: Reply) -> None:

@@ -1,0 +1,196 @@
+"""Samples that a worker is given ahead: it is never idle, and none of them pays for another one."""
+
+import asyncio
+import os
+import random
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.rewards.lane import MAX_AHEAD
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.process import AdapterProcess
+from async_grpo.rewards.source import RewardSource
+from async_grpo.types import AdapterResult, RewardStatus
+
+OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
+
+PAGE = textwrap.dedent(
+    """
+    import os, signal, time
+
+    def obeys(sample):
+        with open(sample["journal"], "a") as file:
+            file.write(f"{sample['id']} {os.getpid()}\\n")
+        if sample["act"] == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(sample["act"])
+        return float(sample["id"])
+
+    REWARD_ADAPTERS = {"obeys": obeys}
+    """
+)
+SOURCE = RewardSource.from_text("page_of_obedience", PAGE)
+
+
+class Process:
+    """An AdapterProcess, and which samples were served by which process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = folder / "journal"
+        self.worker = AdapterProcess(SOURCE, "obeys")
+        self.ids = 0
+
+    async def __aenter__(self) -> "Process":
+        await self.worker.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.worker.close()
+
+    def ask(self, act: float | str, timeout_s: float = 20.0) -> asyncio.Task[AdapterResult]:
+        sample = {"id": self.ids, "act": act, "journal": str(self.journal)}
+        self.ids += 1
+        return asyncio.create_task(self.worker.score(sample, timeout_s))
+
+    @property
+    def served(self) -> list[tuple[int, int]]:
+        """(sample, process), in the order in which they were begun."""
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        return [(int(number), int(pid)) for number, pid in map(str.split, lines)]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_the_next_sample_is_begun_before_anybody_heard_of_the_last_answer(tmp_path):
+    """This event loop is held up while the process finishes one sample: the next lies in its pipe."""
+    async with Process(tmp_path) as process:
+        tasks = [process.ask(0.1), process.ask(0.0)]
+        await until(lambda: process.served)
+        time.sleep(0.5)
+        assert [number for number, _ in process.served] == [0, 1]
+        assert [(await task).reward for task in tasks] == [0.0, 1.0]
+
+
+async def test_the_time_of_a_sample_begins_when_the_one_before_it_is_done(tmp_path):
+    async with Process(tmp_path) as process:
+        results = [await task for task in [process.ask(0.4, timeout_s=0.7) for _ in range(4)]]
+        assert [(r.status, r.attempts) for r in results] == [(OK, 1)] * 4
+
+
+async def test_a_hang_costs_its_sample_alone_and_the_next_goes_to_another_process(tmp_path):
+    async with Process(tmp_path) as process:
+        hung, following = process.ask(600, timeout_s=0.3), process.ask(0.0)
+        assert ((await hung).status, (await hung).attempts) == (TIMED_OUT, 1)
+        assert ((await following).status, (await following).attempts) == (OK, 1)
+        (_, first), (_, second) = process.served
+        assert first != second
+
+
+async def test_a_crash_is_laid_at_the_door_of_whoever_was_being_served(tmp_path):
+    async with Process(tmp_path) as process:
+        results = [await t for t in [process.ask(act) for act in ("crash", 0.0, 0.1, "crash", 0.0)]]
+        assert [(r.status, r.attempts) for r in results] == [
+            (FAILED, 2),
+            (OK, 1),
+            (OK, 1),
+            (FAILED, 2),
+            (OK, 1),
+        ]
+        assert [number for number, _ in process.served].count(0) == 2  # and no third time
+
+
+async def test_a_sample_that_is_cancelled_ahead_of_its_turn_costs_the_others_no_attempt(tmp_path):
+    async with Process(tmp_path) as process:
+        first, second, third = (process.ask(0.2) for _ in range(3))
+        await until(lambda: process.served)
+        second.cancel()
+        results = [await first, await third]
+        assert [(r.status, r.reward, r.attempts) for r in results] == [(OK, 0.0, 1), (OK, 2.0, 1)]
+        assert second.cancelled() and 1 not in [number for number, _ in process.served]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_in_chaos_only_the_guilty_fail(tmp_path, seed):
+    chance = random.Random(seed)
+    acts = [chance.choice([0.0, 0.0, 0.01, 0.01, "crash", 600]) for _ in range(14)]
+    async with Process(tmp_path) as process:
+        tasks = [process.ask(act, timeout_s=0.5) for act in acts]
+        cancelled = set(chance.sample(range(len(acts)), 3))
+        for number in sorted(cancelled):
+            await asyncio.sleep(chance.uniform(0, 0.5))
+            tasks[number].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, (act, result) in enumerate(zip(acts, results, strict=True)):
+        if isinstance(result, asyncio.CancelledError):
+            assert number in cancelled
+            continue
+        expected = {"crash": (FAILED, 2), 600: (TIMED_OUT, 1)}.get(act, (OK, 1))
+        assert (result.status, result.attempts) == expected, (number, act, result)
+        assert act in ("crash", 600) or result.reward == float(number)
+
+
+class Counting:
+    """A worker that serves one after the other; counts how many it holds."""
+
+    def __init__(self, seconds: float, takes_ahead: bool) -> None:
+        self.capacity, self.takes_ahead = 1, takes_ahead
+        self.seconds, self.held, self.most, self.served = seconds, 0, 0, 0
+        self._turn = asyncio.Lock()
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        self.held += 1
+        self.most = max(self.most, self.held)
+        async with self._turn:
+            await asyncio.sleep(self.seconds)
+        self.held, self.served = self.held - 1, self.served + 1
+        return AdapterResult("a", OK, 1.0)
+
+    async def close(self) -> None: ...
+
+
+async def verify_all(workers: list[Counting], count: int) -> None:
+    made = iter(workers)
+
+    async def make(_: str) -> Counting:
+        return next(made)
+
+    pool = VerifierPool(["a"], make, workers=len(workers))
+    await pool.start()
+    try:
+        await asyncio.gather(*(pool.verify({"completion": ""}) for _ in range(count)))
+    finally:
+        await pool.close()
+
+
+async def test_only_quick_workers_that_want_it_are_given_samples_ahead():
+    quick, slow, strict = Counting(0.0005, True), Counting(0.05, True), Counting(0.0005, False)
+    await verify_all([quick], 200)
+    await verify_all([slow], 10)
+    await verify_all([strict], 200)
+    assert 1 < quick.most <= 1 + MAX_AHEAD and slow.most == 1 and strict.most == 1
+
+
+async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
+    workers = [Counting(0.0005, True) for _ in range(4)]
+    await verify_all(workers, 400)
+    assert min(worker.served for worker in workers) >= 50
+    for worker in workers:
+        worker.most = 0
+    await verify_all(workers, 4)
+    assert [worker.most for worker in workers] == [1] * 4
+
+
+async def test_the_journal_of_a_worker_stays_in_order(tmp_path):
+    """Who comes first is served first, also among those that wait in the pipe."""
+    async with Process(tmp_path) as process:
+        await asyncio.gather(*(process.ask(0.0) for _ in range(30)))
+        assert [number for number, _ in process.served] == list(range(30))
+        assert len({pid for _, pid in process.served}) == 1 and os.getpid() not in process.served[0]
