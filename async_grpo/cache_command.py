@@ -11,7 +11,7 @@ from rich.table import Table
 
 from async_grpo.config import option, required
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.rewards.cache_file import AdapterEntries, CacheFile
+from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
 DAY_S, MEGABYTE = 86_400.0, 2**20
 BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copying it takes longer

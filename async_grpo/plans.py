@@ -18,8 +18,8 @@ from async_grpo.experience.reward_tensors import OUTCOME, OVERLONG, Payment
 from async_grpo.refusals import refuse_combinations
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.kinds import check_options, is_judge, is_process, kind_of
-from async_grpo.rewards.limits import Limits
 from async_grpo.rewards.pool_plan import PoolPlan
+from async_grpo.rewards.remote.limits import Limits
 from async_grpo.rewards.source import RewardSource, resolve
 from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.training.objective import Critic, Objective

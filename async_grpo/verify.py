@@ -18,13 +18,13 @@ from async_grpo.config import option, required
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.rewards.adapter_check import check_adapter
 from async_grpo.rewards.bench import BenchRow, check_rows, read_rows, run_bench
+from async_grpo.rewards.isolation.process import process_maker
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.kinds import check_options
 from async_grpo.rewards.pool import TRAINING, VerifierPool
-from async_grpo.rewards.process import process_maker
+from async_grpo.rewards.remote.traffic import Limiter
 from async_grpo.rewards.scorecard import Report
 from async_grpo.rewards.source import RewardSource, display_name, parse_names, resolve
-from async_grpo.rewards.traffic import Limiter
 from async_grpo.rewards.worker import MakeWorker, VerifierWorker
 from async_grpo.types import AdapterResult, Verdict
 from async_grpo.verify_tables import print_report

@@ -24,8 +24,8 @@ from ray.cluster_utils import Cluster
 
 from async_grpo.cluster.actors import light
 from async_grpo.cluster.traffic import RemoteTraffic
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.meter import HASTE
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.meter import HASTE
 
 NODES, PROCESSES = 2, 4
 MAX_TOKENS = 200

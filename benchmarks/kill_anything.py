@@ -42,7 +42,7 @@ VICTIMS = {
     "generation registry": ["ray::RegistryActor"],
     "verifier pool": ["ray::VerifierPoolActor"],
     "verifier worker": ["ray::VerifierActor"],
-    "adapter process": ["async_grpo.rewards.child"],
+    "adapter process": ["async_grpo.rewards.isolation.child"],
     "ray start": ["ray.scripts.scripts start"],
     "raylet": ["/raylet/raylet"],
     "gcs server": ["/gcs_server"],

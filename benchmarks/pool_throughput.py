@@ -12,8 +12,8 @@ import multiprocessing
 import time
 from pathlib import Path
 
+from async_grpo.rewards.isolation.process import process_maker
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.process import process_maker
 from async_grpo.rewards.source import RewardSource
 
 ROOT = Path(__file__).resolve().parent.parent

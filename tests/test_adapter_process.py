@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards import framing
-from async_grpo.rewards.channel import child_environment
-from async_grpo.rewards.process import AdapterProcess, process_maker
+from async_grpo.rewards.isolation import framing
+from async_grpo.rewards.isolation.channel import child_environment
+from async_grpo.rewards.isolation.process import AdapterProcess, process_maker
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -455,7 +455,7 @@ def test_the_process_does_not_outlive_a_killed_parent(tmp_path):
     )
     program = (
         "import asyncio\n"
-        "from async_grpo.rewards.process import AdapterProcess\n"
+        "from async_grpo.rewards.isolation.process import AdapterProcess\n"
         "from async_grpo.rewards.source import RewardSource\n"
         f"source = RewardSource.from_text('stuck_page', {page!r})\n"
         "asyncio.run(AdapterProcess(source, 'stuck').score({}, 600))\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.__main__ import main
-from async_grpo.rewards.cache_file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.cache.file import ENTRY_OVERHEAD_BYTES, CacheFile
 
 DAY_S = 86_400.0
 ENTRY_BYTES = len("judge:000") + 1000 + ENTRY_OVERHEAD_BYTES

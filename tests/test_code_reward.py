@@ -10,7 +10,7 @@ from sandboxes import STANDING, needs_network_off
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapters.code import code_of, same_output, score
-from async_grpo.rewards.process import AdapterProcess
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.sandbox.run import Sandbox
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import RewardStatus

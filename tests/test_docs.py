@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.__main__ import main
-from async_grpo.rewards.process import AdapterProcess
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.rewards.breaker import Breaker
-from async_grpo.rewards.endpoint import check_url
-from async_grpo.rewards.hedging import ENOUGH, Latencies, first_answer
-from async_grpo.rewards.http_client import (
+from async_grpo.rewards.remote.breaker import Breaker
+from async_grpo.rewards.remote.endpoint import check_url
+from async_grpo.rewards.remote.hedging import ENOUGH, Latencies, first_answer
+from async_grpo.rewards.remote.http_client import (
     BadReply,
     Endpoint,
     EndpointClient,
@@ -32,10 +32,10 @@ from async_grpo.rewards.http_client import (
     JudgeTimeout,
     JudgeUnavailable,
 )
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.replicas import Replicas
-from async_grpo.rewards.retry import backoff_delay, retry_after_s
-from async_grpo.rewards.traffic import Limiter
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.replicas import Replicas
+from async_grpo.rewards.remote.retry import backoff_delay, retry_after_s
+from async_grpo.rewards.remote.traffic import Limiter
 
 GRACE_S = 1.0  # how much later than its deadline a call may end, on a busy machine
 GOOD = reply({"score": 0.5})

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards import keeper
-from async_grpo.rewards.channel import ChildProcess, child_environment
-from async_grpo.rewards.process import AdapterProcess
+from async_grpo.rewards.isolation import keeper
+from async_grpo.rewards.isolation.channel import ChildProcess, child_environment
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -266,7 +266,7 @@ async def test_prints_and_orphans_and_forks_that_come_back_disturb_nothing(mark,
 async def test_nothing_of_a_worker_survives_its_parent(mark, tmp_path):
     program = (
         "import asyncio\n"
-        "from async_grpo.rewards.process import AdapterProcess\n"
+        "from async_grpo.rewards.isolation.process import AdapterProcess\n"
         "from async_grpo.rewards.source import RewardSource\n"
         f"source = RewardSource.from_text('hostile_page', {PAGE!r})\n"
         "asyncio.run(AdapterProcess(source, 'plain').score({'deed': 'orphan and hang'}, 600))\n"

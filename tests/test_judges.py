@@ -25,14 +25,20 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.contract import read_answer
-from async_grpo.rewards.endpoint import BadReply, JudgeError, JudgeRefused, JudgeTimeout, JudgeUnavailable
-from async_grpo.rewards.http_client import EndpointClient
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, Judge, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.prompts import FENCE_NOTE, Template, harmless
 from async_grpo.rewards.judges.reward_model import conversation
 from async_grpo.rewards.kinds import is_judge
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.traffic import Limiter
+from async_grpo.rewards.remote.endpoint import (
+    BadReply,
+    JudgeError,
+    JudgeRefused,
+    JudgeTimeout,
+    JudgeUnavailable,
+)
+from async_grpo.rewards.remote.http_client import EndpointClient
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.traffic import Limiter
 
 ROOT = Path(__file__).resolve().parent.parent
 URL = "http://127.0.0.1:9"

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.endpoint import BadReply, JudgeError, JudgeRefused, JudgeUnavailable
-from async_grpo.rewards.http_client import EndpointClient
 from async_grpo.rewards.judges import GenerativeRM, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.server import JudgeServer
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.traffic import Limiter
+from async_grpo.rewards.remote.endpoint import BadReply, JudgeError, JudgeRefused, JudgeUnavailable
+from async_grpo.rewards.remote.http_client import EndpointClient
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.traffic import Limiter
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 MODEL = Path(__file__).resolve().parent.parent / "sample-data" / "tiny-model"

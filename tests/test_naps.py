@@ -15,12 +15,12 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.local import LocalConfig
 from async_grpo.local_judge import folder_id
-from async_grpo.rewards.cache import version_of_judge
-from async_grpo.rewards.endpoint import JudgeUnavailable
+from async_grpo.rewards.cache.verdicts import version_of_judge
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import LLMJudge
 from async_grpo.rewards.judges.naps import Naps, naps_of_the_run
-from async_grpo.rewards.traffic import Limiter
+from async_grpo.rewards.remote.endpoint import JudgeUnavailable
+from async_grpo.rewards.remote.traffic import Limiter
 from async_grpo.types import RewardStatus
 
 SAMPLE = {"input": "y", "answer": "x", "completion": "x", "sample_text": "y x"}

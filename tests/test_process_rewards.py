@@ -23,8 +23,8 @@ from async_grpo.rewards.adapters.countdown import score as countdown
 from async_grpo.rewards.adapters.countdown_steps import NUMBERS_CREDIT
 from async_grpo.rewards.adapters.countdown_steps import score as countdown_steps
 from async_grpo.rewards.contract import answer_of, is_process
+from async_grpo.rewards.isolation.process import AdapterProcess, process_maker
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.process import AdapterProcess, process_maker
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, Completion, Prompt, RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType

@@ -11,8 +11,8 @@ import pytest
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.contract import answer_of
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.kinds import accepted_options, check_options
-from async_grpo.rewards.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource, parse_names, resolve
 from async_grpo.types import RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
@@ -46,14 +46,20 @@ def test_importing_the_page_is_cheap():
     }
 
 
-@pytest.mark.parametrize("module", ["pool", "process", "child", "source", "combine", "lane", "worker"])
+@pytest.mark.parametrize(
+    "module", ["pool", "isolation.process", "isolation.child", "source", "combine", "lane", "worker"]
+)
 def test_the_room_imports_neither_ray_nor_vllm_nor_torch(module):
     loaded = modules_after(f"import async_grpo.rewards.{module}")
     assert not loaded & {"ray", "vllm", "torch", "transformers", "sympy"}
 
 
 def test_the_process_of_an_adapter_starts_with_the_standard_library_alone():
-    assert not modules_after("import async_grpo.rewards.child") & {"numpy", "asyncio", "async_grpo.types"}
+    assert not modules_after("import async_grpo.rewards.isolation.child") & {
+        "numpy",
+        "asyncio",
+        "async_grpo.types",
+    }
 
 
 def test_the_shipped_adapters_import_neither_ray_nor_vllm_nor_torch():

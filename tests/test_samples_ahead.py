@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.lane import MAX_AHEAD
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 

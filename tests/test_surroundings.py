@@ -8,11 +8,11 @@ from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.plans import pool_plan, reward_limits, with_secrets
 from async_grpo.rewards.budget import Budget
-from async_grpo.rewards.cache import VerdictCache
-from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.cache.verdicts import VerdictCache
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.traffic import Limiter
 from async_grpo.rewards.source import RewardSource
 from async_grpo.rewards.surroundings import COST, Surroundings, most_it_costs
-from async_grpo.rewards.traffic import Limiter
 from async_grpo.types import AdapterResult, RewardStatus
 
 OK, FAILED = RewardStatus.OK, RewardStatus.FAILED

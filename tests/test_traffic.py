@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.meter import CATCH_UP_S, HASTE, Meter
-from async_grpo.rewards.traffic import Limiter
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.meter import CATCH_UP_S, HASTE, Meter
+from async_grpo.rewards.remote.traffic import Limiter
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.meter import HASTE
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.meter import HASTE
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster.actors import light  # noqa: E402 - after the check that ray is there

@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.cache import VerdictCache, key_of, version_of, version_of_judge
-from async_grpo.rewards.cache_connection import APPLICATION_ID
-from async_grpo.rewards.cache_file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.cache.connection import APPLICATION_ID
+from async_grpo.rewards.cache.file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.cache.verdicts import VerdictCache, key_of, version_of, version_of_judge
 from async_grpo.rewards.judges import HTTPScorer
-from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.remote.limits import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE_ONCE = settings(
@@ -139,7 +139,7 @@ def test_a_judge_of_the_users_own_depends_on_its_code_and_one_of_ours_does_not()
 
 def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
     before = version_of("page")
-    monkeypatch.setattr("async_grpo.rewards.cache_key._library", lambda: "after an upgrade")
+    monkeypatch.setattr("async_grpo.rewards.cache.key._library", lambda: "after an upgrade")
     assert version_of("page") != before
 
 
@@ -378,7 +378,7 @@ async def test_a_cost_is_paid_once_and_counted_as_saved_afterwards(tmp_path):
 
 
 async def test_a_cache_with_limits_prunes_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("async_grpo.rewards.cache.WRITES_PER_PRUNE", 10)
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts.WRITES_PER_PRUNE", 10)
     cache = VerdictCache(tmp_path / "c.sqlite", max_bytes=3000)
     for number in range(200):
         await cache.get_or_call(f"a:{number}", caller(answer()))
@@ -397,7 +397,7 @@ async def test_after_its_end_the_cache_lets_calls_through(tmp_path):
 
 WRITER = """
 import sys
-from async_grpo.rewards.cache_file import CacheFile
+from async_grpo.rewards.cache.file import CacheFile
 file, name, first, last = CacheFile(sys.argv[1], busy_s=20), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 for number in range(first, last):
     file.put(f"{name}:{number}", str(number) * 50, 0.5)

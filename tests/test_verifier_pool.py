@@ -14,9 +14,9 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.combine import Combination
+from async_grpo.rewards.isolation.process import process_maker
 from async_grpo.rewards.jobs import Scoring
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.process import process_maker
 from async_grpo.rewards.source import RewardSource
 from async_grpo.rewards.stats import LaneStats
 from async_grpo.types import AdapterResult, RewardStatus

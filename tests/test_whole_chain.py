@@ -50,7 +50,7 @@ def left_behind(folder: Path) -> list[str]:
             marked = process.environ().get("RUN_MARK") == str(folder)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             marked = False
-        if marked or ("async_grpo.rewards.child" in line and process.info["ppid"] == 1):
+        if marked or ("async_grpo.rewards.isolation.child" in line and process.info["ppid"] == 1):
             left.append(line[:150])
     return left
 

@@ -24,8 +24,8 @@ from async_grpo.cluster.actors import light
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.travels import Travels
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.traffic import Limiter
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.traffic import Limiter
 
 NAMESPACE, NAME = "async-grpo-traffic", "traffic"
 BEAT_S = 5.0

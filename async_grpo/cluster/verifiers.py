@@ -16,14 +16,14 @@ from async_grpo.cluster.actors import light
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.traffic import RemoteTraffic
 from async_grpo.rewards.budget import Budget
-from async_grpo.rewards.cache import VerdictCache, version_of, version_of_judge
+from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges.naps import naps_of_the_run
 from async_grpo.rewards.judges.remote import is_ours
 from async_grpo.rewards.kinds import is_judge
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.pool_plan import PoolPlan
-from async_grpo.rewards.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource, resolve
 from async_grpo.rewards.surroundings import PRICE, Surroundings, most_it_costs
 from async_grpo.types import AdapterResult, Verdict

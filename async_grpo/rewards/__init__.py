@@ -10,19 +10,14 @@
     source                 its text, that travels to any process
     kinds, decorators      functions, classes, async, batches, groups, steps; and how they are declared
     contract, steps        how it is called, and what its answer must look like
-    process, batches       AdapterProcess, a worker with a process: deadlines, restarts, results
-    channel, framing       the parent's end of that process, and the messages between the two
-    keeper                 ends a process with everything that it started
-    child, async_child     the main programs of the process; `calls` is what they share
+    isolation/             the process that it runs in
     adapters/, sandbox/    the rewards that are shipped; where the code of completions runs
 
     a remote judge
     judges/                what is asked of which server; servers of our own
     judge_worker           a judge as a worker
-    traffic, meter         permits: concurrency, requests and tokens per minute
-    http_client, endpoint  one call: retries (`retry`), replicas and `breaker`, `hedging`, `exchange`, `replies`
-    budget                 what judges may cost
-    cache*                 VerdictCache: answers across runs
+    remote/                one call over the network; permits for it
+    cache/, budget         answers across runs; what judges may cost
 
     trying one out
     bench, scorecard       behind `async-grpo verify`; `adapter_check` is its --check

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.process import AdapterProcess
+from async_grpo.rewards.isolation.process import AdapterProcess
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus
 

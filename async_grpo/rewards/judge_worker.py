@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from async_grpo.rewards.contract import describe, failure, read_answer
-from async_grpo.rewards.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
 from async_grpo.rewards.judges.naps import Naps
 from async_grpo.rewards.kinds import JUDGE_CAPACITY
-from async_grpo.rewards.traffic import Traffic
+from async_grpo.rewards.remote.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
+from async_grpo.rewards.remote.traffic import Traffic
 from async_grpo.types import AdapterResult, RewardStatus
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.rewards.combine import Combination
-from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.remote.limits import Limits
 
 
 @dataclass(frozen=True)

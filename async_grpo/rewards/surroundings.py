@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from async_grpo.rewards.budget import Budget, BudgetExhausted
-from async_grpo.rewards.cache import VerdictCache, key_of
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.traffic import Traffic
+from async_grpo.rewards.cache.verdicts import VerdictCache, key_of
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.traffic import Traffic
 from async_grpo.types import AdapterResult, RewardStatus
 
 COST = "judge_cost"  # of a judge's extras: what the call cost

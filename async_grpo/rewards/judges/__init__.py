@@ -9,21 +9,21 @@
     JudgeServer        starts vLLM for the first three              server (import it from there), keeper, vllm_program
 
 A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
-balancing are its client's business (`async_grpo.rewards.http_client`). A call either gives an answer or raises; no
+balancing are its client's business (`async_grpo.rewards.remote.http_client`). A call either gives an answer or raises; no
 trouble ever becomes a reward of 0.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from async_grpo.rewards.endpoint import Endpoint
 from async_grpo.rewards.judges.generative import GenerativeRM
 from async_grpo.rewards.judges.http_scorer import HTTPScorer
 from async_grpo.rewards.judges.llm import LLMJudge
 from async_grpo.rewards.judges.remote import judge_urls
 from async_grpo.rewards.judges.reward_model import RewardModelJudge
+from async_grpo.rewards.remote.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http_client import EndpointClient
+    from async_grpo.rewards.remote.http_client import EndpointClient
 
 
 __all__ = ["GenerativeRM", "HTTPScorer", "Judge", "LLMJudge", "RewardModelJudge", "judge_urls"]

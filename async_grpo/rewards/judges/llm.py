@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.rewards.endpoint import BadReply, JudgeError
 from async_grpo.rewards.judges.prompts import FENCE_NOTE, Template
 from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
 from async_grpo.rewards.judges.replies import (
@@ -27,9 +26,10 @@ from async_grpo.rewards.judges.replies import (
 )
 from async_grpo.rewards.judges.usage import Usage, total_tokens, with_spending
 from async_grpo.rewards.judges.votes import AGGREGATES, Vote, too_few, verdict
+from async_grpo.rewards.remote.endpoint import BadReply, JudgeError
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http_client import EndpointClient
+    from async_grpo.rewards.remote.http_client import EndpointClient
 
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from async_grpo.rewards.endpoint import JudgeUnavailable
 from async_grpo.rewards.judges.remote import JUDGE_SLEEP_S, judge_urls
+from async_grpo.rewards.remote.endpoint import JudgeUnavailable
 
 ANSWER_S, MOVE_S = 10.0, 120.0  # to say how it is, and to move the weights of a large model
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.endpoint import Endpoint
-from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.remote.endpoint import Endpoint
+from async_grpo.rewards.remote.limits import Limits
 
 # Set by `async-grpo run --judge-model`, or by the user, and known to every process of a run:
 JUDGE_URLS = "JUDGE_URLS"  # addresses of a judge's servers, comma separated

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.endpoint import BadReply
 from async_grpo.rewards.judges.remote import require
 from async_grpo.rewards.judges.usage import fits
 from async_grpo.rewards.judges.votes import Vote
+from async_grpo.rewards.remote.endpoint import BadReply
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.rewards.endpoint import BadReply
 from async_grpo.rewards.judges.prompts import (
     Template,
     as_text,
@@ -17,9 +16,10 @@ from async_grpo.rewards.judges.prompts import (
 from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
 from async_grpo.rewards.judges.replies import quote
 from async_grpo.rewards.judges.usage import Usage, fits, total_tokens
+from async_grpo.rewards.remote.endpoint import BadReply
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http_client import EndpointClient
+    from async_grpo.rewards.remote.http_client import EndpointClient
 
 
 FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply

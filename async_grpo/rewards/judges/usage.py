@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from async_grpo.rewards.endpoint import JudgeError
+from async_grpo.rewards.remote.endpoint import JudgeError
 from async_grpo.rewards.steps import is_finite_number
 
 

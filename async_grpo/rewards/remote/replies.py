@@ -6,7 +6,7 @@ import zlib
 from collections.abc import AsyncIterable
 from typing import Any, NoReturn
 
-from async_grpo.rewards.endpoint import BadReply
+from async_grpo.rewards.remote.endpoint import BadReply
 
 EXCERPT_CHARACTERS = 200
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
@@ -40,7 +40,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     >>> json_object(b'{"score": NaN}')
     Traceback (most recent call last):
     ...
-    async_grpo.rewards.endpoint.BadReply: the reply is no JSON: NaN is no number
+    async_grpo.rewards.remote.endpoint.BadReply: the reply is no JSON: NaN is no number
 
     Raises:
         BadReply: it holds something else.

@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from async_grpo.rewards.breaker import Breaker
-from async_grpo.rewards.endpoint import JudgeUnavailable
+from async_grpo.rewards.remote.breaker import Breaker
+from async_grpo.rewards.remote.endpoint import JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""The main program of one adapter's process: `python -m async_grpo.rewards.child CHANNEL_FD PARENT_PID MAX_PROCESSES`.
+"""The main program of one adapter's process.
+
+    python -m async_grpo.rewards.isolation.child CHANNEL_FD PARENT_PID MAX_PROCESSES
 
 It splits into a keeper and the process proper, which reads requests from its end of a socket pair and answers each:
 
@@ -18,10 +20,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.rewards.calls import built, reply_frame, run_plain
 from async_grpo.rewards.contract import describe
-from async_grpo.rewards.framing import encode, read
-from async_grpo.rewards.keeper import keep
+from async_grpo.rewards.isolation.calls import built, reply_frame, run_plain
+from async_grpo.rewards.isolation.framing import encode, read
+from async_grpo.rewards.isolation.keeper import keep
 from async_grpo.rewards.kinds import kind_of
 from async_grpo.rewards.source import RewardSource, resolve
 
@@ -46,7 +48,9 @@ def _serve(channel: socket.socket, receive: Callable[[int], bytes], greeting: di
         channel.sendall(encode({"error": describe(error)}, max_bytes))
         return
     if is_async:
-        from async_grpo.rewards.async_child import serve  # brings in asyncio, which no other reward needs
+        from async_grpo.rewards.isolation.async_child import (
+            serve,  # brings in asyncio, which no other reward needs
+        )
 
         serve(channel, adapter, options, max_bytes)
         return

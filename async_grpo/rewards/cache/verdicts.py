@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_grpo.rewards.cache_file import TROUBLE, CacheFile
-from async_grpo.rewards.cache_key import key_of, version_of, version_of_judge
+from async_grpo.rewards.cache.file import TROUBLE, CacheFile
+from async_grpo.rewards.cache.key import key_of, version_of, version_of_judge
 
 __all__ = ["VerdictCache", "key_of", "version_of", "version_of_judge"]
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.limits import Limits
-from async_grpo.rewards.meter import Meter, Start
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.meter import Meter, Start
 
 
 class Traffic(Protocol):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.rewards.limits import Limits
+from async_grpo.rewards.remote.limits import Limits
 
 
 class JudgeError(AsyncGrpoError, RuntimeError):

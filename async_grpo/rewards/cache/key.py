@@ -94,7 +94,7 @@ def version_of_judge(judge: Any, code: str = "") -> str:
 @lru_cache
 def _library() -> str:
     """A digest of this room's code."""
-    room = Path(__file__).parent
+    room = Path(__file__).parents[1]
     files = sorted(room.rglob("*.py"))
     return _digest([[str(file.relative_to(room)), file.read_text(encoding="utf-8")] for file in files])
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from async_grpo.rewards.calls import Answers, Reward, built, reply_frame
 from async_grpo.rewards.contract import failure
-from async_grpo.rewards.framing import Frames, encode
+from async_grpo.rewards.isolation.calls import Answers, Reward, built, reply_frame
+from async_grpo.rewards.isolation.framing import Frames, encode
 
 
 def serve(channel: socket.socket, adapter: Any, options: Mapping[str, Any], max_bytes: int) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import async_grpo
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.framing import Frames, encode, frame
-from async_grpo.rewards.keeper import TOO_MANY
+from async_grpo.rewards.isolation.framing import Frames, encode, frame
+from async_grpo.rewards.isolation.keeper import TOO_MANY
 
 REAP_S = 10.0  # for a killed process to end
 LAST_WORDS_S = 0.5  # for a process that closed its channel to end by itself
@@ -38,7 +38,7 @@ class ProcessDied(WorkerLost):
 
 
 class ChildProcess(asyncio.Protocol):
-    """A running `python -m async_grpo.rewards.child`; it dies with the thread that made it."""
+    """A running `python -m async_grpo.rewards.isolation.child`; it dies with the thread that made it."""
 
     def __init__(self, adapter: str, max_message_bytes: int, max_processes: int) -> None:
         self.lost = False  # it will answer nothing any more
@@ -197,7 +197,7 @@ class ChildProcess(asyncio.Protocol):
 def _spawn(channel_fd: int, max_processes: int) -> subprocess.Popen[bytes]:
     arguments = [channel_fd, os.getpid(), max_processes]
     return subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.rewards.child", *map(str, arguments)],
+        [sys.executable, "-m", "async_grpo.rewards.isolation.child", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what an adapter prints must not land among the program's own output
         pass_fds=(channel_fd,),

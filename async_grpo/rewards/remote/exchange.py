@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from async_grpo.rewards.endpoint import BadReply, JudgeUnavailable
-from async_grpo.rewards.replies import excerpt, json_object, read_body
-from async_grpo.rewards.retry import outcome_of, retry_after_s
+from async_grpo.rewards.remote.endpoint import BadReply, JudgeUnavailable
+from async_grpo.rewards.remote.replies import excerpt, json_object, read_body
+from async_grpo.rewards.remote.retry import outcome_of, retry_after_s
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
 ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0

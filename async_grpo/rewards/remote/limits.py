@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.meter import WINDOW_S
+from async_grpo.rewards.remote.meter import WINDOW_S
 
 
 @dataclass(frozen=True)

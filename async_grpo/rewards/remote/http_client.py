@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.rewards.endpoint import (
+from async_grpo.rewards.remote.endpoint import (
     BadReply,
     Endpoint,
     JudgeError,
@@ -25,11 +25,11 @@ from async_grpo.rewards.endpoint import (
     JudgeTimeout,
     JudgeUnavailable,
 )
-from async_grpo.rewards.exchange import OUTCOMES, Call, Exchange, RequestFailed, UsedTokens
-from async_grpo.rewards.hedging import Latencies, first_answer
-from async_grpo.rewards.replicas import Lease, Replicas
-from async_grpo.rewards.retry import backoff_delay
-from async_grpo.rewards.traffic import Traffic
+from async_grpo.rewards.remote.exchange import OUTCOMES, Call, Exchange, RequestFailed, UsedTokens
+from async_grpo.rewards.remote.hedging import Latencies, first_answer
+from async_grpo.rewards.remote.replicas import Lease, Replicas
+from async_grpo.rewards.remote.retry import backoff_delay
+from async_grpo.rewards.remote.traffic import Traffic
 
 __all__ = [
     "BadReply",

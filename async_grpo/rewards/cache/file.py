@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.cache_connection import connect, transaction
+from async_grpo.rewards.cache.connection import connect, transaction
 
 ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
 ROWS_PER_DELETE = 1000  # other processes may write between two of them

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from async_grpo.rewards.contract import describe, failure, read_answer, read_change
-from async_grpo.rewards.framing import MessageTooLarge, encode
+from async_grpo.rewards.isolation.framing import MessageTooLarge, encode
 from async_grpo.rewards.kinds import accepted_options, function_of, kind_of
 
 Answers = list[dict[str, Any]]  # as `contract.read_answer` makes them
