@@ -147,7 +147,7 @@ class Channel:
         if self.lost:
             return
         cancelled, self._cancelled = self._cancelled, []
-        calls = [call for call in self._outbox if call[0] not in cancelled]  # those never left
+        calls = [call for call in self._outbox if self._is_wanted(call[0])]
         self._outbox = []
         try:
             self._actor.submit.remote(
@@ -158,6 +158,11 @@ class Channel:
                 self._resolve(call_id, False, _portable(error))
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll())
+
+    def _is_wanted(self, call_id: int) -> bool:
+        """Whether the call has not been cancelled: its future is, before its caller has been told."""
+        future = self._pending.get(call_id)
+        return future is not None and not future.done()
 
     async def _poll(self) -> None:
         try:

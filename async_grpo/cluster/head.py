@@ -3,6 +3,7 @@
 open_run        registries, with the settings of the run: workers can find it from now on
 await_workers   until each kind that the run needs is there (or one of them refused)
 start_batcher   verifier pool and experience batcher
+end_rewards     the batcher, and then the rewards, in order
 close_run       tells the workers that the run is over
 """
 
@@ -126,12 +127,22 @@ def start_batcher(
     plan: BatcherPlan,
     questions: list[Question],
     rewards: tuple[RewardSource, PoolPlan],
-) -> Any:
-    """Start the verifiers and the batcher; returns the batcher's handle."""
+) -> tuple[Any, Any]:
+    """Start the verifiers and the batcher; returns the handles of the batcher and of the verifier pool."""
     # Ray starts the pool anew when it dies, and the batcher asks again for what it owed
     pool = _here(VerifierPoolActor, VERIFIER_POOL, max_restarts=-1).remote(*rewards)
     _get(pool.start.remote(), config.start_timeout_s)
-    return _here(BatcherActor, EXPERIENCE_BATCHER).remote(plan, ray.put(questions), run.registries, pool)
+    batcher = _here(BatcherActor, EXPERIENCE_BATCHER).remote(plan, ray.put(questions), run.registries, pool)
+    return batcher, pool
+
+
+def end_rewards(batcher: Any, pool: Any) -> None:
+    """End what works for a step that nobody will train on; rewards are closed, and what they have cost is on disk."""
+    ray.kill(batcher)
+    try:
+        _get(pool.close.remote(), GOODBYE_S)
+    except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
+        log.warning("the rewards did not end in order: %s", error)
 
 
 def close_run(run: OpenRun, reason: str) -> None:

@@ -15,6 +15,7 @@ from async_grpo.cluster.head import (
     RemoteExperience,
     await_workers,
     close_run,
+    end_rewards,
     find_batcher,
     open_run,
     start_batcher,
@@ -76,7 +77,7 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     _write_params(config, prepared, ranks, names)
     plan = batcher_plan(config, ranks.world_size, adapters)
     verifiers = with_secrets(pool_plan(config, source, names), source)
-    batcher = start_batcher(run, config, plan, prepared.questions, (source, verifiers))
+    batcher, pool = start_batcher(run, config, plan, prepared.questions, (source, verifiers))
     experience = Experience(config, batcher, ranks, prepared.eval_questions)
     engines = Engines(run, config, experience)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
@@ -86,6 +87,7 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
         _run_loop(config, prepared.settings, ranks, experience, engines, metrics)
     finally:
         metrics.close()
+    end_rewards(batcher, pool)
     close_run(run, f"{config.num_steps} steps are done")
 
 

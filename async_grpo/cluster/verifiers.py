@@ -86,6 +86,12 @@ class VerifierPoolActor(ChannelServer):
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
 
+    async def close(self) -> None:
+        """End all workers, each with its reward's `close`, and let go of files; a few seconds at most."""
+        if self._pool is not None:
+            await self._pool.close()
+            await self._surroundings.close()
+
     async def _start(self) -> None:
         plan = self._plan
         self._surroundings = self._make_surroundings()
@@ -193,9 +199,14 @@ class _VerifierSlot:
 
     async def close(self) -> None:
         """End the process; with the last one its actor goes, too."""
-        self._host.slots.discard(self._slot)
-        if self._host.slots and not self._host.channel.lost:
-            await self._host.channel.call("close", self._slot)
-        else:
-            self._host.channel.close()
-            ray.kill(self._host.actor)
+        host = self._host
+        host.slots.discard(self._slot)
+        try:
+            if not host.channel.lost:
+                await host.channel.call(
+                    "close", self._slot
+                )  # also the last one: its reward may have a `close`
+        finally:
+            if not host.slots or host.channel.lost:
+                host.channel.close()
+                ray.kill(host.actor)
