@@ -30,7 +30,10 @@ PAGE = textwrap.dedent(
             with open(self.ledger, "a") as file:
                 file.write(f"{self.scored}\\n")
 
-    likes = GenerativeRM(url=judge_urls(), model="judge", yes_no=True, price_per_million_tokens=(1.0, 2.0))
+    likes = GenerativeRM(  # the tiny model knows signs, and hardly any words
+        url=judge_urls(), model="judge", yes_no=True, yes=("+",), no=("-",), min_mass=0.0,
+        price_per_million_tokens=(1.0, 2.0),
+    )
     """
 )
 
@@ -66,9 +69,9 @@ def test_a_run_with_its_own_judge_scores_everything_and_ends_in_order(tmp_path, 
     assert all(0.5 < line["avg_reward"] < 1.5 and 0 < line["likes/reward"] < 1 for line in lines)
     assert all(line["Tidy/reward"] == 0.5 and line["Tidy/letters"] > 0 for line in lines)
     assert lines[-1]["judge_budget_spent"] > 0
-    # Each of the class's two processes has closed; what the next step had begun is scored as well.
+    # Each of the class's two processes has closed. Equal completions were asked once.
     counts = [int(line) for line in ledger.read_text().splitlines()]
-    assert len(counts) == 2 and sum(counts) >= 64
+    assert len(counts) == 2 and sum(counts) > 32
 
     spent = [json.loads(line) for line in (run / "judge_budget.jsonl").read_text().splitlines()]
     assert sum(row["cost"] for row in spent) >= lines[-1]["judge_budget_spent"] - 1e-9

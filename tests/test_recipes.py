@@ -227,11 +227,12 @@ def test_an_assignment_given_twice_is_refused():
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["grpo", "dapo", "scalerl", "process"])
+@pytest.mark.parametrize("name", ["dapo", "scalerl", "process"])
 def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics.
 
-    Those that differ from these by the name of a loss alone (dr_grpo, gspo, cispo) run in `benchmarks.recipes`.
+    Those that differ by the name of a loss alone (dr_grpo, gspo, cispo) run in `benchmarks.recipes`; grpo with
+    its reference runs in tests/test_whole_chain.py.
     """
     data = ROOT / "sample-data"
     command = [
@@ -260,8 +261,6 @@ def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     assert all(line["num_reward_ok"] == line["samples_in_batch"] == 32 for line in lines)
     assert lines[-1]["mismatch_kl"] > 1e-7  # the weights have moved under the samples
     match name:
-        case "grpo":
-            assert lines[-1]["avg_kl_div"] > 1e-6
         case "dapo":
             assert sum(line["groups_without_signal"] for line in lines) == 0
         case "scalerl":

@@ -200,13 +200,11 @@ class _VerifierSlot:
     async def close(self) -> None:
         """End the process; with the last one its actor goes, too."""
         host = self._host
-        host.slots.discard(self._slot)
         try:
-            if not host.channel.lost:
-                await host.channel.call(
-                    "close", self._slot
-                )  # also the last one: its reward may have a `close`
+            if not host.channel.lost:  # of the last one, too: its reward may have a `close`
+                await host.channel.call("close", self._slot)
         finally:
+            host.slots.discard(self._slot)  # not before, or the first to be closed would end the actor of all
             if not host.slots or host.channel.lost:
                 host.channel.close()
                 ray.kill(host.actor)
