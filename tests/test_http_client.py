@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.remote.breaker import Breaker
+from async_grpo.rewards.remote.deadline import after
 from async_grpo.rewards.remote.endpoint import check_url
 from async_grpo.rewards.remote.hedging import ENOUGH, Latencies, first_answer
 from async_grpo.rewards.remote.http_client import (
@@ -475,10 +476,10 @@ async def test_a_probe_that_gets_no_permit_leaves_the_next_one_its_place():
     ):
         with pytest.raises(JudgeUnavailable):
             await ask(client)
-        permit = await limiter.acquire("judge", limits)
+        permit = await limiter.acquire(client.key, limits)
         with pytest.raises(JudgeTimeout, match="no permit"):
             await ask(client, 0.3)
-        await limiter.release("judge", permit)
+        await limiter.release(client.key, permit)
         assert await ask(client) == {"score": 0.5}
 
 
@@ -596,8 +597,8 @@ async def test_a_slow_request_gets_a_rival_elsewhere_and_the_first_answer_wins()
         stats = client.stats()
         assert stats["hedges"] >= 1 and stats["outcomes"]["cancelled"] == stats["hedges"]
         assert stats["requests"] == len(one.requests) + len(other.requests)
-        assert limiter.stats()["judge"]["in_flight"] == stats["in_flight"] == 0
-        assert limiter.stats()["judge"]["granted"] == stats["requests"]
+        assert limiter.stats()[client.key]["in_flight"] == stats["in_flight"] == 0
+        assert limiter.stats()[client.key]["granted"] == stats["requests"]
 
 
 async def test_no_rival_without_enough_latencies_or_without_another_replica():
@@ -712,7 +713,7 @@ async def test_the_tokens_of_a_permit_become_what_was_used(behaviour, expected):
             await ask(
                 client, tokens=100, lane="eval", used_tokens=lambda answer: answer["usage"]["total_tokens"]
             )
-    assert book.acquired == [("judge", 100, "eval")] and book.released == [(1, expected)]
+    assert book.acquired == [(client.key, 100, "eval")] and book.released == [(1, expected)]
 
 
 async def test_a_cancelled_call_gives_its_permit_back_wherever_it_was():
@@ -727,18 +728,72 @@ async def test_a_cancelled_call_gives_its_permit_back_wherever_it_was():
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        assert limiter.stats()["judge"]["in_flight"] == 0 and limiter.stats()["judge"]["waiting"] == {}
+        assert limiter.stats()[client.key]["in_flight"] == 0 and limiter.stats()[client.key]["waiting"] == {}
         assert counted(client) == {"cancelled": 2} and client.stats()["in_flight"] == 0
 
 
 async def test_the_wait_for_a_permit_ends_by_the_deadline():
     limiter, limits = Limiter(), Limits(concurrency=1)
-    await limiter.acquire("judge", limits)
     async with HostileServer(GOOD) as server, client_of(server.url, traffic=limiter, limits=limits) as client:
+        await limiter.acquire(client.key, limits)
         started = time.monotonic()
         with pytest.raises(JudgeTimeout, match="no permit"):
             await ask(client, 0.3)
         assert time.monotonic() - started < 0.3 + GRACE_S and not server.requests
+
+
+async def test_a_wait_for_a_permit_or_as_the_server_asked_is_not_on_the_callers_time():
+    limits = Limits(concurrency=1)
+    asks_to_wait = status(429, **{"Retry-After": "1"})
+    async with (
+        HostileServer(asks_to_wait, GOOD) as server,
+        client_of(server.url, traffic=Limiter(), limits=limits) as client,
+    ):
+        deadlines = [after(0.5, queue_s=20) for _ in range(8)]
+        calls = [client.post("/score", {}, deadline=deadline) for deadline in deadlines]
+        assert len(await asyncio.gather(*calls)) == 8
+        assert all(deadline.queue_s > 0.8 for deadline in deadlines) and len(server.requests) == 9
+    async with HostileServer(asks_to_wait, GOOD) as server, client_of(server.url) as client:
+        with pytest.raises(JudgeError):  # it would wait for longer than there is patience for
+            await client.post("/score", {}, deadline=after(0.3, queue_s=0.3))
+
+
+async def test_a_replica_that_is_out_of_order_is_waited_for_on_the_callers_time():
+    """Or nobody would hear for half an hour of a judge that is gone."""
+    settings = {"breaker_failures": 1, "breaker_reset_s": 30.0, "attempts": 2, "backoff_s": 0.01}
+    async with HostileServer(status(500)) as server, client_of(server.url, **settings) as client:
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailable):
+            await client.post("/score", {}, deadline=after(0.5, queue_s=600))
+        assert time.monotonic() - started < 0.5 + GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [
+        (GOOD, 0),
+        (hostile.silence(), 1),
+        (hostile.html(), 1),
+        (status(429), 0),
+        (status(404), 0),
+        (status(500), 1),
+    ],
+)
+async def test_requests_that_may_have_cost_something_for_nothing_are_told(behaviour, expected):
+    told = []
+    async with HostileServer(behaviour) as server, client_of(server.url, attempts=1, timeout_s=0.3) as client:
+        with contextlib.suppress(JudgeError):
+            deadline = time.monotonic() + 5
+            await client.post("/score", {}, deadline=deadline, unanswered=lambda: told.append(1))
+    assert len(told) == expected
+
+
+def test_two_judges_of_one_name_share_limits_only_at_one_address():
+    one, same, other = (
+        EndpointClient("judge", Endpoint(urls=urls), Book())
+        for urls in (("http://a", "http://b"), ("http://b", "http://a"), ("http://c",))
+    )
+    assert one.key == same.key != other.key
 
 
 async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
@@ -768,8 +823,8 @@ async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
         assert (
             0 <= stats["requests"] - seen <= stats["outcomes"]["cancelled"]
         )  # a rival may lose before it is read
-        assert limiter.stats()["judge"]["granted"] >= stats["requests"]
-        assert limiter.stats()["judge"]["in_flight"] == 0 and stats["in_flight"] == 0
+        assert limiter.stats()[client.key]["granted"] >= stats["requests"]
+        assert limiter.stats()[client.key]["in_flight"] == 0 and stats["in_flight"] == 0
 
 
 async def test_after_close_calls_fail_with_an_error_of_ours():

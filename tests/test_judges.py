@@ -66,7 +66,9 @@ class Scripted:
     def __init__(self, *replies: Any, answer: Callable[[dict], Any] | None = None) -> None:
         self.replies, self.answer, self.calls = list(replies), answer, []
 
-    async def post(self, path, payload, *, tokens=0.0, lane="train", deadline, used_tokens=None):
+    async def post(
+        self, path, payload, *, tokens=0.0, lane="train", deadline, used_tokens=None, unanswered=None
+    ):
         json.dumps(payload, allow_nan=False)
         self.calls.append(
             {"path": path, "payload": payload, "tokens": tokens, "lane": lane, "deadline": deadline}

@@ -19,7 +19,7 @@ from async_grpo.rewards.cache.verdicts import version_of_judge
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import LLMJudge
 from async_grpo.rewards.judges.naps import Naps, naps_of_the_run
-from async_grpo.rewards.remote.endpoint import JudgeUnavailable
+from async_grpo.rewards.remote.deadline import Deadline, after
 from async_grpo.rewards.remote.traffic import Limiter
 from async_grpo.types import RewardStatus
 
@@ -31,6 +31,7 @@ class Server(ThreadingHTTPServer):
     """Speaks vLLM's sleeping and chatting; an error when it is asked in its sleep."""
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -76,8 +77,8 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-def soon() -> float:
-    return time.monotonic() + 10
+def soon() -> Deadline:
+    return after(10)
 
 
 async def until(condition) -> None:
@@ -142,10 +143,26 @@ async def test_a_server_that_cannot_be_woken_fails_the_call_and_the_next_one_tri
     assert result.status is RewardStatus.FAILED and "cannot be woken" in result.reason
     server.obeys = True
     assert (await worker.score(SAMPLE, 10)).status is RewardStatus.OK
-    server.asleep, naps._asleep, server.wake_s = True, True, 5
-    with pytest.raises(JudgeUnavailable, match="did not wake in time"):
-        async with naps.awake(time.monotonic() + 0.2):
-            pass
+    await worker.close()
+    await naps.close()
+
+
+async def test_waking_longer_than_a_sample_may_take_costs_no_sample(server):
+    """Nobody gives up on a wake-up that is under way, and nobody is told to sleep or to wake meanwhile."""
+    naps = Naps([server.url], after_s=0.05)
+    server.wake_s = 2.0
+    judge = LLMJudge(url=server.url, model="judge")
+    worker = JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", naps)
+    results = await asyncio.gather(*(worker.score(SAMPLE, 1.0) for _ in range(8)))
+    assert {result.status for result in results} == {RewardStatus.OK}
+    assert all(1.5 < result.queue_s < 8 for result in results)
+    await until(lambda: server.asleep)
+    assert server.told.count("/wake_up") == server.told.count("/sleep?level=1") == 1
+    impatient = asyncio.create_task(worker.score(SAMPLE, 0.3))
+    await until(lambda: server.told[-1] == "/wake_up")
+    impatient.cancel()
+    await asyncio.sleep(3.0)
+    assert server.told[-2:] == ["/wake_up", "/sleep?level=1"] and server.asleep  # woken, and then for nobody
     await worker.close()
     await naps.close()
 

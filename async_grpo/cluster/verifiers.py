@@ -134,7 +134,7 @@ class VerifierPoolActor(ChannelServer):
         if is_judge(judge := self._adapters[adapter]):
             endpoint = judge.endpoint()
             if limits := self._plan.limits.get(adapter):
-                endpoint = dataclasses.replace(endpoint, limits=limits)
+                endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
             return JudgeWorker(
                 adapter, judge, endpoint, self._traffic, lane, self._naps if is_ours(judge) else None
             )

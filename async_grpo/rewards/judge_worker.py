@@ -7,9 +7,12 @@ from typing import Any
 from async_grpo.rewards.contract import describe, failure, read_answer
 from async_grpo.rewards.judges.naps import Naps
 from async_grpo.rewards.kinds import JUDGE_CAPACITY
+from async_grpo.rewards.remote.deadline import Deadline, after
 from async_grpo.rewards.remote.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
 from async_grpo.rewards.remote.traffic import Traffic
 from async_grpo.types import AdapterResult, RewardStatus
+
+QUEUE_S = 1800.0  # for permits, for a server that asked to be left alone, for one to wake up: not on a sample's time
 
 
 class JudgeWorker:
@@ -22,19 +25,21 @@ class JudgeWorker:
         naps: of the judge's servers, if they sleep between calls; shared by all who ask them.
     """
 
-    capacity = JUDGE_CAPACITY
+    max_queue_s = QUEUE_S
 
     def __init__(
         self, name: str, judge: Any, endpoint: Endpoint, traffic: Traffic, lane: str, naps: Naps | None = None
     ) -> None:
         self._name, self._judge, self._lane, self._naps = name, judge, lane, naps
         self._client = EndpointClient(name, endpoint, traffic)
+        # More would only wait inside, where nobody sees the queue
+        self.capacity = min(JUDGE_CAPACITY, endpoint.limits.concurrency or JUDGE_CAPACITY)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """The judge's result; FAILED with the reason for whatever it or the network does."""
-        started, spent = time.monotonic(), {}
+        started, deadline, spent = time.monotonic(), after(timeout_s, QUEUE_S), {}
         try:
-            answer = read_answer(await self._ask(sample, started + timeout_s), sample, False)
+            answer = read_answer(await self._ask(sample, deadline), sample, False)
         except JudgeError as error:
             timed_out = isinstance(error, JudgeTimeout)
             answer = failure(
@@ -50,9 +55,10 @@ class JudgeWorker:
             extra={**answer["extra"], **spent},
             reason=answer["reason"],
             latency_s=time.monotonic() - started,
+            queue_s=deadline.queue_s,
         )
 
-    async def _ask(self, sample: dict[str, Any], deadline: float) -> Any:
+    async def _ask(self, sample: dict[str, Any], deadline: Deadline) -> Any:
         async with self._naps.awake(deadline) if self._naps else contextlib.nullcontext():
             return await self._judge.score(dict(sample), self._client, lane=self._lane, deadline=deadline)
 

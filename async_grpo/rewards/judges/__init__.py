@@ -23,6 +23,7 @@ from async_grpo.rewards.judges.reward_model import RewardModelJudge
 from async_grpo.rewards.remote.endpoint import Endpoint
 
 if TYPE_CHECKING:
+    from async_grpo.rewards.remote.deadline import Deadline
     from async_grpo.rewards.remote.http_client import EndpointClient
 
 
@@ -38,12 +39,12 @@ class Judge(Protocol):
         ...
 
     async def score(
-        self, sample: dict[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+        self, sample: dict[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
         """The answer dict of `async_grpo.rewards.contract`: `reward` and further numbers, or `abstain`.
 
-        `lane` is "train" or another one that must not queue behind it; `deadline` is a moment of
-        `time.monotonic()`. Raises `JudgeError` when the judge gave no verdict, ConfigurationError when the sample
-        lacks what the judge needs.
+        `lane` is "train" or another one that must not queue behind it; `deadline` is to be handed to the client.
+        Raises `JudgeError` when the judge gave no verdict, ConfigurationError when the sample lacks what the judge
+        needs.
         """
         ...

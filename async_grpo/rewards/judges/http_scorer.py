@@ -30,6 +30,7 @@ from async_grpo.rewards.judges.usage import fits
 from async_grpo.rewards.remote.endpoint import BadReply
 
 if TYPE_CHECKING:
+    from async_grpo.rewards.remote.deadline import Deadline
     from async_grpo.rewards.remote.http_client import EndpointClient
 
 
@@ -61,9 +62,9 @@ class HTTPScorer(RemoteJudge):
         return "/score"
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer (see `contract`) for one sample; `deadline` is a moment of `time.monotonic()`.
+        """The answer (see `contract`) for one sample; `deadline` is for the client.
 
         Raises:
             ConfigurationError: the sample lacks a column, or its images are none.

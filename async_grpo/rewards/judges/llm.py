@@ -29,6 +29,7 @@ from async_grpo.rewards.judges.votes import AGGREGATES, Vote, too_few, verdict
 from async_grpo.rewards.remote.endpoint import BadReply, JudgeError
 
 if TYPE_CHECKING:
+    from async_grpo.rewards.remote.deadline import Deadline
     from async_grpo.rewards.remote.http_client import EndpointClient
 
 
@@ -128,9 +129,9 @@ class LLMJudge(RemoteJudge):
         return QUESTION + (JSON_CLOSING if self.json_schema is not None else CLOSING)
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer (see `contract`) for one sample; `deadline` is a moment of `time.monotonic()`.
+        """The answer (see `contract`) for one sample; `deadline` is for the client.
 
         Raises:
             ConfigurationError: the template names a column that the sample does not have.
@@ -142,7 +143,7 @@ class LLMJudge(RemoteJudge):
         usage, wanted = Usage(), self.votes
         for _ in range(ROUNDS):
             unread = []
-            for reply in await self._replies(sample, client, wanted, lane, deadline):
+            for reply in await self._replies(sample, client, wanted, lane, deadline, usage):
                 if isinstance(reply, JudgeError):
                     lost.append(reply)
                     continue
@@ -164,12 +165,18 @@ class LLMJudge(RemoteJudge):
         return prompt * (1 if self.one_request else self.votes), float(self.max_tokens * self.votes)
 
     async def _replies(
-        self, sample: Mapping[str, Any], client: "EndpointClient", count: int, lane: str, deadline: float
+        self,
+        sample: Mapping[str, Any],
+        client: "EndpointClient",
+        count: int,
+        lane: str,
+        deadline: "Deadline | float",
+        usage: Usage,
     ) -> list[dict[str, Any] | JudgeError]:
         """`count` votes, in one request or as many; each with a new key for its fence."""
         per_request = count if self.one_request else 1
         bodies = [self._body(sample, per_request) for _ in range(count // per_request)]
-        calls = [self._ask(client, body, per_request, lane, deadline) for body in bodies]
+        calls = [self._ask(client, body, per_request, lane, deadline, usage) for body in bodies]
         import asyncio  # here, because the page of rewards imports this module and must stay cheap
 
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -179,11 +186,23 @@ class LLMJudge(RemoteJudge):
         return replies  # type: ignore[return-value]
 
     async def _ask(
-        self, client: "EndpointClient", body: dict[str, Any], count: int, lane: str, deadline: float
+        self,
+        client: "EndpointClient",
+        body: dict[str, Any],
+        count: int,
+        lane: str,
+        deadline: "Deadline | float",
+        usage: Usage,
     ) -> dict[str, Any]:
-        tokens = _characters(body) / CHARACTERS_PER_TOKEN + self.max_tokens * count
+        prompt, completion = _characters(body) / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
         return await client.post(
-            self.path, body, tokens=tokens, lane=lane, deadline=deadline, used_tokens=total_tokens
+            self.path,
+            body,
+            tokens=prompt + completion,
+            lane=lane,
+            deadline=deadline,
+            used_tokens=total_tokens,
+            unanswered=lambda: usage.missed(prompt, completion),
         )
 
     def _body(self, sample: Mapping[str, Any], count: int) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
 
 from async_grpo.rewards.judges.remote import JUDGE_SLEEP_S, judge_urls
+from async_grpo.rewards.remote.deadline import Deadline
 from async_grpo.rewards.remote.endpoint import JudgeUnavailable
 
 ANSWER_S, MOVE_S = 10.0, 120.0  # to say how it is, and to move the weights of a large model
@@ -31,31 +31,32 @@ class Naps:
         self._urls, self._after_s = tuple(urls), after_s
         self._callers = 0
         self._asleep = True  # for all that is known
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of whoever tells the servers something
+        self._waking: asyncio.Task[None] | None = None
         self._dozing: asyncio.Task[None] | None = None
         self._falling_asleep: asyncio.Task[None] | None = None
         self._client = httpx.AsyncClient(trust_env=False)
         self.num_naps = 0
 
     @asynccontextmanager
-    async def awake(self, deadline: float) -> AsyncIterator[None]:
-        """The servers are awake inside. `deadline` is a moment of `time.monotonic()`, for the waking.
+    async def awake(self, deadline: Deadline) -> AsyncIterator[None]:
+        """The servers are awake inside; waking them is not on the caller's time.
 
         Raises:
-            JudgeUnavailable: one of them cannot be woken, or not in time.
+            JudgeUnavailable: one of them cannot be woken.
         """
         self._callers += 1
         if self._dozing:
             self._dozing.cancel()  # what has begun to fall asleep does so, and is woken when it has
             self._dozing = None
         try:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()), self._turn:
-                    if self._asleep:
-                        await asyncio.gather(*map(self._wake, self._urls))
-                        self._asleep = False
-            except TimeoutError:
-                raise JudgeUnavailable(f"the judge at {', '.join(self._urls)} did not wake in time") from None
+            if self._asleep or self._turn.locked():
+                if self._waking is None or self._waking.done():
+                    # Of nobody's own: a caller that gives up must not leave servers behind that are half awake
+                    self._waking = asyncio.ensure_future(self._wake_all())
+                    self._waking.add_done_callback(_look_at_its_error)
+                with deadline.put_off():
+                    await asyncio.shield(self._waking)
             yield
         finally:
             self._callers -= 1
@@ -75,7 +76,7 @@ class Naps:
 
     async def _sleep(self) -> None:
         async with self._turn:
-            if self._callers:
+            if self._callers or self._asleep:
                 return
             self._asleep = True  # also if one of them does not obey: who asks next finds out
             told = await asyncio.gather(
@@ -85,6 +86,12 @@ class Naps:
             for url, error in zip(self._urls, told, strict=True):
                 if error is not None:
                     log.warning("the judge at %s does not sleep, its memory is not free: %r", url, error)
+
+    async def _wake_all(self) -> None:
+        async with self._turn:
+            if self._asleep:
+                await asyncio.gather(*map(self._wake, self._urls))
+                self._asleep = False
 
     async def _wake(self, url: str) -> None:
         try:
@@ -97,6 +104,12 @@ class Naps:
 
     async def _tell(self, url: str, path: str) -> None:
         (await self._client.post(url + path, timeout=MOVE_S)).raise_for_status()
+
+
+def _look_at_its_error(waking: asyncio.Task[None]) -> None:
+    """Or the event loop reports it as never retrieved, when all callers have given up."""
+    if not waking.cancelled():
+        waking.exception()
 
 
 def naps_of_the_run() -> Naps | None:

@@ -15,10 +15,11 @@ from async_grpo.rewards.judges.prompts import (
 )
 from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
 from async_grpo.rewards.judges.replies import quote
-from async_grpo.rewards.judges.usage import Usage, fits, total_tokens
-from async_grpo.rewards.remote.endpoint import BadReply
+from async_grpo.rewards.judges.usage import Usage, fits, total_tokens, with_spending
+from async_grpo.rewards.remote.endpoint import BadReply, JudgeError
 
 if TYPE_CHECKING:
+    from async_grpo.rewards.remote.deadline import Deadline
     from async_grpo.rewards.remote.http_client import EndpointClient
 
 
@@ -73,9 +74,9 @@ class RewardModelJudge(RemoteJudge):
         return f"/{self.task}"
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: float
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer (see `contract`) for one sample; `deadline` is a moment of `time.monotonic()`.
+        """The answer (see `contract`) for one sample; `deadline` is for the client.
 
         Raises:
             ConfigurationError: the sample lacks a column.
@@ -83,13 +84,22 @@ class RewardModelJudge(RemoteJudge):
         """
         body = self._body(sample)
         tokens, _ = self.token_estimate(sample)
-        reply = await client.post(
-            self.path, body, tokens=tokens, lane=lane, deadline=deadline, used_tokens=total_tokens
-        )
         prices = None if self.price_per_million_tokens is None else (self.price_per_million_tokens, 0.0)
         usage = Usage()
-        usage.add(reply)
-        return {"reward": last_number(reply, FIELDS[self.task])} | usage.extras(prices)
+        try:
+            reply = await client.post(
+                self.path,
+                body,
+                tokens=tokens,
+                lane=lane,
+                deadline=deadline,
+                used_tokens=total_tokens,
+                unanswered=lambda: usage.missed(tokens, 0.0),
+            )
+            usage.add(reply)
+            return {"reward": last_number(reply, FIELDS[self.task])} | usage.extras(prices)
+        except JudgeError as error:
+            raise with_spending(error, usage.extras(prices)) from None
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
         """(prompt, completion) tokens of a call; a reward model writes none."""

@@ -28,6 +28,12 @@ class Usage:
         self.prompt_tokens += _count(usage.get("prompt_tokens")) or 0.0
         self.completion_tokens += _count(usage.get("completion_tokens")) or 0.0
 
+    def missed(self, prompt_tokens: float, completion_tokens: float) -> None:
+        """A request was sent and not answered: it may have taken as much as this."""
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        self.total_tokens += prompt_tokens + completion_tokens
+
     def extras(self, price_per_million_tokens: tuple[float, float] | None) -> dict[str, float]:
         """`judge_tokens` and, with a price for (prompt, completion), `judge_cost`; nothing if a reply left it out."""
         if not self.known:

@@ -5,7 +5,6 @@ import contextlib
 import http.cookiejar
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from async_grpo.rewards.remote.deadline import Deadline
 from async_grpo.rewards.remote.endpoint import BadReply, JudgeUnavailable
 from async_grpo.rewards.remote.replies import excerpt, json_object, read_body
 from async_grpo.rewards.remote.retry import outcome_of, retry_after_s
@@ -37,19 +37,22 @@ for chatty in ("httpx", "httpcore"):  # a line per request, and at DEBUG the hea
 
 @dataclass
 class Call:
-    """What is to be answered by `deadline` (of `time.monotonic`), in one request or several."""
+    """What is to be answered by the deadline, in one request or several."""
 
     path: str
     content: bytes
     tokens: float
     lane: str
-    deadline: float
+    deadline: Deadline
     used_tokens: UsedTokens | None = None
+    unanswered: Callable[[], None] | None = (
+        None  # told of each request that was sent, and what it took is unknown
+    )
     tried: set[str] = field(default_factory=set)  # addresses that it was sent to
 
     @property
     def remaining_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline.left_s
 
     def used(self, reply: dict[str, Any]) -> float | None:
         """The tokens that the reply says it took; None (the estimate stands) if it says nothing sensible."""

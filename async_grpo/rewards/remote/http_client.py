@@ -4,7 +4,8 @@
     reply = await client.post("/chat/completions", {...}, tokens=800, deadline=time.monotonic() + 60)
 
 One call is up to `attempts` requests, each under a permit of its own, taken just before it and given back whatever
-happens. Every wait ends by the deadline: for a replica in service, for a permit, for the reply, before an attempt.
+happens. Every wait ends: for a replica in service, for the reply and before an attempt by the deadline; for a permit, or
+for a replica that asked to be left alone, by the deadline's `latest`, for such a wait puts it off.
 """
 
 import asyncio
@@ -13,10 +14,11 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from async_grpo.rewards.remote.deadline import Deadline
 from async_grpo.rewards.remote.endpoint import (
     BadReply,
     Endpoint,
@@ -61,7 +63,7 @@ class EndpointClient:
     """See the module. For one event loop; `close` it.
 
     Args:
-        name: of the judge, in messages and as the key of its permits: clients of the same name share its limits.
+        name: of the judge, in messages. Clients of the same name and addresses share its limits.
         endpoint: its settings.
         traffic: where permits come from.
 
@@ -71,6 +73,9 @@ class EndpointClient:
 
     def __init__(self, name: str, endpoint: Endpoint, traffic: Traffic) -> None:
         self.name, self._endpoint, self._traffic = name, endpoint, traffic
+        self.key = (
+            f"{name} at {', '.join(sorted(endpoint.urls))}"  # two runs may each have a judge of that name
+        )
         self._exchange = Exchange(endpoint.api_key(), endpoint.max_body_bytes)
         self._replicas = Replicas(endpoint.urls, endpoint.breaker_failures, endpoint.breaker_reset_s)
         self._latencies = Latencies()
@@ -88,8 +93,9 @@ class EndpointClient:
         *,
         tokens: float = 0.0,
         lane: str = "train",
-        deadline: float,
+        deadline: Deadline | float,
         used_tokens: UsedTokens | None = None,
+        unanswered: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """The JSON object that the judge replies with status 200.
 
@@ -98,7 +104,9 @@ class EndpointClient:
             payload: sent as JSON.
             tokens: estimate for the limits; of a request that is done, `used_tokens(reply)` takes its place.
             lane: "train" or "eval": they share the limits fairly.
-            deadline: the moment of `time.monotonic` by which this returns or raises.
+            deadline: the moment of `time.monotonic` by which this returns or raises; a `Deadline` is put off while
+                this waits for a permit, or for a replica that asked to be left alone.
+            unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
 
         Raises:
             JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`.
@@ -107,7 +115,7 @@ class EndpointClient:
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
-        call = Call(path, content, tokens, lane, deadline, used_tokens)
+        call = Call(path, content, tokens, lane, Deadline.of(deadline), used_tokens, unanswered)
         bad_replies = 0
         for attempt in range(1, self._endpoint.attempts + 1):
             try:
@@ -184,10 +192,11 @@ class EndpointClient:
     @contextlib.asynccontextmanager
     async def _permit(self, call: Call) -> AsyncIterator[_Permit]:
         try:
-            async with asyncio.timeout(call.remaining_s):
-                number = await self._traffic.acquire(
-                    self.name, self._endpoint.limits, tokens=call.tokens, lane=call.lane
-                )
+            with call.deadline.put_off():
+                async with asyncio.timeout(call.deadline.most_s):
+                    number = await self._traffic.acquire(
+                        self.key, self._endpoint.limits, tokens=call.tokens, lane=call.lane
+                    )
         except TimeoutError:
             raise JudgeTimeout(f"{self.name}: no permit for a request before the deadline") from None
         permit = _Permit()
@@ -196,7 +205,7 @@ class EndpointClient:
                 raise JudgeTimeout(f"{self.name}: a permit for a request came only with the deadline")
             yield permit
         finally:
-            await self._traffic.release(self.name, number, used_tokens=permit.used_tokens)
+            await self._traffic.release(self.key, number, used_tokens=permit.used_tokens)
 
     async def _send(self, call: Call, lease: Lease, permit: _Permit) -> dict[str, Any]:
         """Count, time and settle one exchange."""
@@ -220,6 +229,8 @@ class EndpointClient:
             raise
         finally:
             self._outcomes[outcome] += 1
+            if outcome not in ("ok", *UNUSED) and call.unanswered:
+                call.unanswered()
             # A request whose permit came late had less time than others need: no fault of the replica.
             self._replicas.settle(lease, None if hurried else HEALTHY.get(outcome, False))
 

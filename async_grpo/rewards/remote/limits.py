@@ -1,7 +1,7 @@
 """What one endpoint allows its callers: calls at once, calls per minute, tokens per minute. `traffic.py` enforces it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.remote.meter import WINDOW_S
@@ -42,3 +42,14 @@ class Limits:
             raise ConfigurationError(
                 f"burst_s and slack_s must lie in [0, {WINDOW_S:g}) seconds: {self.burst_s}, {self.slack_s}"
             )
+
+    def over(self, others: "Limits") -> "Limits":
+        """These, and the others where these say nothing.
+
+        >>> Limits(concurrency=8).over(Limits(concurrency=2, requests_per_minute=60)).requests_per_minute
+        60
+        """
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            others, **{name: value for name, value in said.items() if value != getattr(Limits, name)}
+        )

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from async_grpo.rewards.remote.breaker import Breaker
+from async_grpo.rewards.remote.deadline import Deadline
 from async_grpo.rewards.remote.endpoint import JudgeUnavailable
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,11 @@ class Replicas:
         now = time.monotonic()
         return {replica.url: replica.breaker.state(now) for replica in self._replicas}
 
-    async def ready(self, deadline: float) -> Lease | None:
+    async def ready(self, deadline: Deadline) -> Lease | None:
         """Wait until a request may be sent to some replica; a lease if this request is to be a probe.
+
+        Where a replica asked to be left alone (`Retry-After`), the wait puts the deadline off; where all are out of order
+        it does not, or nobody would hear of a judge that is gone.
 
         Raises:
             JudgeUnavailable: none may be before the deadline.
@@ -73,12 +77,17 @@ class Replicas:
             ready_at = min(replica.ready_at for replica in self._replicas)
             if ready_at <= now:
                 return None
+            asked_to_wait = any(r.breaker.closed and r.paused_until > now for r in self._replicas)
             probing = any(replica.breaker.probing for replica in self._replicas)
-            if now >= deadline or (ready_at > deadline and not probing):
+            give_up = deadline.latest if asked_to_wait else deadline.at
+            if now >= give_up or (ready_at > give_up and not probing):
                 raise JudgeUnavailable(f"no replica may be asked before the deadline: {self._describe(now)}")
             changed = self._changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(ready_at, deadline) - now):
+            with (
+                contextlib.suppress(TimeoutError),
+                deadline.put_off() if asked_to_wait else contextlib.nullcontext(),
+            ):
+                async with asyncio.timeout(min(ready_at, give_up) - now):
                     await changed.wait()
 
     def take(self, tried: Collection[str], never: str | None = None) -> Lease | None:
