@@ -1,6 +1,8 @@
 """What stands around a call: cache, budget and limits, in that order, over real ones of each."""
 
 import asyncio
+import itertools
+import time
 
 import pytest
 
@@ -9,6 +11,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.plans import pool_plan, reward_limits, with_secrets
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.verdicts import VerdictCache
+from async_grpo.rewards.limited_worker import LimitedWorker
+from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.remote.limits import Limits
 from async_grpo.rewards.remote.traffic import Limiter
 from async_grpo.rewards.source import RewardSource
@@ -57,11 +61,52 @@ async def test_a_failure_is_asked_again(tmp_path):
     await around.close()
 
 
-async def test_limits_hold_for_rewards_that_keep_none_themselves():
-    judge = Judge()
-    around = Surroundings(versions={"judge": "v"}, traffic=Limiter(), limits={"judge": Limits(concurrency=3)})
-    await asyncio.gather(*(around("judge", {**SAMPLE, "n": n}, "train", judge) for n in range(20)))
-    assert judge.most == 3 and judge.calls == 20
+class Timed:
+    """A worker that serves one sample after the other; knows when it began each."""
+
+    capacity = 1
+
+    def __init__(self):
+        self.starts, self.closed = [], False
+
+    async def score(self, sample, timeout_s):
+        self.starts.append(time.monotonic())
+        await asyncio.sleep(sample["seconds"])
+        return AdapterResult("rule", OK, 1.0)
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_limits_of_a_reward_in_a_process_hold_where_its_calls_start():
+    """A first call that takes long must not let those that wait behind it start all at once."""
+    limits, workers = Limits(requests_per_minute=600, burst_s=0.0, slack_s=0.0), [Timed(), Timed()]
+    made = iter(workers)
+    limiter = Limiter()
+
+    async def make(_):
+        return LimitedWorker(next(made), limiter, "rule", limits, "train")
+
+    pool = VerifierPool(["rule"], make, workers=2, timeout_s=0.6)
+    await pool.start()
+    rows = [{"completion": "", "seconds": 0.5 if n < 2 else 0.0} for n in range(12)]
+    verdicts = await asyncio.gather(*map(pool.verify, rows))
+    await pool.close()
+    starts = sorted(workers[0].starts + workers[1].starts)
+    assert len(starts) == 12 and min(b - a for a, b in itertools.pairwise(starts)) > 0.08  # 0.1 s each
+    assert all(verdict.status is OK for verdict in verdicts)  # 1.2 s in all, of which none has more than 0.6
+    assert max(verdict.results[0].queue_s for verdict in verdicts) > 0.8
+    assert all(worker.closed for worker in workers) and limiter.stats()["rule"]["in_flight"] == 0
+
+
+async def test_an_estimate_that_fails_is_the_samples_failure_and_nobody_is_paid():
+    def broken(sample):
+        raise KeyError("rubric")
+
+    judge = Judge(cost=0.1)
+    around = Surroundings(versions={}, budget=Budget(1.0), estimates={"judge": broken})
+    result = await around("judge", SAMPLE, "train", judge)
+    assert result.status is FAILED and "KeyError: 'rubric'" in result.reason and not judge.calls
 
 
 async def test_a_budget_that_is_used_up_stops_the_calls_and_never_overspends():

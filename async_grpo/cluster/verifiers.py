@@ -22,10 +22,12 @@ from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges.naps import naps_of_the_run
 from async_grpo.rewards.judges.remote import is_ours
 from async_grpo.rewards.kinds import is_judge
+from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.source import RewardSource, resolve
 from async_grpo.rewards.surroundings import PRICE, Surroundings, most_it_costs
+from async_grpo.rewards.worker import VerifierWorker
 from async_grpo.types import AdapterResult, Verdict
 
 SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
@@ -115,22 +117,24 @@ class VerifierPoolActor(ChannelServer):
         plan = self._plan
         judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
-        options = dict(plan.options)
         return Surroundings(
-            versions={
-                name: version_of_judge(adapter, self._source.digest_of(name))
-                if name in judges
-                else version_of(self._source.digest_of(name), options)
-                for name, adapter in self._adapters.items()
-            },
+            versions=self._versions() if plan.cache_path else {},
             cache=VerdictCache(plan.cache_path) if plan.cache_path else None,
             budget=Budget(plan.budget, policy=plan.budget_policy, path=plan.budget_path) if paid else None,
             estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
-            traffic=self._traffic,
-            limits={name: limits for name, limits in plan.limits.items() if name not in judges},
         )
 
-    async def _make_worker(self, adapter: str, lane: str) -> "_VerifierSlot | JudgeWorker":
+    def _versions(self) -> dict[str, str]:
+        """By which the cache tells answers apart."""
+        options = dict(self._plan.options)
+        return {
+            name: version_of_judge(adapter, self._source.digest_of(name))
+            if is_judge(adapter)
+            else version_of(self._source.digest_of(name), options)
+            for name, adapter in self._adapters.items()
+        }
+
+    async def _make_worker(self, adapter: str, lane: str) -> VerifierWorker:
         if is_judge(judge := self._adapters[adapter]):
             endpoint = judge.endpoint()
             if limits := self._plan.limits.get(adapter):
@@ -145,6 +149,11 @@ class VerifierPoolActor(ChannelServer):
             hosts.append(host)
         slot = _VerifierSlot(host, min(set(range(SLOTS_PER_ACTOR)) - host.slots))
         await slot.open()
+        if limits := self._plan.limits.get(adapter):
+            run = (
+                ray.get_runtime_context().namespace
+            )  # another run's reward of this name has limits of its own
+            return LimitedWorker(slot, self._traffic, f"{adapter} of {run}", limits, lane)
         return slot
 
     async def _verify(self, sample: dict[str, Any], evaluation: bool) -> Verdict:

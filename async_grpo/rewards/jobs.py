@@ -53,7 +53,7 @@ class Scoring(Job):
             _checked(answer, self.sample),
             attempts=answer.attempts + self.workers_lost,
             latency_s=time.monotonic() - self.asked_at,
-            queue_s=self.queue_s,
+            queue_s=self.queue_s + answer.queue_s,
         )
         stats.add(result)
         self.outcome.set_result(result)

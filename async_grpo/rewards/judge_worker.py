@@ -10,9 +10,8 @@ from async_grpo.rewards.kinds import JUDGE_CAPACITY
 from async_grpo.rewards.remote.deadline import Deadline, after
 from async_grpo.rewards.remote.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
 from async_grpo.rewards.remote.traffic import Traffic
+from async_grpo.rewards.worker import QUEUE_S
 from async_grpo.types import AdapterResult, RewardStatus
-
-QUEUE_S = 1800.0  # for permits, for a server that asked to be left alone, for one to wake up: not on a sample's time
 
 
 class JudgeWorker:
@@ -25,7 +24,7 @@ class JudgeWorker:
         naps: of the judge's servers, if they sleep between calls; shared by all who ask them.
     """
 
-    max_queue_s = QUEUE_S
+    max_queue_s = QUEUE_S  # for permits, for a server that asked to be left alone, for one to wake up
 
     def __init__(
         self, name: str, judge: Any, endpoint: Endpoint, traffic: Traffic, lane: str, naps: Naps | None = None

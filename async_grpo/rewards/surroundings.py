@@ -1,4 +1,4 @@
-"""What stands around every call of a reward: the cache first, then the budget, then the limits of traffic."""
+"""What stands around every call of a reward: the cache first, then the budget. (Limits are kept by the workers.)"""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -7,8 +7,7 @@ from typing import Any
 
 from async_grpo.rewards.budget import Budget, BudgetExhausted
 from async_grpo.rewards.cache.verdicts import VerdictCache, key_of
-from async_grpo.rewards.remote.limits import Limits
-from async_grpo.rewards.remote.traffic import Traffic
+from async_grpo.rewards.contract import describe
 from async_grpo.types import AdapterResult, RewardStatus
 
 COST = "judge_cost"  # of a judge's extras: what the call cost
@@ -25,7 +24,6 @@ class Surroundings:
     Args:
         versions: of the adapters, as the cache tells their answers apart.
         estimates: what a call of a paid judge costs at most, by adapter, for a sample.
-        limits: of adapters whose workers do not keep limits themselves.
     """
 
     def __init__(
@@ -35,50 +33,44 @@ class Surroundings:
         cache: VerdictCache | None = None,
         budget: Budget | None = None,
         estimates: Mapping[str, Callable[[dict[str, Any]], float]] | None = None,
-        traffic: Traffic | None = None,
-        limits: Mapping[str, Limits] | None = None,
     ) -> None:
-        self._versions, self._cache, self._budget, self._traffic = versions, cache, budget, traffic
-        self._estimates, self._limits = dict(estimates or {}), dict(limits or {})
+        self._versions, self._cache, self._budget = versions, cache, budget
+        self._estimates = dict(estimates or {})
 
     async def __call__(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
         if self._cache is None:
-            return await self._paid(name, sample, lane, score)
+            return await self._paid(name, sample, score)
 
         paid: list[AdapterResult] = []
 
         async def call() -> dict[str, Any]:
-            paid.append(await self._paid(name, sample, lane, score))
+            paid.append(await self._paid(name, sample, score))
             return _as_answer(paid[0])
 
         asked_at = time.monotonic()
         answer = await self._cache.get_or_call(key_of(name, self._versions[name], sample), call)
         return paid[0] if paid else _as_result(name, answer, time.monotonic() - asked_at)
 
-    async def _paid(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
+    async def _paid(self, name: str, sample: dict[str, Any], score: Score) -> AdapterResult:
         if self._budget is None or name not in self._estimates:
-            return await self._limited(name, sample, lane, score)
-        estimate = self._estimates[name](sample)
+            return await score(sample)
+        try:
+            estimate = self._estimates[name](sample)
+        except (
+            Exception
+        ) as error:  # a judge of the user's own, or a sample that lacks what its template names
+            return AdapterResult(name, RewardStatus.FAILED, reason=describe(error), attempts=0)
         try:
             reservation = await self._budget.reserve(name, estimate)
         except BudgetExhausted as error:
             return AdapterResult(name, RewardStatus.FAILED, reason=str(error), attempts=0)
         cost = estimate  # also of a call that is cancelled, or whose server does not count: it may have been all of it
         try:
-            result = await self._limited(name, sample, lane, score)
+            result = await score(sample)
             cost = result.extra.get(COST, estimate)
         finally:
             self._budget.settle(reservation, cost)
         return result
-
-    async def _limited(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
-        if self._traffic is None or name not in self._limits:
-            return await score(sample)
-        permit = await self._traffic.acquire(name, self._limits[name], lane=lane)
-        try:
-            return await score(sample)
-        finally:
-            await self._traffic.release(name, permit)
 
     def stats(self) -> dict[str, Any]:
         """Of the cache and the budget, where there are any."""

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from async_grpo.types import AdapterResult
 
+QUEUE_S = 1800.0  # that a call may wait inside a worker with `max_queue_s`, for permits and the like
+
 
 class VerifierWorker(Protocol):
     """Scores samples with one reward, one or several at a time. A lane may assume:
@@ -13,7 +15,8 @@ class VerifierWorker(Protocol):
     - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; others
       wait inside, on nobody's time. Only a worker with a true `takes_ahead` is given more: its calls are served in
       the order in which they are made, and what ends one of them harms none of those that wait.
-    - A call ends within `timeout_s`, the time to start a process, and a few seconds to stop what runs.
+    - A call ends within `timeout_s`, the time to start a process, and a few seconds to stop what runs; one of a worker
+      with `max_queue_s` may wait so much longer for its turn elsewhere, which it tells as the result's `queue_s`.
     - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
       the worker goes on.
     - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,

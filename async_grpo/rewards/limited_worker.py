@@ -1,0 +1,52 @@
+"""`LimitedWorker`: a worker that asks the cluster's traffic control before each sample."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.remote.traffic import Traffic
+from async_grpo.rewards.worker import QUEUE_S, VerifierWorker
+from async_grpo.types import AdapterResult, RewardStatus
+
+
+class LimitedWorker:
+    """Each call of `score` starts with a permit; the wait for it is not on the sample's time.
+
+    Args:
+        key: of the permits: workers of the same key share the limits.
+        lane: "train" or "eval": they share them fairly.
+    """
+
+    max_queue_s = QUEUE_S
+
+    def __init__(self, worker: VerifierWorker, traffic: Traffic, key: str, limits: Limits, lane: str) -> None:
+        self._worker, self._traffic, self._key, self._limits, self._lane = worker, traffic, key, limits, lane
+        self.capacity = worker.capacity
+        self.has_post_process = getattr(worker, "has_post_process", False)
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        """As the worker's; TIMED_OUT if no permit comes."""
+        asked_at = time.monotonic()
+        try:
+            async with asyncio.timeout(self.max_queue_s):
+                permit = await self._traffic.acquire(self._key, self._limits, lane=self._lane)
+        except TimeoutError:
+            reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
+            return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)
+        queue_s = time.monotonic() - asked_at
+        try:
+            return replace(await self._worker.score(sample, timeout_s), queue_s=queue_s)
+        finally:
+            await self._traffic.release(self._key, permit)
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        """As the worker's; takes no permit."""
+        return await self._worker.post_process(samples, results, timeout_s)
+
+    async def close(self) -> None:
+        await self._worker.close()
