@@ -161,3 +161,17 @@ async def test_two_callers_of_one_actor_get_their_own_answers(echo):
         *(c.call("echo", (name, i)) for name, c in (("a", one), ("b", other)) for i in range(50))
     )
     assert answers == [("a", i) for i in range(50)] + [("b", i) for i in range(50)]
+
+
+async def test_a_caller_that_was_forgotten_is_told_so_instead_of_waiting_for_ever(monkeypatch):
+    """Without Ray: the actor's half alone."""
+    monkeypatch.setattr("async_grpo.cluster.channel.FORGET_S", 0.05)
+    monkeypatch.setattr("async_grpo.cluster.channel.POLL_S", 0.01)
+    server = ChannelServer()
+    server.serve({"sleep": asyncio.sleep})
+    await server.submit("stalled", [(1, "sleep", (60,))], [])
+    await asyncio.sleep(0.1)
+    await server.poll("another")
+    for _ in range(2):
+        with pytest.raises(WorkerLost, match="silent for 0.05 s is forgotten"):
+            await server.poll("stalled")

@@ -38,6 +38,7 @@ class ChannelServer:
         """Offer `handlers`: name -> coroutine function."""
         self._handlers = handlers
         self._callers: dict[str, _Caller] = {}
+        self._forgotten: set[str] = set()
 
     async def submit(self, caller_id: str, calls: list[tuple[int, str, tuple]], cancelled: list[int]) -> None:
         caller = self._caller(caller_id)
@@ -74,6 +75,8 @@ class ChannelServer:
         caller.ready.set()
 
     def _caller(self, caller_id: str) -> "_Caller":
+        if caller_id in self._forgotten:  # its calls were cancelled: it would wait for their answers for ever
+            raise WorkerLost(f"a caller that was silent for {FORGET_S:g} s is forgotten, with all its calls")
         if caller_id not in self._callers:
             self._callers[caller_id] = _Caller(asyncio.get_running_loop().time())
         return self._callers[caller_id]
@@ -83,6 +86,7 @@ class ChannelServer:
         for caller_id, caller in list(self._callers.items()):
             if now - caller.last_poll > FORGET_S:
                 del self._callers[caller_id]
+                self._forgotten.add(caller_id)
                 for task in caller.tasks.values():
                     task.cancel()
 
