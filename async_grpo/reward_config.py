@@ -1,5 +1,6 @@
 """The options of the rewards: `RunConfig` inherits them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +91,8 @@ class RewardConfig:
             refuse(not known, f"--on-reward-failure {name}={policy}: known are {', '.join(FAILURE_POLICIES)}")
         for name, value in self.failure_constants.items():
             refuse(
-                not isinstance(value, float),
-                f"--on-reward-failure {name}=constant:{value}: it must be a number",
+                not (isinstance(value, float) and math.isfinite(value)),
+                f"--on-reward-failure {name}=constant:{value}: it must be a finite number",
             )
         for name in self.limits_by_name:
             refuse(
