@@ -73,14 +73,23 @@ class RewardConfig:
             )
         refuse(not 0 <= self.failure_alarm <= 1, f"--failure-alarm is a share, not {self.failure_alarm}")
         refuse(
-            self.judge_budget is not None and self.judge_budget < 0,
-            f"--judge-budget cannot be negative, and is {self.judge_budget}",
+            self.judge_budget is not None and not 0 <= self.judge_budget < math.inf,
+            f"--judge-budget must be a finite number of 0 or more, not {self.judge_budget}",
         )
         refuse(
             self.judge_budget_policy not in BUDGET_POLICIES,
             f"--judge-budget-policy {self.judge_budget_policy!r}: known are {', '.join(BUDGET_POLICIES)}",
         )
-        _ = self.weights_by_name, self.fallbacks  # read once, so that what is no assignment is refused now
+        refuse(
+            self.judge_budget_policy == "fallback" and self.judge_budget is None,
+            "--judge-budget-policy fallback does nothing without --judge-budget",
+        )
+        _ = self.weights_by_name  # read once, so that what is no assignment is refused now
+        for name, fallback in self.fallbacks.items():
+            refuse(
+                name == fallback,
+                f"--reward-fallback {name}={fallback}: it would be asked again; name another",
+            )
         for name, count in self.verifiers_by_name.items():
             refuse(
                 not isinstance(count, float) or count < 1 or count != int(count),

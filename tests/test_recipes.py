@@ -160,6 +160,10 @@ def test_contradictory_or_unknown_options_fail_at_start(options, said):
         ({"on_reward_failure": "judge=constant:nan"}, "constant:nan: it must be a finite number"),
         ({"on_reward_failure": "judge=constant:-inf"}, "constant:-inf: it must be a finite number"),
         ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
+        ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
+        ({"judge_budget": -1.0}, "--judge-budget must be a finite number of 0 or more, not -1"),
+        ({"judge_budget": float("inf")}, "--judge-budget must be a finite number of 0 or more, not inf"),
+        ({"judge_budget_policy": "fallback"}, "does nothing without --judge-budget"),
         ({"verifiers": "code=1.5"}, "a whole number"),
     ],
 )

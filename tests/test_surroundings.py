@@ -100,6 +100,7 @@ def rule(sample, weight=1.0):
 REWARD_ADAPTERS = {
     "rule": rule,
     "judge": LLMJudge(url="http://127.0.0.1:1", model="m", api_key_env="A_KEY_OF_THE_TESTS"),
+    "paid": LLMJudge(url="http://127.0.0.1:1", model="m", price_per_million_tokens=(1.0, 2.0)),
 }
 """
 
@@ -138,6 +139,27 @@ def test_a_pool_plan_holds_what_the_command_line_says():
 def test_a_name_that_is_no_reward_of_the_run_is_refused(options, said):
     with pytest.raises(ConfigurationError, match=said):
         pool_plan(config(**options), RewardSource.from_text("page_of_plans", PAGE), ["rule"])
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "said"),
+    [
+        ({}, ["rule"], "--judge-budget 5, but none of rule has a price"),
+        ({}, ["rule", "judge"], "none of rule, judge has a price: give the judge its price_per_million_tokens"),
+        ({"judge_budget_policy": "fallback"}, ["paid"], "nobody stands in for paid: name somebody by --reward-f"),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "judge=rule"}, ["judge", "paid"], "in for paid"),
+        ({}, ["paid"], None),
+        ({"reward_fallback": "judge=paid"}, ["judge"], None),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "paid=rule"}, ["paid"], None),
+    ],
+)  # fmt: skip
+def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_refused(options, names, said):
+    source, made = RewardSource.from_text("page_of_plans", PAGE), config(judge_budget=5.0, **options)
+    if said is None:
+        assert pool_plan(made, source, names).budget == 5.0
+    else:
+        with pytest.raises(ConfigurationError, match=said):
+            pool_plan(made, source, names)
 
 
 def test_a_key_goes_with_the_plan_and_shows_nowhere(monkeypatch):
