@@ -251,6 +251,12 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
             raise ConfigurationError(
                 f"--{flag} names {', '.join(unknown)}; the rewards are {', '.join(plan.everybody)}"
             )
+    for name, fallback in plan.fallbacks.items():
+        if kind_of(adapters[fallback]).has_post_process:
+            raise ConfigurationError(
+                f"--reward-fallback {name}={fallback}: {fallback} scores by the whole group, and cannot stand in on "
+                "single samples; name another"
+            )
     _refuse_idle_budget(plan, adapters)
     counts = {
         name: 1 if is_judge(adapter) else int(config.verifiers_by_name.get(name, config.verifiers_per_reward))

@@ -92,13 +92,19 @@ def test_what_a_call_costs_at_most_is_its_longest_reply():
 
 
 PAGE = """
+from async_grpo.rewards.decorators import post_process
 from async_grpo.rewards.judges import LLMJudge
 
 def rule(sample, weight=1.0):
     return weight
 
+@post_process(lambda group: [1.0 for _ in group])
+def vote(sample):
+    return 0.0
+
 REWARD_ADAPTERS = {
     "rule": rule,
+    "vote": vote,
     "judge": LLMJudge(url="http://127.0.0.1:1", model="m", api_key_env="A_KEY_OF_THE_TESTS"),
     "paid": LLMJudge(url="http://127.0.0.1:1", model="m", price_per_million_tokens=(1.0, 2.0)),
 }
@@ -134,9 +140,10 @@ def test_a_pool_plan_holds_what_the_command_line_says():
         ({"reward_limits": "other.rpm=2"}, "--reward-limits names other"),
         ({"reward_options": "loudness=2"}, "takes the option loudness"),
         ({"reward_fallback": "rule=nobody"}, "nobody"),
+        ({"reward_fallback": "rule=vote"}, "rule=vote: vote scores by the whole group"),
     ],
 )
-def test_a_name_that_is_no_reward_of_the_run_is_refused(options, said):
+def test_a_name_that_is_no_reward_of_the_run_or_cannot_do_what_it_is_to_is_refused(options, said):
     with pytest.raises(ConfigurationError, match=said):
         pool_plan(config(**options), RewardSource.from_text("page_of_plans", PAGE), ["rule"])
 
