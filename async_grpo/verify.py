@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -71,7 +72,8 @@ class VerifyConfig:
             if not getattr(self, name) > 0:
                 dashed = name.replace("_", "-")
                 raise ConfigurationError(f"--{dashed} must be above 0, not {getattr(self, name)}")
-        if self.output and Path(self.output).exists() and Path(self.output).samefile(self.file):
+        both = (self.output or "", self.file)
+        if all(map(os.path.exists, both)) and os.path.samefile(*both):
             raise ConfigurationError(
                 f"--output {self.output} is the file of completions itself: name another one"
             )

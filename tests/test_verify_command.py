@@ -469,12 +469,16 @@ def test_impossible_options_are_exit_code_2(files, capsys, arguments, message):
 
 def test_a_missing_or_empty_file_is_exit_code_2_and_the_output_never_overwrites_it(files, tmp_path, capsys):
     path = files({"completion": "1", "answer": "1"})
-    assert verify(tmp_path / "none", "--reward-fns=mathd") == 2
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    old.write_text("of another day")
+    for output in ([], ["--output", new], ["--output", old]):
+        assert verify(tmp_path / "none", "--reward-fns=mathd", *output) == 2
+        assert "error: cannot read the completions" in capsys.readouterr().err
+    assert not new.exists() and old.read_text() == "of another day"
     assert verify(path, "--reward-fns=mathd", "--output", path) == 2
     assert verify(files(""), "--reward-fns=mathd") == 2
     said = capsys.readouterr().err
-    assert "cannot read the completions" in said and "is the file of completions itself" in said
-    assert "holds no completions" in said
+    assert "is the file of completions itself" in said and "holds no completions" in said
 
 
 def test_a_judge_is_asked_over_the_network(files, tmp_path, capsys):
