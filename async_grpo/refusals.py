@@ -79,7 +79,8 @@ def _by_estimator(
 
 
 def _at_a_gate(config: RunConfig, adapters: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    early = early_at_gate(config, tuple(adapters), adapters)
+    # Where a column says who is asked, and in which order, its rows are checked one by one.
+    early = [] if config.reward_column else early_at_gate(config, tuple(adapters), adapters)
     return [
         (
             bool(early),

@@ -122,6 +122,7 @@ def test_a_column_of_the_row_chooses_who_judges_it():
     combination = Combination(("math", "code", "format"), column="source")
     asyncio.run(combination({"source": "code, format"}, ask_in(journal, {"code": 1.0, "format": 0.1})))
     assert sorted(journal) == ["code", "format"]
+    assert combination.chosen({"source": "format,code,format"}) == ("format", "code")
     for row in ({}, {"source": "poetry"}, {"source": ""}, {"source": 3}):
         with pytest.raises(ConfigurationError, match="must name some of math, code, format"):
             combination.chosen(row)

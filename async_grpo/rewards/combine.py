@@ -60,14 +60,15 @@ class Combination:
             raise ConfigurationError(f"a {self.mode} needs {needed}, not {dict(self.weights)}")
 
     def chosen(self, sample: Mapping[str, Any]) -> tuple[str, ...]:
-        """The adapters that judge this sample.
+        """The adapters that judge this sample, each once.
 
         ConfigurationError: its column is missing or names an adapter that the run does not have.
         """
         if self.column is None:
             return self.adapters
         named = sample.get(self.column)
-        names = tuple(part.strip() for part in named.split(",")) if isinstance(named, str) else ()
+        parts = named.split(",") if isinstance(named, str) else ()
+        names = tuple(dict.fromkeys(part.strip() for part in parts))
         if not names or set(names) - set(self.adapters):
             raise ConfigurationError(
                 f"the column {self.column!r} of a row says {named!r}; it must name some of {', '.join(self.adapters)}"
