@@ -234,6 +234,7 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
         fallbacks=config.fallbacks,
         limits=reward_limits(config),
         cache_path=config.verdict_cache,
+        cache_max_bytes=None if config.verdict_cache_mb is None else round(config.verdict_cache_mb * 2**20),
         budget=config.judge_budget,
         budget_policy=config.judge_budget_policy,
         budget_path=str(config.output_path / "judge_budget.jsonl")

@@ -59,6 +59,9 @@ class RewardConfig:
         "Rewards",
     )
     verdict_cache: str | None = option(None, "SQLite file that remembers verdicts across runs.", "Rewards")
+    verdict_cache_mb: float | None = option(
+        None, "Keep it to so many megabytes: the longest unused verdicts go first.", "Rewards"
+    )
     judge_budget: float | None = option(None, "Most that paid judges may cost, in their currency.", "Rewards")
     judge_budget_policy: str = option(
         "pause", "At its end: pause, or fallback (--reward-fallback).", "Rewards"
@@ -72,6 +75,15 @@ class RewardConfig:
                 not getattr(self, name) > 0, f"--{dashed(name)} must be above 0, not {getattr(self, name)}"
             )
         refuse(not 0 <= self.failure_alarm <= 1, f"--failure-alarm is a share, not {self.failure_alarm}")
+        size = self.verdict_cache_mb
+        refuse(
+            size is not None and not 0 < size < math.inf,
+            f"--verdict-cache-mb must be a finite number above 0, not {size}",
+        )
+        refuse(
+            size is not None and not self.verdict_cache,
+            f"--verdict-cache-mb {size} does nothing without --verdict-cache",
+        )
         refuse(
             self.judge_budget is not None and not 0 <= self.judge_budget < math.inf,
             f"--judge-budget must be a finite number of 0 or more, not {self.judge_budget}",

@@ -163,6 +163,11 @@ def test_contradictory_or_unknown_options_fail_at_start(options, said):
         ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
         ({"judge_budget": -1.0}, "--judge-budget must be a finite number of 0 or more, not -1"),
         ({"judge_budget": float("inf")}, "--judge-budget must be a finite number of 0 or more, not inf"),
+        ({"verdict_cache_mb": 5.0}, "--verdict-cache-mb 5.0 does nothing without --verdict-cache"),
+        (
+            {"verdict_cache": "c", "verdict_cache_mb": 0.0},
+            "--verdict-cache-mb must be a finite number above 0, not 0",
+        ),
         ({"judge_budget_policy": "fallback"}, "does nothing without --judge-budget"),
         ({"verifiers": "code=1.5"}, "a whole number"),
     ],

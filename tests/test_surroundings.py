@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from async_grpo.cluster.verifiers import VerifierPoolActor
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.plans import pool_plan, reward_limits, with_secrets
 from async_grpo.rewards.budget import Budget
+from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache
 from async_grpo.rewards.remote.limits import Limits
 from async_grpo.rewards.remote.traffic import Limiter
@@ -167,6 +169,18 @@ def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_re
     else:
         with pytest.raises(ConfigurationError, match=said):
             pool_plan(made, source, names)
+
+
+async def test_the_size_of_the_cache_reaches_it(tmp_path):
+    made = config(verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
+    source = RewardSource.from_text("page_of_plans", PAGE)
+    around = VerifierPoolActor(source, pool_plan(made, source, ["rule"]))._make_surroundings()
+    sample = {"completion": "x" * 100}
+    for number in range(1, 1002):  # it prunes after every thousand
+        await around("rule", {**sample, "n": number}, "train", Judge(delay_s=0))
+    await around.close()
+    (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
+    assert entries.num_bytes <= 0.01 * 2**20 + 1000
 
 
 def test_a_key_goes_with_the_plan_and_shows_nowhere(monkeypatch):

@@ -123,7 +123,7 @@ class VerifierPoolActor(ChannelServer):
                 else version_of(self._source.digest_of(name), options)
                 for name, adapter in self._adapters.items()
             },
-            cache=VerdictCache(plan.cache_path) if plan.cache_path else None,
+            cache=VerdictCache(plan.cache_path, max_bytes=plan.cache_max_bytes) if plan.cache_path else None,
             budget=Budget(plan.budget, policy=plan.budget_policy, path=plan.budget_path) if paid else None,
             estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
             traffic=self._traffic,
