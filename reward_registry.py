@@ -179,9 +179,10 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.LENGTH: length,
     RewardType.MAJORITY: majority,
     RewardType.JSON_SCHEMA: json_schema,
-    # Remote judges: settings, not functions. `--judge-model` starts a server for the first three and sets JUDGE_URLS.
+    # Remote judges: settings, not functions. `--judge-model` starts a server for the first three and sets JUDGE_URLS; it
+    # does not speak the protocol of the last one.
     RewardType.LLM_JUDGE: LLMJudge(url=judge_urls(), model="judge"),
     RewardType.GENERATIVE_RM: GenerativeRM(url=judge_urls(), model="judge", yes_no=True),
     RewardType.REWARD_MODEL: RewardModelJudge(url=judge_urls(), model="judge"),
-    RewardType.HTTP_SCORER: HTTPScorer(url=judge_urls("http://127.0.0.1:8100")),
+    RewardType.HTTP_SCORER: HTTPScorer(url=judge_urls("http://127.0.0.1:8080", "HTTP_SCORER_URLS")),
 }

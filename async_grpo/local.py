@@ -76,7 +76,7 @@ class LocalConfig(LocalJudge, RunConfig):
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
-        self.check_judge()
+        self.check_judge(gpus())
         needed = (
             self.nproc_per_node + self.generation_workers + len(self.logprob_roles) + self.judge_gpus_alone
         )
@@ -245,7 +245,7 @@ def gpus() -> list[str]:
     """Ids of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [device for device in visible.split(",") if device]
+        return [device.strip() for device in visible.split(",") if device.strip()]
     return [str(device) for device in range(torch.cuda.device_count())]
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class LocalJudge:
     )
     judge_gpus: str | None = option(
         None,
-        "A GPU for each server, shared with others: 0,1. By default the last ones, which it has alone.",
+        "A visible GPU for each server, shared with others: 0,1. By default the last ones, which it has alone.",
         "Judge",
     )
     judge_gpu_memory_utilization: float | None = option(
@@ -44,8 +44,8 @@ class LocalJudge:
         "Judge",
     )
 
-    def check_judge(self) -> None:
-        """Raise ConfigurationError for what can never work."""
+    def check_judge(self, visible: Sequence[str]) -> None:
+        """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
         if self.judge_model is None:
             named = [name for name in ("judge_gpus", "judge_gpu_memory_utilization", "judge_sleep_s")
                      if getattr(self, name) is not None]  # fmt: skip
@@ -56,15 +56,35 @@ class LocalJudge:
             raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
         if self.judge_replicas < 1:
             raise ConfigurationError(f"--judge-replicas must be at least 1, not {self.judge_replicas}")
-        if self.judge_gpus is not None and len(self.judge_gpus.split(",")) != self.judge_replicas:
-            raise ConfigurationError(
-                f"--judge-gpus {self.judge_gpus} must name one GPU for each of the {self.judge_replicas} servers"
-            )
+        self._check_gpus(visible)
         share = self.judge_gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigurationError(f"--judge-gpu-memory-utilization is a share above 0, not {share}")
         if self.judge_sleep_s is not None and not self.judge_sleep_s > 0:
             raise ConfigurationError(f"--judge-sleep-s must be above 0, not {self.judge_sleep_s}")
+
+    def _check_gpus(self, visible: Sequence[str]) -> None:
+        if self.judge_gpus is None:
+            return
+        if not visible:
+            raise ConfigurationError(
+                f"--judge-gpus {self.judge_gpus}, but no GPU is visible here: leave it out, and the judge runs on the CPU"
+            )
+        # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
+        if unknown := [gpu for gpu in self.shared_gpus if gpu not in visible]:
+            raise ConfigurationError(
+                f"--judge-gpus {self.judge_gpus}: {', '.join(map(repr, unknown))} is none of the visible GPUs, which are "
+                f"{', '.join(visible)} (CUDA_VISIBLE_DEVICES)"
+            )
+        if len(self.shared_gpus) != self.judge_replicas:
+            raise ConfigurationError(
+                f"--judge-gpus {self.judge_gpus} must name one GPU for each of the {self.judge_replicas} servers"
+            )
+
+    @property
+    def shared_gpus(self) -> list[str]:
+        """The ids in `--judge-gpus`, a server each."""
+        return [] if self.judge_gpus is None else [gpu.strip() for gpu in self.judge_gpus.split(",")]
 
     @property
     def judge_gpus_alone(self) -> int:
@@ -88,13 +108,12 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         "max-model-len": config.judge_max_model_len,
         "gpu-memory-utilization": config.judge_gpu_memory_utilization,
     }
-    shared = config.judge_gpus.split(",") if config.judge_gpus else None
     naps = config.judge_sleep_s is not None
     with JudgeServer(
         config.judge_model,
         log_folder=log_folder,
         replicas=config.judge_replicas,
-        devices=shared or gpus[-config.judge_replicas :] or None,
+        devices=config.shared_gpus or gpus[-config.judge_replicas :] or None,
         runner=config.judge_runner,
         options={name: value for name, value in given.items() if value is not None}
         | {"enforce-eager": eager},

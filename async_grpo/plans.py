@@ -16,11 +16,13 @@ from async_grpo.experience.batcher import BatcherPlan
 from async_grpo.experience.failures import FailurePolicy
 from async_grpo.experience.reward_tensors import OUTCOME, OVERLONG, Payment
 from async_grpo.refusals import refuse_combinations
+from async_grpo.rewards.budget import FALLBACK
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.kinds import check_options, is_judge, is_process, kind_of
 from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.remote.limits import Limits
 from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.rewards.surroundings import PRICE
 from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.training.objective import Critic, Objective
 from async_grpo.training.optimizer import OptimizerSettings
@@ -220,7 +222,7 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
     """The verifier pool's part of the configuration; `names`: the run's rewards.
 
     Raises:
-        ConfigurationError: it speaks of a reward or an option that there is not.
+        ConfigurationError: it speaks of a reward or an option that there is not, or asks for what could never happen.
     """
     combined = combination(config, resolve(source, names))
     plan = PoolPlan(
@@ -232,6 +234,7 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
         fallbacks=config.fallbacks,
         limits=reward_limits(config),
         cache_path=config.verdict_cache,
+        cache_max_bytes=None if config.verdict_cache_mb is None else round(config.verdict_cache_mb * 2**20),
         budget=config.judge_budget,
         budget_policy=config.judge_budget_policy,
         budget_path=str(config.output_path / "judge_budget.jsonl")
@@ -249,11 +252,41 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
             raise ConfigurationError(
                 f"--{flag} names {', '.join(unknown)}; the rewards are {', '.join(plan.everybody)}"
             )
+    for name, limits in plan.limits.items():
+        if limits.tokens_per_minute is not None and not is_judge(adapters[name]):
+            raise ConfigurationError(
+                f"--reward-limits {name}.tpm: {name} is no judge, and takes no tokens; limit its concurrency or rpm"
+            )
+    for name, fallback in plan.fallbacks.items():
+        if kind_of(adapters[fallback]).has_post_process:
+            raise ConfigurationError(
+                f"--reward-fallback {name}={fallback}: {fallback} scores by the whole group, and cannot stand in on "
+                "single samples; name another"
+            )
+    _refuse_idle_budget(plan, adapters)
     counts = {
         name: 1 if is_judge(adapter) else int(config.verifiers_by_name.get(name, config.verifiers_per_reward))
         for name, adapter in adapters.items()
     }
     return replace(plan, workers=counts)
+
+
+def _refuse_idle_budget(plan: PoolPlan, adapters: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a budget that stops nobody, or whose end leaves a judge without a stand-in."""
+    if plan.budget is None:
+        return
+    paid = [name for name, judge in adapters.items() if is_judge(judge) and getattr(judge, PRICE, None)]
+    if not paid:
+        raise ConfigurationError(
+            f"--judge-budget {plan.budget:g}, but none of {', '.join(adapters)} has a price: give the judge its "
+            "price_per_million_tokens, or leave the budget out"
+        )
+    alone = [name for name in paid if name in plan.adapters and name not in plan.fallbacks]
+    if plan.budget_policy == FALLBACK and alone:
+        raise ConfigurationError(
+            f"--judge-budget-policy fallback, but nobody stands in for {', '.join(alone)}: name somebody by "
+            f"--reward-fallback {alone[0]}=..., or choose the policy pause"
+        )
 
 
 def with_secrets(plan: PoolPlan, source: RewardSource) -> PoolPlan:

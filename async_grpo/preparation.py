@@ -4,6 +4,7 @@ Imports neither ray nor a process group: `trainer_core.py` and `async-grpo run` 
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from async_grpo.metrics import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.plans import (
     advantage_plan,
+    combination,
     estimator_options,
     failure_policy,
     objective,
@@ -27,6 +29,7 @@ from async_grpo.plans import (
     pool_plan,
     with_secrets,
 )
+from async_grpo.refusals import early_at_gate
 from async_grpo.rewards.source import RewardSource, parse_names, resolve
 from async_grpo.types import Settings
 
@@ -64,6 +67,10 @@ def prepare(config: RunConfig) -> Prepared:
 
     check_longest([*questions, *eval_questions], longest_total, config.max_tokens_per_gpu)
     longest_prompt = max(len(question.token_ids) for question in [*questions, *eval_questions])
+    rewards = _rewards(config)
+    if config.reward_fns:
+        adapters = resolve(rewards, config.reward_fns)
+        check_reward_column(config, adapters, [*questions, *eval_questions])
     _make_folder(config.output_path)
     return Prepared(
         settings=Settings(
@@ -84,8 +91,34 @@ def prepare(config: RunConfig) -> Prepared:
         ),
         questions=questions,
         eval_questions=eval_questions,
-        rewards=_rewards(config),
+        rewards=rewards,
     )
+
+
+def check_reward_column(
+    config: RunConfig, adapters: Mapping[str, Any], questions: Iterable[Question]
+) -> None:
+    """Read the column that names who judges a row, of all rows: the run would end at the first wrong one.
+
+    Args:
+        adapters: the run's rewards by name.
+
+    Raises:
+        ConfigurationError: a row names nobody, an unknown one, or at a gate one too early; says which row.
+    """
+    if config.reward_column is None:
+        return
+    combined = combination(config, adapters)
+    for question in questions:
+        try:
+            names = combined.chosen(question.row)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{question.where}: {error}") from error
+        if early := early_at_gate(config, names, adapters):
+            raise ConfigurationError(
+                f"{question.where}: the column {config.reward_column!r} says {','.join(names)!r}, but a gate decides "
+                f"before the group is known, and {', '.join(early)} scores by the whole group: name it last"
+            )
 
 
 def resolved_dtype(dtype: str) -> str:

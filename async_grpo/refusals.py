@@ -1,6 +1,6 @@
 """Settings of rewards and estimators that would be accepted, and then do nothing or something else."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from async_grpo.config import RunConfig
@@ -15,7 +15,12 @@ def refuse_combinations(config: RunConfig, process: Collection[str], adapters: M
         process: those of the `adapters` that reward single steps.
     """
     fills = {n: policy for n, policy in config.failure_policies.items() if policy not in ("mask", "refill")}
-    for refused, why in (*_beside_steps(config, process, fills), *_by_estimator(config, adapters, fills)):
+    refusals = (
+        *_beside_steps(config, process, fills),
+        *_by_estimator(config, adapters, fills),
+        *_at_a_gate(config, adapters),
+    )
+    for refused, why in refusals:
         if refused:
             raise ConfigurationError(why)
 
@@ -71,3 +76,22 @@ def _by_estimator(
             "groups cannot score on the same scale",
         ),
     ]
+
+
+def _at_a_gate(config: RunConfig, adapters: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    # Where a column says who is asked, and in which order, its rows are checked one by one.
+    early = [] if config.reward_column else early_at_gate(config, tuple(adapters), adapters)
+    return [
+        (
+            bool(early),
+            f"--reward-combine gate decides before the group is known, and {', '.join(early)} scores by the whole group: "
+            f"name it last in --reward-fns, which is {','.join(adapters)}, or choose another --reward-combine",
+        ),
+    ]
+
+
+def early_at_gate(config: RunConfig, names: Sequence[str], adapters: Mapping[str, Any]) -> list[str]:
+    """Those of the names that a gate would ask, and believe, before `post_process_scores` has set their reward."""
+    if config.reward_combine != "gate":
+        return []
+    return [name for name in names[:-1] if kind_of(adapters[name]).has_post_process]

@@ -1,5 +1,6 @@
 """The options of the rewards: `RunConfig` inherits them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,9 @@ class RewardConfig:
         "Rewards",
     )
     verdict_cache: str | None = option(None, "SQLite file that remembers verdicts across runs.", "Rewards")
+    verdict_cache_mb: float | None = option(
+        None, "Keep it to so many megabytes: the longest unused verdicts go first.", "Rewards"
+    )
     judge_budget: float | None = option(None, "Most that paid judges may cost, in their currency.", "Rewards")
     judge_budget_policy: str = option(
         "pause", "At its end: pause, or fallback (--reward-fallback).", "Rewards"
@@ -71,15 +75,33 @@ class RewardConfig:
                 not getattr(self, name) > 0, f"--{dashed(name)} must be above 0, not {getattr(self, name)}"
             )
         refuse(not 0 <= self.failure_alarm <= 1, f"--failure-alarm is a share, not {self.failure_alarm}")
+        size = self.verdict_cache_mb
         refuse(
-            self.judge_budget is not None and self.judge_budget < 0,
-            f"--judge-budget cannot be negative, and is {self.judge_budget}",
+            size is not None and not 0 < size < math.inf,
+            f"--verdict-cache-mb must be a finite number above 0, not {size}",
+        )
+        refuse(
+            size is not None and not self.verdict_cache,
+            f"--verdict-cache-mb {size} does nothing without --verdict-cache",
+        )
+        refuse(
+            self.judge_budget is not None and not 0 <= self.judge_budget < math.inf,
+            f"--judge-budget must be a finite number of 0 or more, not {self.judge_budget}",
         )
         refuse(
             self.judge_budget_policy not in BUDGET_POLICIES,
             f"--judge-budget-policy {self.judge_budget_policy!r}: known are {', '.join(BUDGET_POLICIES)}",
         )
-        _ = self.weights_by_name, self.fallbacks  # read once, so that what is no assignment is refused now
+        refuse(
+            self.judge_budget_policy == "fallback" and self.judge_budget is None,
+            "--judge-budget-policy fallback does nothing without --judge-budget",
+        )
+        _ = self.weights_by_name  # read once, so that what is no assignment is refused now
+        for name, fallback in self.fallbacks.items():
+            refuse(
+                name == fallback,
+                f"--reward-fallback {name}={fallback}: it would be asked again; name another",
+            )
         for name, count in self.verifiers_by_name.items():
             refuse(
                 not isinstance(count, float) or count < 1 or count != int(count),
@@ -90,8 +112,8 @@ class RewardConfig:
             refuse(not known, f"--on-reward-failure {name}={policy}: known are {', '.join(FAILURE_POLICIES)}")
         for name, value in self.failure_constants.items():
             refuse(
-                not isinstance(value, float),
-                f"--on-reward-failure {name}=constant:{value}: it must be a number",
+                not (isinstance(value, float) and math.isfinite(value)),
+                f"--on-reward-failure {name}=constant:{value}: it must be a finite number",
             )
         for name in self.limits_by_name:
             refuse(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from async_grpo.algorithm_config import parse_assignments
 from async_grpo.config import option, required
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.rewards.adapter_check import check_adapter
-from async_grpo.rewards.bench import BenchRow, check_rows, read_rows, run_bench
+from async_grpo.rewards.bench import BenchRow, Groups, check_rows, read_rows, run_bench
 from async_grpo.rewards.isolation.process import process_maker
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.kinds import check_options
@@ -25,7 +26,7 @@ from async_grpo.rewards.pool import TRAINING, VerifierPool
 from async_grpo.rewards.remote.traffic import Limiter
 from async_grpo.rewards.scorecard import Report
 from async_grpo.rewards.source import RewardSource, display_name, parse_names, resolve
-from async_grpo.rewards.worker import MakeWorker, VerifierWorker
+from async_grpo.rewards.worker import VerifierWorker
 from async_grpo.types import AdapterResult, Verdict
 from async_grpo.verify_tables import print_report
 
@@ -39,7 +40,8 @@ class VerifyConfig:
 
     file: str = required(
         "JSONL, one completion per line: `completion`, as a rule `answer`, and any column that the rewards read; "
-        "optionally `input`, `label` (true, false or the right reward), `group_id`, `completion_token_ids`.",
+        "optionally `input`, `label` (true, false or the right reward), `group_id` (rows that share it are one group; "
+        "default: those of one `input`), `completion_token_ids`.",
         "Bench",
     )
     reward_fns: str = required(
@@ -70,7 +72,8 @@ class VerifyConfig:
             if not getattr(self, name) > 0:
                 dashed = name.replace("_", "-")
                 raise ConfigurationError(f"--{dashed} must be above 0, not {getattr(self, name)}")
-        if self.output and Path(self.output).exists() and Path(self.output).samefile(self.file):
+        both = (self.output or "", self.file)
+        if all(map(os.path.exists, both)) and os.path.samefile(*both):
             raise ConfigurationError(
                 f"--output {self.output} is the file of completions itself: name another one"
             )
@@ -95,7 +98,7 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     right_rows = RightRows(config.threshold)
     adapters = [display_name(name) for name in names]
     try:
-        report = asyncio.run(_score(config, worker_maker(source, options), adapters, counts, right_rows))
+        report = asyncio.run(_score(config, Workers(source, options), adapters, counts, right_rows))
     except OSError as error:
         raise RunFailed(f"the bench broke off: {error}") from error
     print_report(console, report, counts, config.repeat)
@@ -131,12 +134,12 @@ class RightRows:
 
 async def _score(
     config: VerifyConfig,
-    make_worker: MakeWorker,
+    workers: "Workers",
     adapters: Sequence[str],
     counts: Counter[str],
     right_rows: RightRows,
 ) -> Report:
-    pool = VerifierPool(adapters, make_worker, workers=config.workers, timeout_s=config.timeout_s)
+    pool = VerifierPool(adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
     report = Report(adapters, config.threshold, with_label=counts["with_label"] > 0)
     with ExitStack() as stack:
         output = stack.enter_context(_opened(config.output)) if config.output else None
@@ -151,7 +154,9 @@ async def _score(
 
         try:
             await pool.start()
-            await run_bench(pool.verify, read_rows(config.file), report, repeat=config.repeat, on_row=on_row)
+            groups = Groups(config.file, pool.post_process) if workers.look_at_groups else None
+            rows = read_rows(config.file)
+            await run_bench(pool.verify, rows, report, repeat=config.repeat, groups=groups, on_row=on_row)
         finally:
             await pool.close()
     return report
@@ -176,19 +181,26 @@ def _check(
     return problems
 
 
-def worker_maker(source: RewardSource, options: dict[str, Any]) -> MakeWorker:
-    """Processes for rewards, and for judges, which are no code of the user's, clients in this process."""
-    make_process, traffic = process_maker(source, options), Limiter()
+class Workers:
+    """Makes processes for rewards, and for judges, which are no code of the user's, clients in this process.
 
-    async def make_worker(adapter: str) -> VerifierWorker:
-        process = await make_process(adapter)  # the page is first imported there, whatever it does
+    `look_at_groups`: whether a reward does that was made a worker.
+    """
+
+    def __init__(self, source: RewardSource, options: dict[str, Any]) -> None:
+        self.look_at_groups = False
+        self._source, self._traffic = source, Limiter()
+        self._make_process = process_maker(source, options)
+
+    async def make(self, adapter: str) -> VerifierWorker:
+        """`make_worker` of a VerifierPool."""
+        process = await self._make_process(adapter)  # the page is first imported there, whatever it does
+        self.look_at_groups |= process.kind.has_post_process
         if not process.kind.is_judge:
             return process
         await process.close()
-        judge = resolve(source, [adapter])[adapter]
-        return JudgeWorker(adapter, judge, judge.endpoint(), traffic, TRAINING)
-
-    return make_worker
+        judge = resolve(self._source, [adapter])[adapter]
+        return JudgeWorker(adapter, judge, judge.endpoint(), self._traffic, TRAINING)
 
 
 def _line(row: BenchRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -72,6 +72,38 @@ def test_a_bad_row_is_named_by_file_and_line(capsys, tmp_path, text, message):
     assert message in error and "data.jsonl" in error
 
 
+@pytest.mark.parametrize(
+    ("judges", "combine", "message"),
+    [
+        (
+            None,
+            "best",
+            "line 3: the column 'judge' of a row says None; it must name some of countdown, format, majority",
+        ),
+        ("", "best", "line 3: the column 'judge' of a row says ''"),
+        ("countdwn", "best", "line 3: the column 'judge' of a row says 'countdwn'"),
+        (
+            "majority,format",
+            "gate",
+            "line 3: the column 'judge' says 'majority,format', but a gate decides before the gro",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", ["data-path", "eval-data-path"])
+def test_a_row_whose_column_does_not_say_who_judges_it(capsys, tmp_path, option, judges, combine, message):
+    rows = [{"input_token_ids": [1], "judge": judge} for judge in ("countdown", "format,majority", judges)]
+    wrong = written(tmp_path, "\n".join(map(json.dumps, rows)))
+    right = tmp_path / "right.jsonl"
+    right.write_text(json.dumps(rows[0]))
+    settings = {
+        "reward-fns": "countdown,format,majority",
+        "reward-combine": combine,
+        "reward-column": "judge",
+    }
+    error = refusal(capsys, **{"data-path": right, "output-dir": tmp_path / "out", **settings, option: wrong})
+    assert f"{wrong}, {message}" in error
+
+
 def test_an_unknown_reward_lists_the_known_ones(capsys, tmp_path):
     error = refusal(capsys, **{"reward-fns": "countdwn", "output-dir": tmp_path})
     assert "countdwn" in error and all(

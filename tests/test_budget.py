@@ -188,8 +188,37 @@ async def test_a_pause_ends_when_a_higher_limit_is_written_beside_the_record(tmp
     await asyncio.sleep(0.2)
     assert caplog.text.count("paused") == said and "the judges go on: 1 of 1.6 is spent" in caplog.text
     budget.close()
+    caplog.clear()
     assert Budget(1.0, path=path).stats()["limit"] == 1.6  # a pool that was killed and started anew
-    assert Budget(2.0, path=path).stats()["limit"] == 2.0
+    assert f"{door} raises the limit of the judges from 1 to 1.6" in caplog.text
+    caplog.clear()
+    assert Budget(2.0, path=path).stats()["limit"] == 2.0 and not caplog.text
+
+
+async def test_under_fallback_a_higher_limit_is_looked_for_before_calls_are_refused(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(budget_module, "LOOK_S", 0.2)
+    path, door = tmp_path / "judge_budget.jsonl", tmp_path / "judge_budget.limit"
+    budget, looked = Budget(1.0, policy="fallback", path=path), []
+    read_limit = budget._record.read_limit
+    monkeypatch.setattr(budget._record, "read_limit", lambda: looked.append(1) or read_limit())
+
+    async def outcomes(count: int) -> list[bool]:
+        calls = [spend(budget, "judge", 0.4, 0.4) for _ in range(count)]
+        return [outcome is None for outcome in await asyncio.gather(*calls, return_exceptions=True)]
+
+    await asyncio.sleep(0.25)  # it was read at the start
+    assert (await outcomes(50)).count(True) == 2 and len(looked) == 1
+    assert (
+        f"is used up: a call of judge needs 0.4 and 0.8 of 1 is spent. To raise the limit: write a number to {door}"
+        in (caplog.text)
+    )
+    door.write_text("2")
+    await asyncio.sleep(0.25)
+    assert (await outcomes(50)).count(True) == 3 and len(looked) == 2
+    assert f"{door} raises the limit of the judges from 1 to 2" in caplog.text
+    budget.close()
 
 
 @pytest.mark.parametrize("text", ["my only copy", '{"judge": 1}\n', "[]\n", "\xff\n"])

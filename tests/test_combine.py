@@ -44,6 +44,38 @@ def test_who_abstained_weighs_nothing():
     assert combination.verdict(results(a=0.25, b=ABSTAINED)).reward == 0.25
 
 
+@pytest.mark.parametrize(
+    ("mode", "weights", "reward"),
+    [
+        ("sum", {"logged": 0.0}, None),
+        ("mean", {"logged": 0.0}, None),
+        ("mean", {"logged": -0.5}, None),  # divided by -0.5, it would change its sign
+        ("sum", {"logged": -0.5}, -0.35),
+        ("best", {"logged": 0.0}, 0.7),  # has no weights
+    ],
+)
+def test_where_nobody_who_counts_has_answered_the_verdict_abstains(mode, weights, reward):
+    verdict = Combination(("rule", "logged"), mode, weights=weights).verdict(
+        results(rule=ABSTAINED, logged=0.7)
+    )
+    assert (verdict.status, verdict.reward) == (ABSTAINED if reward is None else OK, reward)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rewards"),
+    [
+        ("product", {"a": 1e300, "b": 1e300}),
+        ("product", {"a": 1e300, "b": 1e300, "c": 0.0}),
+        ("sum", {"a": 1.7e308, "b": 1.7e308}),
+        ("mean", {"a": 1.7e308, "b": 1.7e308, "c": -1.7e308}),
+    ],
+)
+def test_a_combination_too_large_for_a_float_has_failed_and_says_so(mode, rewards):
+    verdict = Combination(tuple("abc"), mode).verdict(results(**rewards))
+    assert (verdict.status, verdict.reward) == (FAILED, None)
+    assert f"the {mode} of the rewards {rewards} is" in verdict.results[0].reason
+
+
 def test_a_constant_stands_in_for_a_failure_of_its_adapter_alone_and_the_verdict_says_so():
     combination = Combination(("a", "b"), "sum", constants={"a": 0.25})
     verdict = combination.verdict(results(a=TIMED_OUT, b=1.0))
@@ -90,6 +122,7 @@ def test_a_column_of_the_row_chooses_who_judges_it():
     combination = Combination(("math", "code", "format"), column="source")
     asyncio.run(combination({"source": "code, format"}, ask_in(journal, {"code": 1.0, "format": 0.1})))
     assert sorted(journal) == ["code", "format"]
+    assert combination.chosen({"source": "format,code,format"}) == ("format", "code")
     for row in ({}, {"source": "poetry"}, {"source": ""}, {"source": 3}):
         with pytest.raises(ConfigurationError, match="must name some of math, code, format"):
             combination.chosen(row)
@@ -102,6 +135,7 @@ def test_a_column_of_the_row_chooses_who_judges_it():
         ({"weights": {"c": 1.0}}, "a weight is given for c"),
         ({"constants": {"c": 1.0}}, "a constant is given for c"),
         ({"mode": "mean", "weights": {"a": 0.0, "b": 0.0}}, "positive sum"),
+        ({"mode": "sum", "weights": {"a": 0.0, "b": 0.0}}, "a sum needs a weight that is not 0"),
     ],
 )
 def test_settings_that_cannot_be_combined_are_refused(settings, said):

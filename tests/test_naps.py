@@ -195,18 +195,35 @@ def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(monke
         ({"judge_sleep_s": 5.0}, "--judge-sleep-s without --judge-model does nothing"),
         ({"judge_model": "/no/such"}, "/no/such: there is no such folder"),
         ({"judge_model": str(MODEL), "judge_replicas": 0}, "--judge-replicas must be at least 1"),
-        ({"judge_model": str(MODEL), "judge_gpus": "0,1"}, "one GPU for each of the 1 servers"),
+        ({"judge_model": str(MODEL), "judge_gpus": "4,5"}, "one GPU for each of the 1 servers"),
+        (
+            {"judge_model": str(MODEL), "judge_gpus": "0"},
+            r"--judge-gpus 0: '0' is none of the visible GPUs, which are 4, 5 \(CUDA_VISIBLE_DEVICES\)",
+        ),
+        (
+            {"judge_model": str(MODEL), "judge_gpus": "4,", "judge_replicas": 2},
+            "'' is none of the visible GPUs",
+        ),
         ({"judge_model": str(MODEL), "judge_sleep_s": 0.0}, "--judge-sleep-s must be above 0"),
         ({"judge_model": str(MODEL), "judge_gpu_memory_utilization": 1.5}, "a share above 0, not 1.5"),
     ],
 )
-def test_settings_of_the_judge_that_cannot_work_are_refused(options, said):
+def test_settings_of_the_judge_that_cannot_work_are_refused(options, said, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigurationError, match=said):
         LocalConfig(model_name_or_path=str(MODEL), data_path="x", reward_fns="countdown", **options)
 
 
-def test_a_judge_that_shares_its_gpus_needs_none_of_its_own():
+def test_without_gpus_a_judge_cannot_name_any(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="--judge-gpus 0, but no GPU is visible here: leave it out"):
+        LocalConfig(model_name_or_path="m", data_path="x", judge_model=str(MODEL), judge_gpus="0")
+
+
+def test_a_judge_that_shares_its_gpus_needs_none_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     shared = {"model_name_or_path": str(MODEL), "data_path": "x", "reward_fns": "countdown"}
     assert LocalConfig(**shared, judge_model=str(MODEL), judge_replicas=2).judge_gpus_alone == 2
-    assert LocalConfig(**shared, judge_model=str(MODEL), judge_gpus="1").judge_gpus_alone == 0
+    sharing = LocalConfig(**shared, judge_model=str(MODEL), judge_gpus="5, 4", judge_replicas=2)
+    assert sharing.judge_gpus_alone == 0 and sharing.shared_gpus == ["5", "4"]
     assert LocalConfig(**shared).judge_gpus_alone == 0 and issubclass(LocalConfig, RunConfig)

@@ -17,6 +17,7 @@ from async_grpo.local import as_arguments
 from async_grpo.plans import advantage_plan, batcher_plan, estimator_options, objective, optimizer_settings
 from async_grpo.recipes import RECIPES
 from async_grpo.rewards.adapters import process_reward
+from async_grpo.rewards.decorators import post_process
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {field.name: field.default for field in dataclasses.fields(RunConfig)} | {
@@ -32,6 +33,11 @@ def outcome(sample):
 @process_reward
 def steps(sample):
     return {"step_rewards": []}
+
+
+@post_process(lambda group: [1.0 for _ in group])
+def vote(sample):
+    return 0.0
 
 
 def config(**changes) -> RunConfig:
@@ -150,8 +156,19 @@ def test_contradictory_or_unknown_options_fail_at_start(options, said):
         ({"clip_low": 1.5}, "at most 1"),
         ({"reward_weights": "a=x"}, "no finite number"),
         ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
-        ({"on_reward_failure": "judge=constant:much"}, "must be a number"),
+        ({"on_reward_failure": "judge=constant:much"}, "constant:much: it must be a finite number"),
+        ({"on_reward_failure": "judge=constant:nan"}, "constant:nan: it must be a finite number"),
+        ({"on_reward_failure": "judge=constant:-inf"}, "constant:-inf: it must be a finite number"),
         ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
+        ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
+        ({"judge_budget": -1.0}, "--judge-budget must be a finite number of 0 or more, not -1"),
+        ({"judge_budget": float("inf")}, "--judge-budget must be a finite number of 0 or more, not inf"),
+        ({"verdict_cache_mb": 5.0}, "--verdict-cache-mb 5.0 does nothing without --verdict-cache"),
+        (
+            {"verdict_cache": "c", "verdict_cache_mb": 0.0},
+            "--verdict-cache-mb must be a finite number above 0, not 0",
+        ),
+        ({"judge_budget_policy": "fallback"}, "does nothing without --judge-budget"),
         ({"verifiers": "code=1.5"}, "a whole number"),
     ],
 )
@@ -196,11 +213,20 @@ def test_values_that_can_never_work_are_refused_by_the_configuration(options, sa
             "names a",
         ),
         ({"on_reward_failure": "b=refill"}, {"a": outcome}, "names b"),
+        (
+            {"reward_combine": "gate"},
+            {"v": vote, "a": outcome},
+            "v scores by the whole group: name it last in --reward-fns, which is v,a",
+        ),
     ],
 )
 def test_combinations_that_would_do_nothing_or_something_else_are_refused(options, adapters, said):
     with pytest.raises(ConfigurationError, match=said):
         batcher_plan(config(**options), 1, adapters)
+
+
+def test_a_vote_of_the_whole_group_may_stand_behind_a_gate():
+    batcher_plan(config(reward_combine="gate"), 1, {"a": outcome, "v": vote})
 
 
 def test_the_clip_of_a_recipe_belongs_to_its_loss():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.cluster.connect import forwarded_environment
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.contract import answer_of
 from async_grpo.rewards.isolation.process import AdapterProcess
@@ -79,6 +80,25 @@ def test_every_reward_type_has_its_adapter():
     assert [kind.value for kind in RewardType] == NAMES
     assert all(kind.value == kind.name.lower() for kind in RewardType)
     assert REWARD_ADAPTERS["mathd"] is REWARD_ADAPTERS[RewardType.MATHD]  # type: ignore[index]
+
+
+def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch):
+    def urls() -> dict[str, tuple[str, ...]]:
+        adapters = resolve(RewardSource.from_text("page_of_judges", PAGE.read_text()), NAMES[-4:])
+        return {name: adapter.urls for name, adapter in adapters.items()}
+
+    for variable in ("JUDGE_URLS", "HTTP_SCORER_URLS"):
+        monkeypatch.delenv(variable, raising=False)
+    server = (ROOT / "examples" / "http_scorer_server.py").read_text()
+    assert (
+        urls()["http_scorer"] == ("http://127.0.0.1:8080",) and '"--port", type=int, default=8080' in server
+    )
+    monkeypatch.setenv("JUDGE_URLS", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_SCORER_URLS", "http://127.0.0.1:2,http://127.0.0.1:3")
+    sys.modules.pop("page_of_judges")  # it reads the variables when it is imported
+    of_the_run = dict.fromkeys(NAMES[-4:-1], ("http://127.0.0.1:1",))
+    assert urls() == {**of_the_run, "http_scorer": ("http://127.0.0.1:2", "http://127.0.0.1:3")}
+    assert set(forwarded_environment()) >= {"JUDGE_URLS", "HTTP_SCORER_URLS"}
 
 
 EXAMPLES = {

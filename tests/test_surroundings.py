@@ -6,10 +6,12 @@ import time
 
 import pytest
 
+from async_grpo.cluster.verifiers import VerifierPoolActor
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.plans import pool_plan, reward_limits, with_secrets
 from async_grpo.rewards.budget import Budget
+from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache
 from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.pool import VerifierPool
@@ -137,14 +139,21 @@ def test_what_a_call_costs_at_most_is_its_longest_reply():
 
 
 PAGE = """
+from async_grpo.rewards.decorators import post_process
 from async_grpo.rewards.judges import LLMJudge
 
 def rule(sample, weight=1.0):
     return weight
 
+@post_process(lambda group: [1.0 for _ in group])
+def vote(sample):
+    return 0.0
+
 REWARD_ADAPTERS = {
     "rule": rule,
+    "vote": vote,
     "judge": LLMJudge(url="http://127.0.0.1:1", model="m", api_key_env="A_KEY_OF_THE_TESTS"),
+    "paid": LLMJudge(url="http://127.0.0.1:1", model="m", price_per_million_tokens=(1.0, 2.0)),
 }
 """
 
@@ -157,7 +166,7 @@ def test_a_pool_plan_holds_what_the_command_line_says():
     source = RewardSource.from_text("page_of_plans", PAGE)
     made = config(
         verifiers="rule=7",
-        reward_limits="judge.rpm=60,judge.concurrency=2,rule.tpm=9",
+        reward_limits="judge.rpm=60,judge.concurrency=2,judge.tpm=9,rule.rpm=8",
         reward_options="weight=2",
         reward_fallback="judge=rule",
         on_reward_failure="judge=constant:0.5",
@@ -166,9 +175,9 @@ def test_a_pool_plan_holds_what_the_command_line_says():
     )
     plan = pool_plan(made, source, ["rule", "judge"])
     assert plan.workers == {"rule": 7, "judge": 1} and plan.fallbacks == {"judge": "rule"}
-    assert plan.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0)
+    assert plan.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0, tokens_per_minute=9.0)
     assert plan.combination.constants == {"judge": 0.5} and plan.combination.weights == {"rule": 0.5}
-    assert reward_limits(made)["rule"].tokens_per_minute == 9
+    assert reward_limits(made)["rule"].requests_per_minute == 8
 
 
 @pytest.mark.parametrize(
@@ -176,13 +185,48 @@ def test_a_pool_plan_holds_what_the_command_line_says():
     [
         ({"verifiers": "other=2"}, "--verifiers names other"),
         ({"reward_limits": "other.rpm=2"}, "--reward-limits names other"),
+        ({"reward_limits": "rule.tpm=9"}, "rule.tpm: rule is no judge, and takes no tokens"),
         ({"reward_options": "loudness=2"}, "takes the option loudness"),
         ({"reward_fallback": "rule=nobody"}, "nobody"),
+        ({"reward_fallback": "rule=vote"}, "rule=vote: vote scores by the whole group"),
     ],
 )
-def test_a_name_that_is_no_reward_of_the_run_is_refused(options, said):
+def test_a_name_that_is_no_reward_of_the_run_or_cannot_do_what_it_is_to_is_refused(options, said):
     with pytest.raises(ConfigurationError, match=said):
         pool_plan(config(**options), RewardSource.from_text("page_of_plans", PAGE), ["rule"])
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "said"),
+    [
+        ({}, ["rule"], "--judge-budget 5, but none of rule has a price"),
+        ({}, ["rule", "judge"], "none of rule, judge has a price: give the judge its price_per_million_tokens"),
+        ({"judge_budget_policy": "fallback"}, ["paid"], "nobody stands in for paid: name somebody by --reward-f"),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "judge=rule"}, ["judge", "paid"], "in for paid"),
+        ({}, ["paid"], None),
+        ({"reward_fallback": "judge=paid"}, ["judge"], None),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "paid=rule"}, ["paid"], None),
+    ],
+)  # fmt: skip
+def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_refused(options, names, said):
+    source, made = RewardSource.from_text("page_of_plans", PAGE), config(judge_budget=5.0, **options)
+    if said is None:
+        assert pool_plan(made, source, names).budget == 5.0
+    else:
+        with pytest.raises(ConfigurationError, match=said):
+            pool_plan(made, source, names)
+
+
+async def test_the_size_of_the_cache_reaches_it(tmp_path):
+    made = config(verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
+    source = RewardSource.from_text("page_of_plans", PAGE)
+    around = VerifierPoolActor(source, pool_plan(made, source, ["rule"]))._make_surroundings()
+    sample = {"completion": "x" * 100}
+    for number in range(1, 1002):  # it prunes after every thousand
+        await around("rule", {**sample, "n": number}, "train", Judge(delay_s=0))
+    await around.close()
+    (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
+    assert entries.num_bytes <= 0.01 * 2**20 + 1000
 
 
 def test_a_key_goes_with_the_plan_and_shows_nowhere(monkeypatch):

@@ -79,14 +79,6 @@ def test_adapter_and_version_are_part_of_the_key():
     assert [key.rpartition(":")[0] for key in keys] == ["a"] * 3 + ["a:b"] * 3 + ["b"] * 3
 
 
-def test_columns_that_an_adapter_does_not_read_make_no_difference_if_it_says_what_it_reads():
-    one = {"sample_text": "p c", "completion": "c", "answer": "1", "level": 3, "source": "x"}
-    for column, told_apart in (("source", False), ("level", True), ("answer", True), ("completion", True)):
-        other = one | {column: "else"}
-        assert (key_of("a", "1", one, ["level"]) != key_of("a", "1", other, ["level"])) == told_apart
-        assert key_of("a", "1", one) != key_of("a", "1", other)
-
-
 def test_what_json_cannot_hold_is_refused_by_name():
     with pytest.raises(ValueError, match="no key of the verdict cache.*set is not JSON"):
         key_of("a", "1", {"answer": {1}})

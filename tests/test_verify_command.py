@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from async_grpo.__main__ import COMMANDS, main
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.bench import BenchRow, check_rows, read_rows, run_bench
+from async_grpo.rewards.bench import BenchRow, Groups, check_rows, read_rows, run_bench
 from async_grpo.rewards.scorecard import LABEL, MAX_EXAMPLES, Report, histogram
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
@@ -33,9 +33,21 @@ PAGE = textwrap.dedent(
     """
     import os, time
     from async_grpo.rewards.adapters import process_reward
+    from async_grpo.rewards.decorators import post_process
+
+    def share_of_the_group(group):
+        total = sum(member["reward"] for member in group if member["status"] == "ok")
+        return [{"reward": member["reward"] / total, "size": len(group)} if member["reward"] else None for member in group]
+
+    @post_process(share_of_the_group)
+    def shares(sample):
+        return len(sample["completion"])
 
     def exact(sample):
         return {"reward": float(sample["completion"] == sample["answer"]), "length": len(sample["completion"])}
+
+    def exact_length(sample):
+        return len(sample["completion"])
 
     def kind(sample):
         return 0.75 if sample["completion"] else {"abstain": "nothing [bold]was[/bold] said"}
@@ -120,8 +132,8 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
 
 
 def test_rows_without_a_prompt_are_groups_of_their_own(files):
-    path = files({"completion": "a"}, {"completion": "a"})
-    assert len({row.sample["group_id"] for row in read_rows(path)}) == 2
+    path = files({"completion": "a"}, {"completion": "a"}, {"completion": "a", "group_id": 1})
+    assert len({row.group for row in read_rows(path)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -141,6 +153,10 @@ def test_rows_without_a_prompt_are_groups_of_their_own(files):
         (
             {"completion": "", "completion_token_ids": [True]},
             "line 2: the column completion_token_ids must be a list",
+        ),
+        (
+            {"completion": "", "group_id": [1]},
+            r"line 2: the column group_id must be a whole number or text, not \[1\]",
         ),
     ],
 )
@@ -283,6 +299,19 @@ async def test_what_goes_wrong_with_a_row_is_raised_as_it_is():
         await run_bench(score, rows(), Report(["a"], 0.5, False))
 
 
+async def test_a_group_that_is_never_complete_is_said_and_not_left_out(files):
+    async def score(sample: dict) -> Verdict:
+        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
+
+    async def look(samples: list[dict], verdicts: list[Verdict]) -> list[Verdict]:
+        return list(verdicts)
+
+    path = files({"completion": "", "group_id": 1}, {"completion": "", "group_id": 1})
+    groups, rows = Groups(path, look), list(read_rows(path))
+    with pytest.raises(ConfigurationError, match="changed while they were scored: a group is not complete"):
+        await run_bench(score, rows[:1], Report(["a"], 0.5, False), groups=groups)
+
+
 # --- the command ---
 
 
@@ -348,6 +377,48 @@ def test_without_token_ids_a_process_reward_counts_characters(files, tmp_path, c
     )
 
 
+def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys):
+    """Against a plain loop: groups that lie apart in the file, larger than what is scored at a time, and rows alone."""
+    chance = random.Random(3)
+    rows = [
+        {"completion": "x" * chance.randrange(4), "group_id": chance.choice("ab"), "label": n % 2}
+        for n in range(600)
+    ]
+    rows[100:100] = [{"completion": "xx"}, {"completion": "xxx"}, {"completion": "xx", "group_id": None}]
+    path, output = files(*rows), tmp_path / "out.jsonl"
+    totals = Counter()
+    for row in rows:
+        totals[row.get("group_id")] += len(row["completion"])
+    expected = [
+        (len(row["completion"]) / totals[row["group_id"]] if row.get("group_id") else 1.0)
+        if row["completion"]
+        else 0.0
+        for row in rows
+    ]
+    names = rewards(tmp_path, "shares", "exact_length")
+    assert verify(path, "--reward-fns", names, "--repeat=2", "--threshold=0.9", "--output", output) == 0
+    written = rows_of(output)
+    assert [row["line"] for row in written] == list(range(1, 604))
+    assert [[run["reward"] for run in row["results"]["shares"]] for row in written] == [
+        [one] * 2 for one in expected
+    ]
+    assert [row["results"]["shares"][0]["extra"].get("size") for row in written[100:103]] == [1.0] * 3
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    disagree = sum(
+        (one >= 0.9) != (len(row["completion"]) >= 0.9) for one, row in zip(expected, rows, strict=True)
+    )
+    assert ["shares", "exact_length", "603", str(disagree), f"{disagree / 603:.1%}"] in lines
+
+
+def test_the_vote_of_the_shipped_page_is_counted_and_passes_its_check(files, tmp_path, capsys):
+    said = [("q", "7"), ("r", "1"), ("q", "5"), ("q", "7"), ("r", "2"), ("r", "2")]
+    path = files(*({"input": prompt, "completion": f"\\boxed{{{answer}}}"} for prompt, answer in said))
+    output = tmp_path / "out.jsonl"
+    assert verify(path, "--reward-fns=majority", "--output", output, "--check") == 0
+    assert [row["reward"] for row in rows_of(output)] == [1, 0, 0, 1, 1, 1]
+    assert "check of majority: passed" in capsys.readouterr().out
+
+
 def test_text_that_no_terminal_can_show_is_spelt_out(files, tmp_path, capsys):
     path = files(
         {"completion": "\ud800\x1b[31m", "answer": "1", "label": 1}, {"completion": "1", "answer": "1"}
@@ -398,12 +469,16 @@ def test_impossible_options_are_exit_code_2(files, capsys, arguments, message):
 
 def test_a_missing_or_empty_file_is_exit_code_2_and_the_output_never_overwrites_it(files, tmp_path, capsys):
     path = files({"completion": "1", "answer": "1"})
-    assert verify(tmp_path / "none", "--reward-fns=mathd") == 2
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    old.write_text("of another day")
+    for output in ([], ["--output", new], ["--output", old]):
+        assert verify(tmp_path / "none", "--reward-fns=mathd", *output) == 2
+        assert "error: cannot read the completions" in capsys.readouterr().err
+    assert not new.exists() and old.read_text() == "of another day"
     assert verify(path, "--reward-fns=mathd", "--output", path) == 2
     assert verify(files(""), "--reward-fns=mathd") == 2
     said = capsys.readouterr().err
-    assert "cannot read the completions" in said and "is the file of completions itself" in said
-    assert "holds no completions" in said
+    assert "is the file of completions itself" in said and "holds no completions" in said
 
 
 def test_a_judge_is_asked_over_the_network(files, tmp_path, capsys):

@@ -27,7 +27,7 @@ from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.plans import batcher_plan, objective, optimizer_settings, pool_plan, with_secrets
-from async_grpo.preparation import Prepared
+from async_grpo.preparation import Prepared, check_reward_column
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
@@ -73,6 +73,7 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     rewards = config.reward_fns or await_workers(run, config)
     source, names = prepared.rewards.with_files(rewards), parse_names(rewards)
     adapters = resolve(source, names)  # an unknown name ends the run here, with the known ones
+    check_reward_column(config, adapters, [*prepared.questions, *prepared.eval_questions])
     prepared = dataclasses.replace(prepared, rewards=source)
     _write_params(config, prepared, ranks, names)
     plan = batcher_plan(config, ranks.world_size, adapters)

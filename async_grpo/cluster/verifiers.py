@@ -119,7 +119,7 @@ class VerifierPoolActor(ChannelServer):
         paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
         return Surroundings(
             versions=self._versions() if plan.cache_path else {},
-            cache=VerdictCache(plan.cache_path) if plan.cache_path else None,
+            cache=VerdictCache(plan.cache_path, max_bytes=plan.cache_max_bytes) if plan.cache_path else None,
             budget=Budget(plan.budget, policy=plan.budget_policy, path=plan.budget_path) if paid else None,
             estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
         )

@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Question:
-    """A row with its prompt, not yet drawn."""
+    """A row with its prompt, not yet drawn. `where`: file and line that it comes from."""
 
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]
+    where: str = ""
 
 
 def load_questions(
@@ -78,7 +79,7 @@ def _question(row: dict, tokenizer: Any, max_prompt_tokens: int, vocab_size: int
         )
     if not isinstance(row.get("input"), str):
         row["input"] = tokenizer.decode(token_ids)
-    return Question(token_ids, row)
+    return Question(token_ids, row, where)
 
 
 def _prompt_tokens(row: dict, tokenizer: Any, where: str) -> np.ndarray:

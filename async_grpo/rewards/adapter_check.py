@@ -40,9 +40,9 @@ def check_adapter(
 ) -> list[str]:
     """What is wrong with a reward, in words; empty if nothing is.
 
-    It must be usable in a process of its own; score each right completion higher than poor ones; answer those without
-    failing; answer alike when asked again, after a cancelled call, and in another process; and, where it looks at
-    whole groups, do so for these samples.
+    It must be usable in a process of its own; score each right completion higher than poor ones (unless it looks at whole
+    groups, which may decide that); answer those without failing; answer alike when asked again, after a cancelled call,
+    and in another process; and, where it looks at whole groups, do so for these samples.
 
     Args:
         source, adapter, options: as for `AdapterProcess`.
@@ -109,6 +109,7 @@ async def _poor(
     for what, text in POOR_COMPLETIONS.items():
         poor = await worker.score(sample_of(sample, text), timeout_s)
         as_good = None not in (poor.reward, right.reward) and poor.reward >= right.reward
+        as_good &= not worker.kind.has_post_process  # who is right, it may say only once it sees the group
         if poor.status in _UNSCORED:
             problems.append(f"{what} {_said(poor)}")
         elif as_good:

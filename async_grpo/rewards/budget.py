@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class Budget:
             raised, and says so every minute, or `fallback`, it raises BudgetExhausted. Under both, one that has only to
             wait for others to be settled waits.
         path: a file that remembers what was spent, for a run that is resumed; made if missing. A number in a file of the
-            same name that ends in `.limit` raises the limit, also while calls wait for it.
+            same name that ends in `.limit` raises the limit: it is read at the start, while calls wait for a higher one,
+            and before calls are refused, every two seconds at most.
 
     Raises:
         ConfigurationError: a limit below 0, an unknown policy, or a file that is no record of spending.
@@ -79,14 +81,14 @@ class Budget:
         self._refused = 0
         self._paused = False
         self._reminder: asyncio.TimerHandle | None = None  # while it is paused
-        self._said_at = 0.0
+        self._said_at, self._looked_at = 0.0, -math.inf
         self._waiting: list[Reservation] = []  # in the order of their arrival
         self._record = _Record(Path(path)) if path else None
         if self._record:
             for judge, cost in self._record.read():
                 self._spent[judge] += _units(cost)
                 self._calls[judge] += 1
-            self._look_for_a_raise()
+            self._is_raised()
 
     @property
     def spent(self) -> float:
@@ -163,6 +165,8 @@ class Budget:
                 continue
             if spent + reservation.units > limit:  # whatever those in flight will cost
                 if self._policy == FALLBACK:
+                    if time.monotonic() - self._looked_at >= LOOK_S and self._is_raised():
+                        return self._serve()
                     self._refuse(reservation)
                     continue
                 paused = paused or self._message(reservation)
@@ -184,18 +188,17 @@ class Budget:
             self._hush()
 
     def _refuse(self, reservation: Reservation) -> None:
-        message = f"a call of {reservation.judge} needs {reservation.units / _UNITS:g} and {self._standing()}"
         if not self._refused:
-            log.warning("the budget of the judges is used up: %s", message)
+            log.warning("the budget of the judges is used up: %s", self._message(reservation))
         self._refused += 1
-        reservation.granted.set_exception(BudgetExhausted(message))
+        reservation.granted.set_exception(BudgetExhausted(self._needs(reservation)))
 
     def _message(self, reservation: Reservation) -> str:
         door = f"write a number to {self._record.limit_path}" if self._record else "see Budget.set_limit"
-        return (
-            f"a call of {reservation.judge} needs {reservation.units / _UNITS:g} and {self._standing()}. To raise "
-            f"the limit: {door}"
-        )
+        return f"{self._needs(reservation)}. To raise the limit: {door}"
+
+    def _needs(self, reservation: Reservation) -> str:
+        return f"a call of {reservation.judge} needs {reservation.units / _UNITS:g} and {self._standing()}"
 
     def _remind(self, message: str) -> None:
         """While it is paused: look for a higher limit, and say once a minute what everybody waits for."""
@@ -204,17 +207,26 @@ class Budget:
             log.warning("the judges are paused until the limit is raised: %s", message)
             self._said_at = now
         self._reminder = asyncio.get_running_loop().call_later(LOOK_S, self._remind, message)
-        self._look_for_a_raise()
+        if self._is_raised():
+            self._serve()
 
     def _hush(self) -> None:
         if self._reminder:
             self._reminder.cancel()
             self._reminder = None
 
-    def _look_for_a_raise(self) -> None:
+    def _is_raised(self) -> bool:
+        """Whether somebody has written a higher limit; it holds from now on."""
+        self._looked_at = time.monotonic()
         raised = self._record.read_limit() if self._record else None
-        if raised is not None and self._limit is not None and _units(raised) > self._limit:
-            self.set_limit(raised)
+        if raised is None or self._limit is None or _units(raised) <= self._limit:
+            return False
+        log.warning(
+            "%s raises the limit of the judges from %g to %g",
+            *(self._record.limit_path, self._limit / _UNITS, raised),
+        )
+        self._limit = _units(raised)
+        return True
 
     def _standing(self) -> str:
         return (

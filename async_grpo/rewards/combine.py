@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
@@ -24,7 +24,8 @@ class Combination:
 
     If any adapter that was asked failed or timed out, the combination is unknown: the verdict is that status (a failure
     goes before a time-out) and the sample is masked, not scored; unless `constants` has a reward for that adapter's
-    failures. Adapters that abstained are left out; if all did, so does the verdict.
+    failures. Adapters that abstained are left out. If all did, so does the verdict; also if those that answered have no
+    weight together: 0 in a `sum`, 0 or less in a `mean`. A combination too large for a float has failed.
 
     Args:
         weights: by adapter, for `sum` and `mean`; 1 where not named.
@@ -54,18 +55,20 @@ class Combination:
                 raise ConfigurationError(
                     f"a {what} is given for {', '.join(unknown)}, but the adapters are {', '.join(self.adapters)}"
                 )
-        if self.mode == "mean" and not sum(self.weights.get(name, 1.0) for name in self.adapters) > 0:
-            raise ConfigurationError(f"a mean needs a positive sum of weights, not {dict(self.weights)}")
+        if not self._counts(self.adapters):
+            needed = "a positive sum of weights" if self.mode == "mean" else "a weight that is not 0"
+            raise ConfigurationError(f"a {self.mode} needs {needed}, not {dict(self.weights)}")
 
     def chosen(self, sample: Mapping[str, Any]) -> tuple[str, ...]:
-        """The adapters that judge this sample.
+        """The adapters that judge this sample, each once.
 
         ConfigurationError: its column is missing or names an adapter that the run does not have.
         """
         if self.column is None:
             return self.adapters
         named = sample.get(self.column)
-        names = tuple(part.strip() for part in named.split(",")) if isinstance(named, str) else ()
+        parts = named.split(",") if isinstance(named, str) else ()
+        names = tuple(dict.fromkeys(part.strip() for part in parts))
         if not names or set(names) - set(self.adapters):
             raise ConfigurationError(
                 f"the column {self.column!r} of a row says {named!r}; it must name some of {', '.join(self.adapters)}"
@@ -91,10 +94,15 @@ class Combination:
             for result in results
             if result.status is not RewardStatus.ABSTAINED
         }
-        if not rewards:
+        if not self._counts(rewards):
             return Verdict(RewardStatus.ABSTAINED, None, results)
+        combined = self._combined(rewards)
+        if not math.isfinite(combined):
+            reason = f"the {self.mode} of the rewards {rewards} is {combined}"
+            failed = tuple(replace(result, reason=reason) for result in results)
+            return Verdict(RewardStatus.FAILED, None, failed)
         filled = any(result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) for result in results)
-        return Verdict(RewardStatus.OK, self._combined(rewards), results, filled)
+        return Verdict(RewardStatus.OK, combined, results, filled)
 
     async def __call__(self, sample: Mapping[str, Any], ask: Ask) -> Verdict:
         """Ask whom it takes, all at once or, at a gate, one after the other."""
@@ -113,16 +121,26 @@ class Combination:
     def _reward(self, result: AdapterResult) -> float:
         return self.constants[result.adapter] if result.reward is None else result.reward
 
+    def _counts(self, names: Collection[str]) -> bool:
+        """Whether the rewards of these adapters make one: without weight they would become a silent 0."""
+        weights = [self.weights.get(name, 1.0) for name in names]
+        match self.mode:
+            case "sum":
+                return any(weights)
+            case "mean":
+                return sum(weights) > 0
+        return bool(weights)
+
     def _combined(self, rewards: Mapping[str, float]) -> float:
+        """Not finite where the numbers are too large; `sum` and not `fsum`, which would raise."""
         weighted = [self.weights.get(name, 1.0) * reward for name, reward in rewards.items()]
         match self.mode:
             case "best":
                 return max(rewards.values())
             case "sum":
-                return math.fsum(weighted)
+                return sum(weighted)
             case "mean":
-                total = math.fsum(self.weights.get(name, 1.0) for name in rewards)
-                return math.fsum(weighted) / total if total else 0.0
+                return sum(weighted) / sum(self.weights.get(name, 1.0) for name in rewards)
             case "product":
                 return math.prod(rewards.values())
         return list(rewards.values())[-1]  # gate

@@ -16,7 +16,7 @@ class PoolPlan:
         options: keyword options of the adapters.
         workers, evaluation_workers: processes, by adapter and for each.
         limits: of calls over the whole cluster, by adapter.
-        cache_path: of the verdict cache; None: none.
+        cache_path: of the verdict cache; None: none. `cache_max_bytes`: of its entries; None: no limit.
         budget: what paid judges may cost together; None: no limit. `budget_path` remembers what was spent.
     """
 
@@ -29,6 +29,7 @@ class PoolPlan:
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, Limits] = field(default_factory=dict)
     cache_path: str | None = None
+    cache_max_bytes: int | None = None
     budget: float | None = None
     budget_policy: str = "pause"
     budget_path: str | None = None

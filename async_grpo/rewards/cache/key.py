@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,16 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.judges.remote import JUDGE_MODEL_ID, is_ours
 
 VOLATILE_COLUMNS = frozenset({"group_id"})  # no property of the text that is judged
-JUDGED_COLUMNS = ("input", "sample_text", "completion", "answer")
 DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
     "limits api_key_env timeout_s attempts hedge_quantile endpoint_options price_per_million_tokens".split()
 )
 
 
-def key_of(
-    adapter: str, version: str, sample: Mapping[str, Any], columns: Iterable[str] | None = None
-) -> str:
-    """`ADAPTER:DIGEST`, the same for the same question to the same adapter.
+def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
+    """`ADAPTER:DIGEST`, the same for the same question to the same adapter; every column but `group_id` makes a difference.
 
     Args:
         version: of the adapter; an answer of another version is never found.
-        columns: of the row, that the adapter reads beside the prompt, the completion and the answer, where that is
-            known. Otherwise every column but `group_id` makes a difference.
 
     Raises:
         ValueError: the sample holds what JSON cannot.
@@ -36,10 +31,7 @@ def key_of(
     >>> one == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), one[:6]
     (True, 'mathd:')
     """
-    if columns is None:
-        read = {name: value for name, value in sample.items() if name not in VOLATILE_COLUMNS}
-    else:
-        read = {name: sample[name] for name in {*JUDGED_COLUMNS, *columns} if name in sample}
+    read = {name: value for name, value in sample.items() if name not in VOLATILE_COLUMNS}
     return f"{adapter}:{_digest([adapter, version, read])}"
 
 

@@ -41,7 +41,7 @@ class VerdictCache:
 
     Args:
         path: of the SQLite file, on a local disk; made if missing.
-        max_bytes, unused_for_s: now and then, entries beyond are deleted, the longest unused first.
+        max_bytes: now and then, entries beyond are deleted, the longest unused first.
         patience_s: for one look-up; then the cache counts as broken.
         retry_s: how long a broken cache is left alone.
         file_options: further keywords of CacheFile.
@@ -55,14 +55,12 @@ class VerdictCache:
         path: str | Path,
         *,
         max_bytes: int | None = None,
-        unused_for_s: float | None = None,
         patience_s: float = 10.0,
         retry_s: float = 30.0,
         **file_options: Any,
     ) -> None:
         self._file = CacheFile(path, **file_options)
-        self._limits = {"max_bytes": max_bytes, "unused_for_s": unused_for_s}
-        self._patience_s, self._retry_s = patience_s, retry_s
+        self._max_bytes, self._patience_s, self._retry_s = max_bytes, patience_s, retry_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
         self._in_flight: dict[str, asyncio.Future[str]] = {}
         self._writing: set[asyncio.Future[Any]] = set()
@@ -142,10 +140,8 @@ class VerdictCache:
     def _keep(self, key: str, answer: Answer, text: str) -> None:
         if answer.get("status") not in KEPT_STATUSES:
             return
-        if self._counts["kept"] % WRITES_PER_PRUNE == 0 and any(
-            limit is not None for limit in self._limits.values()
-        ):
-            self._write("pruned", lambda: self._file.prune(**self._limits))
+        if self._max_bytes is not None and self._counts["kept"] % WRITES_PER_PRUNE == 0:
+            self._write("pruned", partial(self._file.prune, max_bytes=self._max_bytes))
         self._counts["kept"] += 1
         if not self._write("stored", self._file.put, key, text, _cost(answer)):
             self._counts["skipped"] += 1

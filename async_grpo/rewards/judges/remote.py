@@ -74,13 +74,15 @@ class RemoteJudge:
         )
 
 
-def judge_urls(default: str = "http://127.0.0.1:8000") -> tuple[str, ...]:
-    """The addresses in the environment variable JUDGE_URLS (comma separated), else the default.
+def judge_urls(default: str = "http://127.0.0.1:8000", variable: str = JUDGE_URLS) -> tuple[str, ...]:
+    """The addresses in the environment variable (comma separated), else the default.
+
+    HTTP_SCORER_URLS is another one that reaches every process of a run.
 
     >>> judge_urls("http://127.0.0.1:9") if JUDGE_URLS not in os.environ else ("http://127.0.0.1:9",)
     ('http://127.0.0.1:9',)
     """
-    return tuple(os.environ.get(JUDGE_URLS, default).split(","))
+    return tuple(os.environ.get(variable, default).split(","))
 
 
 def is_ours(judge: Any) -> bool:
