@@ -107,14 +107,58 @@ async def test_a_crash_is_laid_at_the_door_of_whoever_was_being_served(tmp_path)
         assert [number for number, _ in process.served].count(0) == 2  # and no third time
 
 
-async def test_a_sample_that_is_cancelled_ahead_of_its_turn_costs_the_others_no_attempt(tmp_path):
+async def test_a_sample_that_is_cancelled_ahead_of_its_turn_costs_the_others_nothing(tmp_path):
     async with Process(tmp_path) as process:
         first, second, third = (process.ask(0.2) for _ in range(3))
         await until(lambda: process.served)
         second.cancel()
         results = [await first, await third]
         assert [(r.status, r.reward, r.attempts) for r in results] == [(OK, 0.0, 1), (OK, 2.0, 1)]
-        assert second.cancelled() and 1 not in [number for number, _ in process.served]
+        assert second.cancelled()
+        assert [number for number, _ in process.served] == [0, 1, 2]  # the second one for nobody
+        assert len({pid for _, pid in process.served}) == 1
+
+
+async def test_what_is_computed_for_nobody_ends_with_its_time(tmp_path):
+    async with Process(tmp_path) as process:
+        first, hang = process.ask(0.2), process.ask(600, timeout_s=0.5)
+        await until(lambda: process.served)
+        hang.cancel()
+        following = [process.ask(0.0, timeout_s=0.5) for _ in range(3)]
+        results = [await task for task in (first, *following)]
+        assert [(r.status, r.attempts) for r in results] == [(OK, 1)] * 4
+        assert [number for number, _ in process.served] == [0, 1, 2, 3, 4]
+        assert len({pid for _, pid in process.served[2:]} - {pid for _, pid in process.served[:2]}) == 1
+
+
+async def test_closing_leaves_nothing_behind_that_is_computed_for_nobody(tmp_path):
+    async with Process(tmp_path) as process:
+        first, hang = process.ask(0.05), process.ask(600)
+        await until(lambda: process.served)
+        hang.cancel()
+        await first
+    assert process.worker.unheard is not None and process.worker.unheard.done()
+
+
+async def test_a_cancellation_that_crosses_with_the_answer_before_it_harms_nobody(tmp_path):
+    async with Process(tmp_path) as process:
+        first, second, third = (process.ask(0.1, timeout_s=5.0) for _ in range(3))
+        await until(lambda: process.served)
+        (answer, _) = process.worker.child._replies.values()
+        answer.add_done_callback(lambda _: second.cancel())
+        async with asyncio.timeout(5):
+            assert ((await first).status, (await third).status) == (OK, OK)
+        assert second.cancelled()
+
+
+async def test_the_end_of_a_process_for_another_reason_gives_no_sample_its_time_again(tmp_path):
+    async with Process(tmp_path) as process:
+        hung = process.ask(600, timeout_s=1.0)
+        for times in range(1, 8):
+            await until(lambda times=times: len(process.served) == times or hung.done())
+            await asyncio.sleep(0.25)
+            await process.worker.child.end("somebody else's sample")
+        assert hung.done() and (await hung).status is TIMED_OUT
 
 
 @pytest.mark.parametrize("seed", range(3))

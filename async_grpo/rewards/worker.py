@@ -19,7 +19,8 @@ class VerifierWorker(Protocol):
     - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,
       by another worker, best one that is given nothing else meanwhile. This worker is to be closed. Its other
       calls in flight end at once with the same error, and each is worth another attempt, too.
-    - A cancelled call ends when its place is free again.
+    - A cancelled call ends when its place is free again, or at once while it is ahead of its turn. What the worker
+      still does for it then may hold up the next call, by one time-out at most.
     """
 
     @property

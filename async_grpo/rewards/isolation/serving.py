@@ -38,6 +38,7 @@ class Process(Protocol):
     kind: Kind
     child: ChildProcess | None
     closed: bool
+    unheard: asyncio.Task[None] | None
 
     async def start(self) -> None: ...
 
@@ -47,7 +48,8 @@ class Process(Protocol):
 class InLine:
     """One request after the other: it is known which one the process died of.
 
-    The others in its pipe go to the next process as if nothing had been.
+    The others in its pipe go to the next process as if nothing had been. One that is cancelled in the pipe is computed
+    for nobody: to end the process would cost the one that is being served.
     """
 
     def __init__(self, process: Process) -> None:
@@ -65,6 +67,10 @@ class InLine:
         attempts, left_s, reason = 0, timeout_s, ""
         while attempts < ATTEMPTS:
             async with self._places:
+                if (
+                    self._process.unheard is not None
+                ):  # nobody is sent behind it, or would wait for several of them
+                    await asyncio.wait((self._process.unheard,))
                 try:
                     await self._process.start()
                 except ConfigurationError as error:
@@ -81,19 +87,36 @@ class InLine:
                     if before is not None:
                         await asyncio.wait((before,))
                     begun_at = time.monotonic()
-                    return await _in_time(reply, begun_at + left_s), attempts + 1
-                except TimeoutError as error:
-                    raise NoAnswers(_late(timeout_s), attempts + 1, RewardStatus.TIMED_OUT) from error
+                    await asyncio.wait(
+                        (reply,), timeout=left_s
+                    )  # awaited itself, it would be cancelled with us
+                    if not reply.done():
+                        raise NoAnswers(_late(timeout_s), attempts + 1, RewardStatus.TIMED_OUT)
+                    return reply.result()["answers"], attempts + 1
                 except WorkerLost as error:
                     if self._process.closed:
                         raise
+                    left_s -= time.monotonic() - begun_at
                     if isinstance(error, ProcessDied) and _was_answered(before):
                         attempts, reason = attempts + 1, str(error)
-                        left_s -= time.monotonic() - begun_at
                 finally:
                     if child.is_asked(request_id):  # timed out or cancelled
-                        await self._process.abandon(child, request_id)
+                        if begun_at < math.inf:
+                            await self._process.abandon(child, request_id)
+                        else:
+                            unheard = self._finish(child, request_id, before, reply, left_s)
+                            self._process.unheard = asyncio.create_task(unheard)
         raise NoAnswers(reason, attempts)
+
+    async def _finish(
+        self, child: ChildProcess, request_id: int, before: Reply | None, reply: Reply, left_s: float
+    ) -> None:
+        """Wait for what nobody waits for any more; end the process if that takes longer than it may."""
+        if before is not None:
+            await asyncio.wait((before,))
+        await asyncio.wait((reply,), timeout=left_s)
+        if not reply.done():
+            await self._process.abandon(child, request_id)
 
 
 class AmongOthers:
@@ -203,7 +226,7 @@ def _expire(reply: Reply) -> None:
 
 
 def _was_answered(reply: Reply | None) -> bool:
-    return reply is None or (reply.done() and not reply.cancelled() and reply.exception() is None)
+    return reply is None or (reply.done() and reply.exception() is None)
 
 
 def _late(timeout_s: float) -> str:
