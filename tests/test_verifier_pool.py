@@ -436,6 +436,33 @@ def test_a_step_without_a_finite_reward_or_a_token_is_a_failure_wherever_it_come
     with_pool(test, Workshop())
 
 
+def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
+    class OneShort(ScriptedWorker):
+        has_post_process = True
+
+        async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
+            return results[1:]
+
+    async def main() -> None:
+        made = []
+
+        async def make(adapter: str) -> OneShort:
+            made.append(OneShort(adapter, []))
+            return made[-1]
+
+        pool = VerifierPool(["a"], make, backoff_s=(0.0,))
+        await pool.start()
+        group = [sample(n, 1.0) for n in range(2)]
+        verdicts = [await pool.verify(s) for s in group]
+        changed, after = await asyncio.gather(pool.post_process(group, verdicts), pool.verify(sample(2, 0.5)))
+        assert [verdict.status for verdict in changed] == [FAILED] * 2
+        assert "2 workers of 'a' were lost over it, the last: ValueError" in changed[0].results[0].reason
+        assert after.reward == 0.5 and [worker.closed for worker in made] == [True, True, False]
+        await pool.close()
+
+    run(main())
+
+
 def test_closing_fails_what_waits_and_ends_what_runs():
     workshop = Workshop()
 

@@ -197,10 +197,12 @@ class Lane:
             return f"it went on for {self._patience.grace_s:g} s after the call was cancelled"
         if call.cancelled():
             return "" if job.outcome.done() else "it cancelled its own call"
-        if error := call.exception():
+        try:
+            answer = call.result()
+            if not job.outcome.done():
+                job.deliver(answer, self.stats)
+        except Exception as error:  # it raised, or its answer is none: it may be of another make
             return f"{type(error).__name__}: {error}"
-        if not job.outcome.done():
-            job.deliver(call.result(), self.stats)
         return ""
 
     def _retry_or_fail(self, job: Job, trouble: str) -> None:
