@@ -17,6 +17,7 @@ from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.isolation.process import process_maker
 from async_grpo.rewards.jobs import Scoring
 from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.source import RewardSource
 from async_grpo.rewards.stats import LaneStats
 from async_grpo.types import AdapterResult, RewardStatus
@@ -326,6 +327,54 @@ def test_a_start_that_fails_leaves_no_worker_behind():
     assert workshop.num_mishaps == 1  # a user's mistake is not tried again
 
 
+def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_only_what_is_missing():
+    workshop = Workshop(healthy=2, mishap=OSError("the node is full"))
+
+    async def test(pool: VerifierPool) -> None:
+        for _ in range(2):
+            with pytest.raises(OSError, match="the node is full"):
+                await pool.verify(sample(1, 1.0), evaluation=True)
+        workshop.healthy = 10
+        assert (await pool.verify(sample(2, 1.0), evaluation=True)).status is OK
+        assert (await pool.verify(sample(3, 1.0), evaluation=True)).status is OK
+        assert len(workshop.made) == 1 + 3 and pool.stats()["a (evaluation)"]["workers"] == 3
+
+    with_pool(test, workshop, evaluation_workers=3)
+
+
+def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_sample_has_failed():
+    workshop = Workshop()
+    being_made = asyncio.Event()
+
+    async def slowly(adapter: str) -> ScriptedWorker:
+        being_made.set()
+        await asyncio.sleep(0.05)
+        return await workshop.make(adapter)
+
+    async def test(pool: VerifierPool) -> None:
+        early = asyncio.create_task(pool.verify(sample(1, 1.0), evaluation=True))
+        await being_made.wait()
+        await pool.close()
+        late = await pool.verify(sample(2, 1.0), evaluation=True)
+        await asyncio.sleep(0.1)
+        for verdict in (await early, late):
+            assert verdict.status is FAILED and "closed" in verdict.results[0].reason
+        assert len(workshop.made) == 1  # that of training
+
+    with_pool(test, workshop, make_evaluator=slowly)
+
+
+def test_a_pool_closed_before_its_evaluation_makes_no_worker_for_it():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        await pool.close()
+        assert (await pool.verify(sample(1, 1.0), evaluation=True)).status is FAILED
+        assert len(workshop.made) == 1
+
+    with_pool(test, workshop)
+
+
 def test_a_cancelled_verification_gives_the_worker_back_and_its_answer_reaches_nobody():
     workshop = Workshop()
 
@@ -628,3 +677,25 @@ def test_with_real_processes_rewards_survive_a_killed_process():
         assert all(worker.pid is None for worker in workers)
 
     run(main())
+
+
+def test_a_pool_actor_whose_start_failed_starts_anew(monkeypatch):
+    pytest.importorskip("ray")
+    from async_grpo.cluster.verifiers import VerifierPoolActor
+
+    workshop = Workshop(healthy=0, mishap=ConfigurationError("the node is full"))
+    source = RewardSource.from_text("page_a", "REWARD_ADAPTERS = {'a': lambda sample: 1.0}")
+    monkeypatch.setattr(VerifierPoolActor, "_make_worker", lambda self, adapter, lane: workshop.make(adapter))
+
+    async def main() -> None:
+        actor = VerifierPoolActor(source, PoolPlan(Combination(("a",))))
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="the node is full"):
+                await actor.start()
+        workshop.healthy = 1
+        await actor.start()
+        assert (await actor._verify(sample(1, 0.5), False)).reward == 0.5
+        await actor.close()
+
+    run(main())
+    assert workshop.num_mishaps == 2 and workshop.made[0].closed

@@ -22,7 +22,7 @@ from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges.naps import naps_of_the_run
 from async_grpo.rewards.judges.remote import is_ours
 from async_grpo.rewards.kinds import is_judge
-from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
+from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool, is_in_vain
 from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.source import RewardSource, resolve
 from async_grpo.rewards.surroundings import PRICE, Surroundings, most_it_costs
@@ -82,7 +82,7 @@ class VerifierPoolActor(ChannelServer):
 
     async def start(self) -> None:
         """Make all workers; whoever comes meanwhile waits for the same start."""
-        if self._starting is None:
+        if self._starting is None or is_in_vain(self._starting):
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
 
@@ -109,7 +109,11 @@ class VerifierPoolActor(ChannelServer):
             around=self._surroundings,
             timeout_s=plan.timeout_s,
         )
-        await self._pool.start()
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._surroundings.close()  # the next start opens the same files
+            raise
 
     def _make_surroundings(self) -> Surroundings:
         plan = self._plan

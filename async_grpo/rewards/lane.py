@@ -106,12 +106,22 @@ class Lane:
         return len(self._workers)
 
     async def start(self) -> None:
-        """Make all workers. Raises what the last attempt to make one raised; then `close` the others."""
-        made = await asyncio.gather(*(self._make() for _ in range(self._num_workers)), return_exceptions=True)
-        for worker in made:
-            if isinstance(worker, BaseException):
-                raise worker
-            self._seats.append(_Seat(worker))
+        """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""
+        if self._closed:
+            return
+        makes = [
+            asyncio.create_task(self._make(), name=f"making a verifier of {self.adapter}")
+            for _ in range(self._num_workers - len(self._workers))
+        ]
+        self._tasks.update(makes)
+        made = await asyncio.gather(*makes, return_exceptions=True)
+        self._tasks.difference_update(makes)
+        if self._closed:
+            return
+        self._seats += [_Seat(worker) for worker in made if not isinstance(worker, BaseException)]
+        for error in made:
+            if isinstance(error, BaseException):
+                raise error
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the lane is broken or closed. Cancelling it frees the worker."""

@@ -153,7 +153,7 @@ class VerifierPool:
 
     async def _started(self, kind: str) -> None:
         """Start the lanes of a kind once; whoever comes meanwhile waits for the same start."""
-        if kind not in self._starting:
+        if kind not in self._starting or is_in_vain(self._starting[kind]):
             self._starting[kind] = asyncio.create_task(self._start(kind))
         await asyncio.shield(self._starting[kind])
 
@@ -177,6 +177,11 @@ class VerifierPool:
         if self._around is None:
             return await lane.score(sample)
         return await self._around(name, sample, kind, lane.score)
+
+
+def is_in_vain(start: asyncio.Task[None]) -> bool:
+    """Whether it has failed. What was in the way may have passed: who comes next starts anew."""
+    return start.done() and (start.cancelled() or start.exception() is not None)
 
 
 def _worker_counts(
