@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.rewards.isolation.process import AdapterProcess
+from async_grpo.rewards.isolation.process import AdapterProcess, process_maker
 from async_grpo.rewards.lane import MAX_AHEAD
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.source import RewardSource
@@ -30,7 +30,15 @@ PAGE = textwrap.dedent(
         time.sleep(sample["act"])
         return float(sample["id"])
 
-    REWARD_ADAPTERS = {"obeys": obeys}
+    class SlowToBuild:
+        def __init__(self):
+            time.sleep(0.8)
+
+        def __call__(self, sample):
+            time.sleep(sample["act"])
+            return 1.0
+
+    REWARD_ADAPTERS = {"obeys": obeys, "slow_to_build": SlowToBuild}
     """
 )
 SOURCE = RewardSource.from_text("page_of_obedience", PAGE)
@@ -230,6 +238,20 @@ async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
         worker.most = 0
     await verify_all(workers, 4)
     assert [worker.most for worker in workers] == [1] * 4
+
+
+async def test_a_process_that_takes_long_to_start_costs_no_worker():
+    pool = VerifierPool(["slow_to_build"], process_maker(SOURCE), timeout_s=0.3, grace_s=0.2)
+    await pool.start()
+    try:
+        verdicts = await asyncio.gather(
+            *(pool.verify({"completion": "", "act": act}) for act in (600, 0, 600, 0))
+        )
+        assert [verdict.status for verdict in verdicts] == [TIMED_OUT, OK, TIMED_OUT, OK]
+        stats = pool.stats()["slow_to_build"]
+        assert (stats["workers_lost"], stats["retries"]) == (0, 0)
+    finally:
+        await pool.close()
 
 
 async def test_the_journal_of_a_worker_stays_in_order(tmp_path):

@@ -104,7 +104,7 @@ def with_pool(
     adapters: tuple[str, ...] = ("a",),
     **options: Any,
 ) -> None:
-    options = {"timeout_s": 5.0, "grace_s": 0.2, "backoff_s": (0.0, 0.01)} | options
+    options = {"timeout_s": 5.0, "grace_s": 0.2, "make_timeout_s": 0.1, "backoff_s": (0.0, 0.01)} | options
 
     async def main() -> None:
         pool = VerifierPool(adapters, workshop.make, **options)

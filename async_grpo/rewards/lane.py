@@ -188,7 +188,7 @@ class Lane:
     async def _serve(self, worker: VerifierWorker, job: Job, ahead: int) -> str:
         """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can."""
         taken_at = time.monotonic()
-        deadline_s = self._patience.timeout_s * (1 + ahead) + self._patience.grace_s
+        deadline_s = self._patience.timeout_s * ahead + self._patience.answer_s
         job.queue_s += taken_at - job.queued_at
         call = asyncio.ensure_future(job.run(worker, self._patience.timeout_s))
         call.add_done_callback(_retrieve)

@@ -41,7 +41,8 @@ class VerifierPool:
         around: wraps every call of an adapter, for a cache, a budget or traffic limits; gets the adapter's name, the
             sample, the lane, and the call itself.
         timeout_s: for scoring one sample, from when a worker takes it; time in the queue is measured apart.
-        grace_s: how much longer a worker may be silent before it is fenced, and the deadline for closing it.
+        grace_s: how much longer than two time-outs and the start of a process a worker may be silent before it is
+            fenced, and the deadline for closing it.
         make_timeout_s, backoff_s, regrow_s: for making one worker, before each attempt to make one, and between
             attempts to make one that was given up.
 

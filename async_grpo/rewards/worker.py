@@ -13,7 +13,8 @@ class VerifierWorker(Protocol):
     - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; others
       wait inside, on nobody's time. Only a worker with a true `takes_ahead` is given more: its calls are served in
       the order in which they are made, and what ends one of them harms none of those that wait.
-    - A call ends within `timeout_s`, the time to start a process, and a few seconds to stop what runs.
+    - A call whose turn has come ends within `timeout_s`, as much again for what is done before it, the time to start
+      processes (`Patience.make_s`), and a few seconds to stop what runs.
     - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
       the worker goes on.
     - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,
@@ -49,3 +50,8 @@ class Patience:
     make_s: float = 120.0  # for making one worker
     backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one
     regrow_s: float = 30.0  # between attempts to make one that could not be made
+
+    @property
+    def answer_s(self) -> float:
+        """For one answer: another sample or batch may have to end first, and a process to be started."""
+        return 2 * self.timeout_s + self.make_s + self.grace_s
