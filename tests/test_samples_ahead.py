@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from async_grpo.rewards.isolation.process import AdapterProcess, process_maker
-from async_grpo.rewards.lane import MAX_AHEAD
+from async_grpo.rewards.lane import MAX_AHEAD, TAKE_BACK_S
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.source import RewardSource
-from async_grpo.types import AdapterResult, RewardStatus
+from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
 
@@ -195,14 +195,19 @@ class Counting:
     def __init__(self, seconds: float, takes_ahead: bool) -> None:
         self.capacity, self.takes_ahead = 1, takes_ahead
         self.seconds, self.held, self.most, self.served = seconds, 0, 0, 0
+        self.ids: list[int] = []  # of the samples that were served
         self._turn = asyncio.Lock()
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         self.held += 1
         self.most = max(self.most, self.held)
-        async with self._turn:
-            await asyncio.sleep(self.seconds)
-        self.held, self.served = self.held - 1, self.served + 1
+        try:
+            async with self._turn:
+                await asyncio.sleep(sample.get("seconds", self.seconds))
+        finally:
+            self.held -= 1
+        self.served += 1
+        self.ids.append(sample.get("id", 0))
         return AdapterResult("a", OK, 1.0)
 
     async def close(self) -> None: ...
@@ -238,6 +243,67 @@ async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
         worker.most = 0
     await verify_all(workers, 4)
     assert [worker.most for worker in workers] == [1] * 4
+
+
+async def test_what_waits_behind_a_slow_sample_is_taken_back_and_scored_once_by_another_worker():
+    workers = [Counting(0.001, True) for _ in range(3)]
+    made = iter(workers)
+
+    async def make(_: str) -> Counting:
+        return next(made)
+
+    async def timed(number: int) -> tuple[float, AdapterResult]:
+        began = time.monotonic()
+        sample = {"completion": "", "id": number, "seconds": 2.0 if number == 200 else 0.001}
+        verdict = await pool.verify(sample)
+        return time.monotonic() - began, verdict.results[0]
+
+    pool = VerifierPool(["a"], make, workers=3)
+    await pool.start()
+    try:
+        timed_results = await asyncio.gather(*map(timed, range(400)))
+    finally:
+        await pool.close()
+    (slowest, *others) = sorted((seconds for seconds, _ in timed_results), reverse=True)
+    assert slowest >= 2.0 and others[0] < 1.5
+    assert {(r.status, r.attempts) for _, r in timed_results} == {(OK, 1)}
+    assert max(r.queue_s for _, r in timed_results) > TAKE_BACK_S  # it was waiting all the same
+    assert sorted(number for worker in workers for number in worker.ids) == list(range(400))
+    assert pool.stats()["a"]["ok"] == 400 and pool.stats()["a"]["retries"] == 0
+
+
+async def test_what_is_taken_back_waits_for_the_only_worker_and_keeps_its_place():
+    worker = Counting(0.001, True)
+
+    async def make(_: str) -> Counting:
+        return worker
+
+    pool = VerifierPool(["a"], make)
+    await pool.start()
+    samples = [{"completion": "", "id": n, "seconds": 0.5 if n == 50 else 0.001} for n in range(100)]
+    try:
+        await asyncio.gather(*map(pool.verify, samples))
+    finally:
+        await pool.close()
+    assert worker.ids == list(range(100)) and worker.most > 1
+
+
+async def test_with_real_processes_a_hang_holds_up_nobody_else(tmp_path):
+    def verify(number: int) -> asyncio.Task[Verdict]:
+        sample = {"id": number, "act": 600 if number == 100 else 0.0, "journal": str(tmp_path / "journal")}
+        return asyncio.create_task(pool.verify(sample))
+
+    pool = VerifierPool(["obeys"], process_maker(SOURCE), workers=2, timeout_s=4.0)
+    await pool.start()
+    try:
+        tasks = [verify(number) for number in range(200)]
+        hung = tasks.pop(100)
+        async with asyncio.timeout(3):
+            assert {(await task).status for task in tasks} == {OK}
+        assert (await hung).status is TIMED_OUT
+        assert pool.stats()["obeys"]["ok"] == 199 and pool.stats()["obeys"]["workers_lost"] == 0
+    finally:
+        await pool.close()
 
 
 async def test_a_process_that_takes_long_to_start_costs_no_worker():
