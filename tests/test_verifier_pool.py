@@ -82,6 +82,17 @@ class ScriptedWorker:
         self.closed = True
 
 
+class Grouped(ScriptedWorker):
+    """Looks at groups: each member of one is worth its size, or has the status that it is made with."""
+
+    has_post_process = True
+
+    async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
+        wanted = samples[0].get("wanted", OK)
+        worth = float(len(samples)) if wanted is OK else None
+        return [replace(result, status=wanted, reward=worth, reason="the hook's") for result in results]
+
+
 class Workshop:
     """Makes scripted workers; raises `mishap` instead after the first `healthy` ones."""
 
@@ -486,9 +497,7 @@ def test_a_step_without_a_finite_reward_or_a_token_is_a_failure_wherever_it_come
 
 
 def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
-    class OneShort(ScriptedWorker):
-        has_post_process = True
-
+    class OneShort(Grouped):
         async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
             return results[1:]
 
@@ -508,6 +517,26 @@ def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
         assert "2 workers of 'a' were lost over it, the last: ValueError" in changed[0].results[0].reason
         assert after.reward == 0.5 and [worker.closed for worker in made] == [True, True, False]
         await pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation):
+    async def make(adapter: str) -> ScriptedWorker:
+        return (Grouped if adapter == "grouped" else ScriptedWorker)(adapter, [])
+
+    async def main() -> None:
+        first, second = (VerifierPool(["grouped", "alone"], make) for _ in range(2))
+        group = [sample(n, 0.5) for n in range(3)]
+        for pool in (first, second):
+            await pool.start()
+        verdicts = [await first.verify(s, evaluation=evaluation) for s in group]
+        for pool in (first, second):  # the second as after a restart of the one that gave the verdicts
+            for verdict in await pool.post_process(group, verdicts, evaluation=evaluation):
+                assert [(r.status, r.reward) for r in verdict.results] == [(OK, 3.0), (OK, 0.5)]
+            assert pool.stats()["alone"]["workers_lost"] == 0
+            await pool.close()
 
     run(main())
 

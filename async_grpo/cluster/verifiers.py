@@ -40,14 +40,14 @@ class VerifierActor(ChannelServer):
         handlers = {"open": self._open, "score": self._score, "close": self._close}
         self.serve({**handlers, "post_process": self._post_process})
 
-    async def _open(self, slot: int) -> tuple[int, bool]:
-        """Start a process; returns how many samples it takes at a time, and whether more of them may wait there."""
+    async def _open(self, slot: int) -> dict[str, Any]:
+        """Start a process; returns what a lane wants to know of a worker (see `VerifierWorker`)."""
         process = AdapterProcess(
             self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
         )
         self._slots[slot] = process
         await process.start()
-        return process.capacity, process.takes_ahead
+        return {name: getattr(process, name) for name in ("capacity", "takes_ahead", "has_post_process")}
 
     async def _score(self, slot: int, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         return await self._slots[slot].score(sample, timeout_s)
@@ -183,12 +183,12 @@ class _VerifierSlot:
 
     def __init__(self, host: _VerifierHost, slot: int) -> None:
         self._host, self._slot = host, slot
-        self.capacity, self.takes_ahead = 1, False  # until it is open
+        self.capacity, self.takes_ahead, self.has_post_process = 1, False, False  # until it is open
         host.slots.add(slot)
 
     async def open(self) -> None:
         try:
-            self.capacity, self.takes_ahead = await self._host.channel.call("open", self._slot)
+            vars(self).update(await self._host.channel.call("open", self._slot))
         except BaseException:
             self._host.slots.discard(self._slot)
             raise

@@ -90,6 +90,7 @@ class Lane:
     def __init__(self, adapter: str, make_worker: MakeWorker, num_workers: int, patience: Patience) -> None:
         self.adapter = adapter
         self.stats = LaneStats()
+        self.has_post_process = False  # until a worker has said so
         self._make_worker = make_worker
         self._num_workers = num_workers
         self._patience = patience
@@ -287,6 +288,7 @@ class Lane:
                 error = latest
             else:
                 self._workers.add(worker)
+                self.has_post_process |= getattr(worker, "has_post_process", False)
                 return worker
         raise error
 

@@ -109,11 +109,13 @@ class VerifierPool:
     ) -> list[Verdict]:
         """The verdicts of a whole group after each adapter has looked at all of its own results.
 
-        For adapters with `post_process_scores`; the others leave theirs as they are.
+        For adapters with `post_process_scores`; the others are not asked.
         """
+        if evaluation:  # the verdicts may be of a pool before this one
+            await self._started(EVALUATION)
         lanes = self._lanes[EVALUATION if evaluation else TRAINING]
         changed: list[dict[str, AdapterResult]] = [{} for _ in samples]
-        for name in self._combination.adapters:
+        for name in [name for name in self._combination.adapters if lanes[name].has_post_process]:
             found = [
                 (number, result)
                 for number, verdict in enumerate(verdicts)
@@ -126,7 +128,7 @@ class VerifierPool:
                 for (number, _), result in zip(found, results, strict=True):
                     changed[number][name] = result
         return [
-            self._combination.verdict([results[r.adapter] for r in verdict.results])
+            self._combination.verdict([results.get(r.adapter, r) for r in verdict.results])
             for verdict, results in zip(verdicts, changed, strict=True)
         ]
 

@@ -15,6 +15,7 @@ class VerifierWorker(Protocol):
       the order in which they are made, and what ends one of them harms none of those that wait.
     - A call whose turn has come ends within `timeout_s`, as much again for what is done before it, the time to start
       processes (`Patience.make_s`), and a few seconds to stop what runs.
+    - Groups are given only to a worker with a true `has_post_process`.
     - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
       the worker goes on.
     - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,
@@ -32,7 +33,7 @@ class VerifierWorker(Protocol):
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
     ) -> list[AdapterResult]:
-        """The results of a whole group after the reward's `post_process_scores`; as they are if it has none."""
+        """The results of a whole group after the reward's `post_process_scores`."""
         ...
 
     async def close(self) -> None: ...

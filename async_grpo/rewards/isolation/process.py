@@ -83,6 +83,11 @@ class AdapterProcess:
         return not (self.kind.is_async or self.kind.is_batch)
 
     @property
+    def has_post_process(self) -> bool:
+        """Whether the reward looks at whole groups; known once the process has been started."""
+        return self.kind.has_post_process
+
+    @property
     def pid(self) -> int | None:
         """Of the process that leads the others, None while there is none."""
         return self.child.pid if self.child and not self.child.lost else None
