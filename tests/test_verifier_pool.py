@@ -627,6 +627,66 @@ def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
     with_pool(test, workshop)
 
 
+def with_grouped_pool(test: Callable[[VerifierPool], Coroutine[Any, Any, None]]) -> None:
+    async def make(adapter: str) -> Grouped:
+        return Grouped(adapter, [])
+
+    async def main() -> None:
+        pool = VerifierPool(["a"], make)
+        await pool.start()
+        await test(pool)
+        await pool.close()
+
+    run(main())
+
+
+async def grouped_verdicts(pool: VerifierPool, size: int, wanted: RewardStatus) -> None:
+    group = [sample(n, 0.0) | {"wanted": wanted} for n in range(size)]
+    await pool.post_process(group, [await pool.verify(s) for s in group])
+
+
+def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_them():
+    async def test(pool: VerifierPool) -> None:
+        await grouped_verdicts(pool, 4, OK)
+        await grouped_verdicts(pool, 3, FAILED)
+        await grouped_verdicts(pool, 2, ABSTAINED)
+        await pool.verify(sample(9, 0.0))  # its group never comes
+        stats = pool.stats()["a"]
+        assert [stats[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)] == [5, 3, 0, 2]
+        assert stats["first_reason"] == "the hook's"
+        assert (stats["rewards_so_far"], stats["only_reward_so_far"]) == (4, 4.0)
+        assert len(pool._lanes["train"]["a"].stats._latencies_s) == 10
+        await grouped_verdicts(pool, 2, OK)
+        assert pool.stats()["a"]["only_reward_so_far"] is None
+
+    with_grouped_pool(test)
+
+
+def test_no_count_is_negative_or_too_many_when_statistics_are_taken_before_a_group_is_looked_at():
+    async def test(pool: VerifierPool) -> None:
+        group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(3)]
+        verdicts = [await pool.verify(s) for s in group]
+        taken = pool.take_stats()["a"]
+        await pool.verify(sample(9, FAILED))
+        await pool.post_process(group, verdicts)
+        anew = pool.take_stats()["a"]
+        assert [taken[status.value] for status in (OK, FAILED)] == [3, 0]
+        assert [anew[status.value] for status in (OK, FAILED)] == [0, 1]
+
+    with_grouped_pool(test)
+
+
+def test_a_result_from_a_cache_moves_no_count():
+    async def test(pool: VerifierPool) -> None:
+        group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(2)]
+        verdicts = [await pool.verify(s) for s in group]
+        cached = replace(verdicts[0], results=(replace(verdicts[0].results[0], attempts=0),))
+        await pool.post_process(group, [cached, verdicts[1]])
+        assert [pool.stats()["a"][status.value] for status in (OK, FAILED)] == [1, 1]
+
+    with_grouped_pool(test)
+
+
 def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own(monkeypatch):
     delivered: Counter[int] = Counter()
     deliver = Scoring.deliver

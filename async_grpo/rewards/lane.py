@@ -90,7 +90,6 @@ class Lane:
     def __init__(self, adapter: str, make_worker: MakeWorker, num_workers: int, patience: Patience) -> None:
         self.adapter = adapter
         self.stats = LaneStats()
-        self.has_post_process = False  # until a worker has said so
         self._make_worker = make_worker
         self._num_workers = num_workers
         self._patience = patience
@@ -106,6 +105,11 @@ class Lane:
     @property
     def queue_depth(self) -> int:
         return len(self._queue)
+
+    @property
+    def has_post_process(self) -> bool:
+        """Whether its workers look at groups; known once it has been started."""
+        return self.stats.has_hook
 
     @property
     def num_workers(self) -> int:
@@ -288,7 +292,7 @@ class Lane:
                 error = latest
             else:
                 self._workers.add(worker)
-                self.has_post_process |= getattr(worker, "has_post_process", False)
+                self.stats.has_hook |= getattr(worker, "has_post_process", False)
                 return worker
         raise error
 
