@@ -67,9 +67,8 @@ class InLine:
         attempts, left_s, reason = 0, timeout_s, ""
         while attempts < ATTEMPTS:
             async with self._places:
-                if (
-                    self._process.unheard is not None
-                ):  # nobody is sent behind it, or would wait for several of them
+                # Behind what is computed for nobody nothing is sent: it might wait for several of these
+                if self._process.unheard is not None and not self._process.unheard.done():
                     await asyncio.wait((self._process.unheard,))
                 try:
                     await self._process.start()
@@ -87,9 +86,8 @@ class InLine:
                     if before is not None:
                         await asyncio.wait((before,))
                     begun_at = time.monotonic()
-                    await asyncio.wait(
-                        (reply,), timeout=left_s
-                    )  # awaited itself, it would be cancelled with us
+                    # Not awaited itself: that would cancel it with us, and who comes next waits for it, too
+                    await asyncio.wait((reply,), timeout=left_s)
                     if not reply.done():
                         raise NoAnswers(_late(timeout_s), attempts + 1, RewardStatus.TIMED_OUT)
                     return reply.result()["answers"], attempts + 1
