@@ -257,6 +257,11 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
             raise ConfigurationError(
                 f"--reward-limits {name}.tpm: {name} is no judge, and takes no tokens; limit its concurrency or rpm"
             )
+    for name, adapter in adapters.items():
+        if is_judge(adapter) and hasattr(adapter, "post_process_scores"):
+            raise ConfigurationError(
+                f"the judge {name} has post_process_scores, which nobody calls: wrap a function"
+            )
     for name, fallback in plan.fallbacks.items():
         if kind_of(adapters[fallback]).has_post_process:
             raise ConfigurationError(

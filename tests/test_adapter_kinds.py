@@ -356,6 +356,7 @@ async def changed(adapter: str, samples: list[dict[str, Any]]) -> list[AdapterRe
     worker = AdapterProcess(SOURCE, adapter)
     try:
         results = [await worker.score(sample, 20.0) for sample in samples]
+        assert worker.has_post_process
         return await worker.post_process(samples, results, 20.0)
     finally:
         await worker.close()
@@ -510,6 +511,7 @@ async def test_without_post_processing_a_group_stays_as_it_is():
     worker = AdapterProcess(SOURCE, "number")
     results = [AdapterResult("number", OK, 1.0), AdapterResult("number", TIMED_OUT, reason="late")]
     assert await worker.post_process([{}, {}], results, 20.0) == results
+    assert not worker.has_post_process
     await worker.close()
 
 

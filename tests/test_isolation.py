@@ -107,6 +107,7 @@ PAGE = textwrap.dedent(
         await asyncio.sleep(sample.get("seconds", 0.0))
         return {"reward": 1.0, "pid": os.getpid()}
 
+    @post_process(lambda group: [None for _ in group])
     @batch(max_samples=8, max_wait_s=0.3)
     def batched(samples):
         for sample in samples:
@@ -419,13 +420,29 @@ async def test_a_batch_that_hangs_is_timed_out_as_one_and_killed(mark):
         assert (await score(process)).reward == 1.0
 
 
-async def test_what_waits_behind_a_batch_that_hangs_is_not_to_blame(mark):
+@pytest.mark.parametrize("what", ["a sample", "a group"])
+async def test_what_waits_behind_a_batch_has_its_own_time(what, mark):
     async with worker("batched", mark) as process:
         hanging = asyncio.create_task(score(process, 2.0, deed="hang"))
         await asyncio.sleep(0.6)  # it is under way
-        with pytest.raises(WorkerLost, match="no batch could be sent for 0.5 s"):
-            await score(process, 0.5)
+        if what == "a sample":
+            following = [await score(process, 1.0)]
+        else:
+            following = await process.post_process([{}] * 2, [AdapterResult("batched", OK, 1.0)] * 2, 1.0)
         assert (await hanging).status is TIMED_OUT
+        assert {(result.status, result.attempts) for result in following} == {(OK, 1)}
+
+
+async def test_a_batch_whose_process_cannot_be_started_fails_and_nobody_waits_for_ever(mark, monkeypatch):
+    async with worker("batched", mark) as process:
+        hanging = asyncio.create_task(score(process, 1.0, deed="hang"))
+        await asyncio.sleep(0.6)
+        following = asyncio.create_task(score(process, 1.0))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(process, "_start_timeout_s", 0.0)
+        assert (await hanging).status is TIMED_OUT
+        result = await following
+        assert (result.status, result.attempts) == (FAILED, 2) and "was not ready within 0 s" in result.reason
 
 
 async def test_a_batch_goes_on_without_the_one_whose_caller_has_gone(mark):

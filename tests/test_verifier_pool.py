@@ -17,6 +17,7 @@ from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.isolation.process import process_maker
 from async_grpo.rewards.jobs import Scoring
 from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.source import RewardSource
 from async_grpo.rewards.stats import LaneStats
 from async_grpo.types import AdapterResult, RewardStatus
@@ -81,6 +82,17 @@ class ScriptedWorker:
         self.closed = True
 
 
+class Grouped(ScriptedWorker):
+    """Looks at groups: each member of one is worth its size, or has the status that it is made with."""
+
+    has_post_process = True
+
+    async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
+        wanted = samples[0].get("wanted", OK)
+        worth = float(len(samples)) if wanted is OK else None
+        return [replace(result, status=wanted, reward=worth, reason="the hook's") for result in results]
+
+
 class Workshop:
     """Makes scripted workers; raises `mishap` instead after the first `healthy` ones."""
 
@@ -103,7 +115,7 @@ def with_pool(
     adapters: tuple[str, ...] = ("a",),
     **options: Any,
 ) -> None:
-    options = {"timeout_s": 5.0, "grace_s": 0.2, "backoff_s": (0.0, 0.01)} | options
+    options = {"timeout_s": 5.0, "grace_s": 0.2, "make_timeout_s": 0.1, "backoff_s": (0.0, 0.01)} | options
 
     async def main() -> None:
         pool = VerifierPool(adapters, workshop.make, **options)
@@ -326,6 +338,54 @@ def test_a_start_that_fails_leaves_no_worker_behind():
     assert workshop.num_mishaps == 1  # a user's mistake is not tried again
 
 
+def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_only_what_is_missing():
+    workshop = Workshop(healthy=2, mishap=OSError("the node is full"))
+
+    async def test(pool: VerifierPool) -> None:
+        for _ in range(2):
+            with pytest.raises(OSError, match="the node is full"):
+                await pool.verify(sample(1, 1.0), evaluation=True)
+        workshop.healthy = 10
+        assert (await pool.verify(sample(2, 1.0), evaluation=True)).status is OK
+        assert (await pool.verify(sample(3, 1.0), evaluation=True)).status is OK
+        assert len(workshop.made) == 1 + 3 and pool.stats()["a (evaluation)"]["workers"] == 3
+
+    with_pool(test, workshop, evaluation_workers=3)
+
+
+def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_sample_has_failed():
+    workshop = Workshop()
+    being_made = asyncio.Event()
+
+    async def slowly(adapter: str) -> ScriptedWorker:
+        being_made.set()
+        await asyncio.sleep(0.05)
+        return await workshop.make(adapter)
+
+    async def test(pool: VerifierPool) -> None:
+        early = asyncio.create_task(pool.verify(sample(1, 1.0), evaluation=True))
+        await being_made.wait()
+        await pool.close()
+        late = await pool.verify(sample(2, 1.0), evaluation=True)
+        await asyncio.sleep(0.1)
+        for verdict in (await early, late):
+            assert verdict.status is FAILED and "closed" in verdict.results[0].reason
+        assert len(workshop.made) == 1  # that of training
+
+    with_pool(test, workshop, make_evaluator=slowly)
+
+
+def test_a_pool_closed_before_its_evaluation_makes_no_worker_for_it():
+    workshop = Workshop()
+
+    async def test(pool: VerifierPool) -> None:
+        await pool.close()
+        assert (await pool.verify(sample(1, 1.0), evaluation=True)).status is FAILED
+        assert len(workshop.made) == 1
+
+    with_pool(test, workshop)
+
+
 def test_a_cancelled_verification_gives_the_worker_back_and_its_answer_reaches_nobody():
     workshop = Workshop()
 
@@ -436,6 +496,51 @@ def test_a_step_without_a_finite_reward_or_a_token_is_a_failure_wherever_it_come
     with_pool(test, Workshop())
 
 
+def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
+    class OneShort(Grouped):
+        async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
+            return results[1:]
+
+    async def main() -> None:
+        made = []
+
+        async def make(adapter: str) -> OneShort:
+            made.append(OneShort(adapter, []))
+            return made[-1]
+
+        pool = VerifierPool(["a"], make, backoff_s=(0.0,))
+        await pool.start()
+        group = [sample(n, 1.0) for n in range(2)]
+        verdicts = [await pool.verify(s) for s in group]
+        changed, after = await asyncio.gather(pool.post_process(group, verdicts), pool.verify(sample(2, 0.5)))
+        assert [verdict.status for verdict in changed] == [FAILED] * 2
+        assert "2 workers of 'a' were lost over it, the last: ValueError" in changed[0].results[0].reason
+        assert after.reward == 0.5 and [worker.closed for worker in made] == [True, True, False]
+        await pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation):
+    async def make(adapter: str) -> ScriptedWorker:
+        return (Grouped if adapter == "grouped" else ScriptedWorker)(adapter, [])
+
+    async def main() -> None:
+        first, second = (VerifierPool(["grouped", "alone"], make) for _ in range(2))
+        group = [sample(n, 0.5) for n in range(3)]
+        for pool in (first, second):
+            await pool.start()
+        verdicts = [await first.verify(s, evaluation=evaluation) for s in group]
+        for pool in (first, second):  # the second as after a restart of the one that gave the verdicts
+            for verdict in await pool.post_process(group, verdicts, evaluation=evaluation):
+                assert [(r.status, r.reward) for r in verdict.results] == [(OK, 3.0), (OK, 0.5)]
+            assert pool.stats()["alone"]["workers_lost"] == 0
+            await pool.close()
+
+    run(main())
+
+
 def test_closing_fails_what_waits_and_ends_what_runs():
     workshop = Workshop()
 
@@ -522,6 +627,66 @@ def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
     with_pool(test, workshop)
 
 
+def with_grouped_pool(test: Callable[[VerifierPool], Coroutine[Any, Any, None]]) -> None:
+    async def make(adapter: str) -> Grouped:
+        return Grouped(adapter, [])
+
+    async def main() -> None:
+        pool = VerifierPool(["a"], make)
+        await pool.start()
+        await test(pool)
+        await pool.close()
+
+    run(main())
+
+
+async def grouped_verdicts(pool: VerifierPool, size: int, wanted: RewardStatus) -> None:
+    group = [sample(n, 0.0) | {"wanted": wanted} for n in range(size)]
+    await pool.post_process(group, [await pool.verify(s) for s in group])
+
+
+def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_them():
+    async def test(pool: VerifierPool) -> None:
+        await grouped_verdicts(pool, 4, OK)
+        await grouped_verdicts(pool, 3, FAILED)
+        await grouped_verdicts(pool, 2, ABSTAINED)
+        await pool.verify(sample(9, 0.0))  # its group never comes
+        stats = pool.stats()["a"]
+        assert [stats[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)] == [5, 3, 0, 2]
+        assert stats["first_reason"] == "the hook's"
+        assert (stats["rewards_so_far"], stats["only_reward_so_far"]) == (4, 4.0)
+        assert len(pool._lanes["train"]["a"].stats._latencies_s) == 10
+        await grouped_verdicts(pool, 2, OK)
+        assert pool.stats()["a"]["only_reward_so_far"] is None
+
+    with_grouped_pool(test)
+
+
+def test_no_count_is_negative_or_too_many_when_statistics_are_taken_before_a_group_is_looked_at():
+    async def test(pool: VerifierPool) -> None:
+        group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(3)]
+        verdicts = [await pool.verify(s) for s in group]
+        taken = pool.take_stats()["a"]
+        await pool.verify(sample(9, FAILED))
+        await pool.post_process(group, verdicts)
+        anew = pool.take_stats()["a"]
+        assert [taken[status.value] for status in (OK, FAILED)] == [3, 0]
+        assert [anew[status.value] for status in (OK, FAILED)] == [0, 1]
+
+    with_grouped_pool(test)
+
+
+def test_a_result_from_a_cache_moves_no_count():
+    async def test(pool: VerifierPool) -> None:
+        group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(2)]
+        verdicts = [await pool.verify(s) for s in group]
+        cached = replace(verdicts[0], results=(replace(verdicts[0].results[0], attempts=0),))
+        await pool.post_process(group, [cached, verdicts[1]])
+        assert [pool.stats()["a"][status.value] for status in (OK, FAILED)] == [1, 1]
+
+    with_grouped_pool(test)
+
+
 def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own(monkeypatch):
     delivered: Counter[int] = Counter()
     deliver = Scoring.deliver
@@ -601,3 +766,25 @@ def test_with_real_processes_rewards_survive_a_killed_process():
         assert all(worker.pid is None for worker in workers)
 
     run(main())
+
+
+def test_a_pool_actor_whose_start_failed_starts_anew(monkeypatch):
+    pytest.importorskip("ray")
+    from async_grpo.cluster.verifiers import VerifierPoolActor
+
+    workshop = Workshop(healthy=0, mishap=ConfigurationError("the node is full"))
+    source = RewardSource.from_text("page_a", "REWARD_ADAPTERS = {'a': lambda sample: 1.0}")
+    monkeypatch.setattr(VerifierPoolActor, "_make_worker", lambda self, adapter, lane: workshop.make(adapter))
+
+    async def main() -> None:
+        actor = VerifierPoolActor(source, PoolPlan(Combination(("a",))))
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="the node is full"):
+                await actor.start()
+        workshop.healthy = 1
+        await actor.start()
+        assert (await actor._verify(sample(1, 0.5), False)).reward == 0.5
+        await actor.close()
+
+    run(main())
+    assert workshop.num_mishaps == 2 and workshop.made[0].closed

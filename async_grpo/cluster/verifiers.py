@@ -23,7 +23,7 @@ from async_grpo.rewards.judges.naps import naps_of_the_run
 from async_grpo.rewards.judges.remote import is_ours
 from async_grpo.rewards.kinds import is_judge
 from async_grpo.rewards.limited_worker import LimitedWorker
-from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
+from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool, is_in_vain
 from async_grpo.rewards.pool_plan import PoolPlan
 from async_grpo.rewards.source import RewardSource, resolve
 from async_grpo.rewards.surroundings import PRICE, Surroundings, most_it_costs
@@ -42,14 +42,14 @@ class VerifierActor(ChannelServer):
         handlers = {"open": self._open, "score": self._score, "close": self._close}
         self.serve({**handlers, "post_process": self._post_process})
 
-    async def _open(self, slot: int) -> tuple[int, bool]:
-        """Start a process; returns how many samples it takes at a time, and whether more of them may wait there."""
+    async def _open(self, slot: int) -> dict[str, Any]:
+        """Start a process; returns what a lane wants to know of a worker (see `VerifierWorker`)."""
         process = AdapterProcess(
             self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
         )
         self._slots[slot] = process
         await process.start()
-        return process.capacity, process.takes_ahead
+        return {name: getattr(process, name) for name in ("capacity", "takes_ahead", "has_post_process")}
 
     async def _score(self, slot: int, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         return await self._slots[slot].score(sample, timeout_s)
@@ -84,7 +84,7 @@ class VerifierPoolActor(ChannelServer):
 
     async def start(self) -> None:
         """Make all workers; whoever comes meanwhile waits for the same start."""
-        if self._starting is None:
+        if self._starting is None or is_in_vain(self._starting):
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
 
@@ -111,7 +111,11 @@ class VerifierPoolActor(ChannelServer):
             around=self._surroundings,
             timeout_s=plan.timeout_s,
         )
-        await self._pool.start()
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._surroundings.close()  # the next start opens the same files
+            raise
 
     def _make_surroundings(self) -> Surroundings:
         plan = self._plan
@@ -188,12 +192,12 @@ class _VerifierSlot:
 
     def __init__(self, host: _VerifierHost, slot: int) -> None:
         self._host, self._slot = host, slot
-        self.capacity, self.takes_ahead = 1, False  # until it is open
+        self.capacity, self.takes_ahead, self.has_post_process = 1, False, False  # until it is open
         host.slots.add(slot)
 
     async def open(self) -> None:
         try:
-            self.capacity, self.takes_ahead = await self._host.channel.call("open", self._slot)
+            vars(self).update(await self._host.channel.call("open", self._slot))
         except BaseException:
             self._host.slots.discard(self._slot)
             raise

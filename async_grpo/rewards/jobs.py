@@ -76,11 +76,16 @@ class PostProcessing(Job):
 
     def deliver(self, answer: list[AdapterResult], stats: LaneStats) -> None:
         checked = [_checked(result, sample) for result, sample in zip(answer, self.samples, strict=True)]
-        self.outcome.set_result(checked)
+        self._hand_over(checked, stats)
 
     def fail(self, reason: str, stats: LaneStats) -> None:
         failed = {"status": RewardStatus.FAILED, "reward": None, "steps": (), "reason": reason}
-        self.outcome.set_result([replace(result, **failed) for result in self.results])
+        self._hand_over([replace(result, **failed) for result in self.results], stats)
+
+    def _hand_over(self, results: list[AdapterResult], stats: LaneStats) -> None:
+        for before, after in zip(self.results, results, strict=True):
+            stats.revise(before, after)
+        self.outcome.set_result(results)
 
 
 def _checked(result: AdapterResult, sample: Mapping[str, Any]) -> AdapterResult:

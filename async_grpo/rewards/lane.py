@@ -3,7 +3,8 @@
     score -> queue (first come, first served) -> the worker that has least to do -> result
 
 A worker is given as many samples at a time as it takes (`capacity`). One that would be idle between two quick samples,
-while an answer and the next question travel, is given a few more (`takes_ahead`): `AHEAD_S` worth of its work.
+while an answer and the next question travel, is given a few more (`takes_ahead`): `AHEAD_S` worth of its work. Those
+that still wait for their turn `TAKE_BACK_S` later are taken back: another worker may be idle.
 
 A worker that raises or does not answer is fenced: closed and replaced before it is given another sample, so that a late
 answer can never reach the wrong sample. Its samples go back to the head of the queue once, then they have failed. When
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # workers that a sample is given to before it has failed
 AHEAD_S, MAX_AHEAD = 0.02, 8  # longer, and samples would wait behind others while another worker is idle
+TAKE_BACK_S = 10 * AHEAD_S  # by then the one before them clearly takes longer than samples did of late
 
 
 class _Seat:
@@ -38,7 +40,7 @@ class _Seat:
     def __init__(self, worker: VerifierWorker) -> None:
         self.worker = worker
         self.vacant = False  # while the worker is replaced
-        self.in_flight = 0
+        self.jobs: list[Job] = []  # that it was given, in that order
         self._service_s = math.inf  # that one sample took of late
         self._free_at = 0.0  # when the last one was done
 
@@ -46,10 +48,9 @@ class _Seat:
     def _capacity(self) -> int:
         return getattr(self.worker, "capacity", 1)
 
-    @property
-    def ahead(self) -> int:
-        """How many samples the worker holds beyond those that it serves."""
-        return max(0, self.in_flight - self._capacity)
+    def is_ahead(self, job: Job) -> bool:
+        """Whether the job waits for those before it: they are served in order."""
+        return job not in self.jobs[: self._capacity]
 
     @property
     def has_room(self) -> bool:
@@ -57,10 +58,14 @@ class _Seat:
         ahead = 0
         if getattr(self.worker, "takes_ahead", False):
             ahead = min(MAX_AHEAD, int(AHEAD_S / max(self._service_s, 1e-9)))
-        return not self.vacant and self.in_flight < self._capacity + ahead
+        return not self.vacant and len(self.jobs) < self._capacity + ahead
+
+    def give_nothing_ahead(self) -> None:
+        """Not before it has served a sample."""
+        self._service_s = math.inf
 
     def served(self, taken_at: float) -> None:
-        """One sample less, that it was given at `taken_at`."""
+        """It has served a sample that it was given at `taken_at`."""
         now = time.monotonic()
         took_s = now - max(taken_at, self._free_at)
         known = self._service_s < math.inf
@@ -102,16 +107,31 @@ class Lane:
         return len(self._queue)
 
     @property
+    def has_post_process(self) -> bool:
+        """Whether its workers look at groups; known once it has been started."""
+        return self.stats.has_hook
+
+    @property
     def num_workers(self) -> int:
         return len(self._workers)
 
     async def start(self) -> None:
-        """Make all workers. Raises what the last attempt to make one raised; then `close` the others."""
-        made = await asyncio.gather(*(self._make() for _ in range(self._num_workers)), return_exceptions=True)
-        for worker in made:
-            if isinstance(worker, BaseException):
-                raise worker
-            self._seats.append(_Seat(worker))
+        """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""
+        if self._closed:
+            return
+        makes = [
+            asyncio.create_task(self._make(), name=f"making a verifier of {self.adapter}")
+            for _ in range(self._num_workers - len(self._workers))
+        ]
+        self._tasks.update(makes)
+        made = await asyncio.gather(*makes, return_exceptions=True)
+        self._tasks.difference_update(makes)
+        if self._closed:
+            return
+        self._seats += [_Seat(worker) for worker in made if not isinstance(worker, BaseException)]
+        for error in made:
+            if isinstance(error, BaseException):
+                raise error
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the lane is broken or closed. Cancelling it frees the worker."""
@@ -153,7 +173,7 @@ class Lane:
             job = heapq.heappop(self._queue)
             if job.outcome.done():  # its caller gave up while it waited
                 continue
-            seat.in_flight += 1
+            seat.jobs.append(job)
             task = asyncio.create_task(self._work(seat, job), name=f"verifier of {self.adapter}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -161,13 +181,17 @@ class Lane:
     async def _work(self, seat: _Seat, job: Job) -> None:
         worker, taken_at = seat.worker, time.monotonic()
         try:
-            trouble = await self._serve(worker, job, seat.ahead)
+            trouble = await self._serve(seat, worker, job)
         except BaseException as error:  # closing, or a bug of ours: nobody else will answer this job
             self._fail(job, self._out_of_order or f"{type(error).__name__}: {error}")
             raise
         finally:
-            seat.in_flight -= 1
-            seat.served(taken_at)
+            seat.jobs.remove(job)
+        if not trouble and not job.outcome.done():  # taken back
+            seat.give_nothing_ahead()  # or it would be given the same one again
+            self._queue_again(job)
+            return
+        seat.served(taken_at)
         if trouble:
             first = seat.vacate(worker)
             self._retry_or_fail(job, trouble)
@@ -175,42 +199,56 @@ class Lane:
                 await self._replace(seat, worker, trouble)
         self._dispatch()
 
-    async def _serve(self, worker: VerifierWorker, job: Job, ahead: int) -> str:
-        """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can."""
+    async def _serve(self, seat: _Seat, worker: VerifierWorker, job: Job) -> str:
+        """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can.
+
+        A job that has no outcome then was taken back, for it was not its turn yet.
+        """
         taken_at = time.monotonic()
-        deadline_s = self._patience.timeout_s * (1 + ahead) + self._patience.grace_s
         job.queue_s += taken_at - job.queued_at
+        job.queued_at = taken_at
+        answer_s = self._patience.answer_s + getattr(worker, "max_queue_s", 0.0)
         call = asyncio.ensure_future(job.run(worker, self._patience.timeout_s))
         call.add_done_callback(_retrieve)
         try:
-            await asyncio.wait({call, job.outcome}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            silent = not call.done() and not job.outcome.done()
+            ended = seat.is_ahead(job) and await _ended(call, job, TAKE_BACK_S)
+            taken_back = not ended and seat.is_ahead(job)
+            silent = not (ended or taken_back or await _ended(call, job, answer_s))
         finally:
             if not call.done():
                 call.cancel()
                 await asyncio.wait({call}, timeout=self._patience.grace_s)
             self.stats.busy_s += time.monotonic() - taken_at
-        return f"no answer within {deadline_s:g} s" if silent else self._deliver(call, job)
+        if silent:
+            return f"no answer within {answer_s:g} s"
+        return "" if taken_back and call.cancelled() else self._deliver(call, job)
 
     def _deliver(self, call: asyncio.Future[Any], job: Job) -> str:
         if not call.done():
             return f"it went on for {self._patience.grace_s:g} s after the call was cancelled"
         if call.cancelled():
             return "" if job.outcome.done() else "it cancelled its own call"
-        if error := call.exception():
+        try:
+            answer = call.result()
+            if not job.outcome.done():
+                job.deliver(answer, self.stats)
+        except Exception as error:  # it raised, or its answer is none: it may be of another make
             return f"{type(error).__name__}: {error}"
-        if not job.outcome.done():
-            job.deliver(call.result(), self.stats)
         return ""
 
     def _retry_or_fail(self, job: Job, trouble: str) -> None:
         job.workers_lost += 1
+        job.queued_at = time.monotonic()
+        if job.workers_lost >= ATTEMPTS:
+            trouble = f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {trouble}"
+            self._fail(job, self._out_of_order or trouble)
+        else:
+            self._queue_again(job)
+
+    def _queue_again(self, job: Job) -> None:
         if self._out_of_order:
             self._fail(job, self._out_of_order)
-        elif job.workers_lost >= ATTEMPTS:
-            self._fail(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {trouble}")
         elif not job.outcome.done():
-            job.queued_at = time.monotonic()
             heapq.heappush(self._queue, job)
             self._dispatch()
 
@@ -255,6 +293,7 @@ class Lane:
                 error = latest
             else:
                 self._workers.add(worker)
+                self.stats.has_hook |= getattr(worker, "has_post_process", False)
                 return worker
         raise error
 
@@ -292,7 +331,13 @@ class Lane:
 
 
 def _busy(seat: _Seat) -> int:
-    return seat.in_flight
+    return len(seat.jobs)
+
+
+async def _ended(call: asyncio.Future[Any], job: Job, timeout_s: float) -> bool:
+    """Whether there is an answer, or nobody who waits for it, in time."""
+    await asyncio.wait({call, job.outcome}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return call.done() or job.outcome.done()
 
 
 def _retrieve(call: asyncio.Future[AdapterResult]) -> None:

@@ -41,7 +41,8 @@ class VerifierPool:
         around: wraps every call of an adapter, for a cache, a budget or traffic limits; gets the adapter's name, the
             sample, the lane, and the call itself.
         timeout_s: for scoring one sample, from when a worker takes it; time in the queue is measured apart.
-        grace_s: how much longer a worker may be silent before it is fenced, and the deadline for closing it.
+        grace_s: how much longer than two time-outs and the start of a process a worker may be silent before it is
+            fenced, and the deadline for closing it.
         make_timeout_s, backoff_s, regrow_s: for making one worker, before each attempt to make one, and between
             attempts to make one that was given up.
 
@@ -108,11 +109,13 @@ class VerifierPool:
     ) -> list[Verdict]:
         """The verdicts of a whole group after each adapter has looked at all of its own results.
 
-        For adapters with `post_process_scores`; the others leave theirs as they are.
+        For adapters with `post_process_scores`; the others are not asked.
         """
+        if evaluation:  # the verdicts may be of a pool before this one
+            await self._started(EVALUATION)
         lanes = self._lanes[EVALUATION if evaluation else TRAINING]
         changed: list[dict[str, AdapterResult]] = [{} for _ in samples]
-        for name in self._combination.adapters:
+        for name in [name for name in self._combination.adapters if lanes[name].has_post_process]:
             found = [
                 (number, result)
                 for number, verdict in enumerate(verdicts)
@@ -125,7 +128,7 @@ class VerifierPool:
                 for (number, _), result in zip(found, results, strict=True):
                     changed[number][name] = result
         return [
-            self._combination.verdict([results[r.adapter] for r in verdict.results])
+            self._combination.verdict([results.get(r.adapter, r) for r in verdict.results])
             for verdict, results in zip(verdicts, changed, strict=True)
         ]
 
@@ -153,7 +156,7 @@ class VerifierPool:
 
     async def _started(self, kind: str) -> None:
         """Start the lanes of a kind once; whoever comes meanwhile waits for the same start."""
-        if kind not in self._starting:
+        if kind not in self._starting or is_in_vain(self._starting[kind]):
             self._starting[kind] = asyncio.create_task(self._start(kind))
         await asyncio.shield(self._starting[kind])
 
@@ -177,6 +180,11 @@ class VerifierPool:
         if self._around is None:
             return await lane.score(sample)
         return await self._around(name, sample, kind, lane.score)
+
+
+def is_in_vain(start: asyncio.Task[None]) -> bool:
+    """Whether it has failed. What was in the way may have passed: who comes next starts anew."""
+    return start.done() and (start.cancelled() or start.exception() is not None)
 
 
 def _worker_counts(

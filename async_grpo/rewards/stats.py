@@ -21,9 +21,13 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 class LaneStats:
-    """Counters since the last reset, and what an adapter that says always the same gives itself away by."""
+    """Counters since the last reset, and what an adapter that says always the same gives itself away by.
+
+    A result that a group hook still changes is counted when it is there, and its count moves with its status.
+    """
 
     def __init__(self) -> None:
+        self.has_hook = False  # rewards are what a group hook makes of them, and not before
         self._values: set[float] = set()  # different rewards ever seen, two at most: more is not asked
         self._rewards = 0
         self.reset()
@@ -38,16 +42,35 @@ class LaneStats:
         self.first_reason = ""  # of a failure or a time-out
 
     def add(self, result: AdapterResult) -> None:
-        if result.reward is not None:
-            self._rewards += 1
-            if len(self._values) < 2:
-                self._values.add(result.reward)
-        if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) and not self.first_reason:
-            self.first_reason = result.reason
+        """A worker's result, or that there is none."""
         self._statuses[result.status] += 1
         self._latencies_s.append(result.latency_s)
         self._queue_s.append(result.queue_s)
         self.retries += max(0, result.attempts - 1)
+        self._note_reason(result)
+        if not self.has_hook:
+            self._note_reward(result)
+
+    def revise(self, before: AdapterResult, after: AdapterResult) -> None:
+        """What a group hook made of a result. One that was not counted since the last reset moves no count."""
+        was_counted = (
+            before.attempts > 0 and self._statuses[before.status] > 0
+        )  # no attempt: it comes from a cache
+        if was_counted:
+            self._statuses[before.status] -= 1
+            self._statuses[after.status] += 1
+        self._note_reason(after)
+        self._note_reward(after)
+
+    def _note_reason(self, result: AdapterResult) -> None:
+        if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) and not self.first_reason:
+            self.first_reason = result.reason
+
+    def _note_reward(self, result: AdapterResult) -> None:
+        if result.reward is not None:
+            self._rewards += 1
+            if len(self._values) < 2:
+                self._values.add(result.reward)
 
     def as_dict(self) -> dict[str, Any]:
         """Counts by status; latency from request to answer and the queueing in it, both in seconds."""

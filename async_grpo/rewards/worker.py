@@ -15,14 +15,17 @@ class VerifierWorker(Protocol):
     - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; others
       wait inside, on nobody's time. Only a worker with a true `takes_ahead` is given more: its calls are served in
       the order in which they are made, and what ends one of them harms none of those that wait.
-    - A call ends within `timeout_s`, the time to start a process, and a few seconds to stop what runs; one of a worker
-      with `max_queue_s` may wait so much longer for its turn elsewhere, which it tells as the result's `queue_s`.
+    - A call whose turn has come ends within `timeout_s`, as much again for what is done before it, the time to start
+      processes (`Patience.make_s`), and a few seconds to stop what runs. One of a worker with `max_queue_s` may wait so
+      much longer for its turn elsewhere, which it tells as the result's `queue_s`.
+    - Groups are given only to a worker with a true `has_post_process`.
     - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
       the worker goes on.
     - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,
       by another worker, best one that is given nothing else meanwhile. This worker is to be closed. Its other
       calls in flight end at once with the same error, and each is worth another attempt, too.
-    - A cancelled call ends when its place is free again.
+    - A cancelled call ends when its place is free again, or at once while it is ahead of its turn. What the worker
+      still does for it then may hold up the next call, by one time-out at most.
     """
 
     @property
@@ -33,7 +36,7 @@ class VerifierWorker(Protocol):
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
     ) -> list[AdapterResult]:
-        """The results of a whole group after the reward's `post_process_scores`; as they are if it has none."""
+        """The results of a whole group after the reward's `post_process_scores`."""
         ...
 
     async def close(self) -> None: ...
@@ -51,3 +54,8 @@ class Patience:
     make_s: float = 120.0  # for making one worker
     backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one
     regrow_s: float = 30.0  # between attempts to make one that could not be made
+
+    @property
+    def answer_s(self) -> float:
+        """For one answer: another sample or batch may have to end first, and a process to be started."""
+        return 2 * self.timeout_s + self.make_s + self.grace_s

@@ -1,20 +1,42 @@
 """Samples that come one by one, scored several in one call."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from async_grpo.errors import WorkerLost
 from async_grpo.rewards.kinds import Kind
 
 Ask = Callable[[list[bytes]], Awaitable[list[dict[str, Any]]]]
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class TimeLeft:
+    """The time of one request, in seconds: it begins with `run`, and stands still while a process is started."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self.deadline = timeout_s, math.inf
+
+    def run(self) -> float:
+        """It is sent; the first time counts. Returns the deadline."""
+        self.deadline = min(self.deadline, time.monotonic() + self._timeout_s)
+        return self.deadline
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is done meanwhile is on nobody's time."""
+        stopped_at = time.monotonic()
+        yield
+        self.deadline += time.monotonic() - stopped_at
 
 
 class _Batch:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.full = asyncio.Event()
-        self.sent = False
+        self.full, self.sent = asyncio.Event(), asyncio.Event()
         self.num_waiting = 0
         self.answers: asyncio.Task[list[dict[str, Any]]]
 
@@ -26,15 +48,16 @@ class Batches:
 
     Args:
         ask: sends the samples, as JSON, and returns the answers; cancelled, it stops the work.
-        turn: held while the process is busy.
+        turn: entered when the process is ready for a batch, left when it has answered.
     """
 
-    def __init__(self, kind: Kind, ask: Ask, turn: asyncio.Lock) -> None:
+    def __init__(self, kind: Kind, ask: Ask, turn: Turn) -> None:
         self._kind, self._ask, self._turn = kind, ask, turn
         self._open: _Batch | None = None
 
-    async def score(self, body: bytes, timeout_s: float) -> dict[str, Any]:
-        """The answer to one sample. Raises TimeoutError; WorkerLost if its turn did not come in that time."""
+    async def score(self, body: bytes, time_left: TimeLeft) -> dict[str, Any]:
+        """The answer to one sample. Raises TimeoutError. Its time begins when its batch is sent: the wait is bounded
+        by the time of the one before it."""
         batch = self._open
         if batch is None:
             batch = self._open = _Batch()
@@ -45,18 +68,17 @@ class Batches:
         if len(batch.bodies) >= self._kind.capacity:
             self._close(batch)
         try:
-            await asyncio.wait((batch.answers,), timeout=timeout_s)
+            await batch.sent.wait()
+            await asyncio.wait((batch.answers,), timeout=time_left.run() - time.monotonic())
             in_time = batch.answers.done()
         finally:
             batch.num_waiting -= 1
             if batch.num_waiting == 0 and not batch.answers.done():
                 batch.answers.cancel()
                 await asyncio.gather(batch.answers, return_exceptions=True)
-        if in_time:
-            return batch.answers.result()[place]
-        if not batch.sent:
-            raise WorkerLost(f"no batch could be sent for {timeout_s:.3g} s")
-        raise TimeoutError
+        if not in_time:
+            raise TimeoutError
+        return batch.answers.result()[place]
 
     async def _run(self, batch: _Batch) -> list[dict[str, Any]]:
         try:
@@ -65,12 +87,13 @@ class Batches:
         except TimeoutError:
             pass
         try:
-            async with self._turn:
+            async with self._turn():
                 self._close(batch)
-                batch.sent = True
+                batch.sent.set()
                 return await self._ask(batch.bodies)
         finally:
             self._close(batch)
+            batch.sent.set()  # else whoever waits would never hear why it was not
 
     def _close(self, batch: _Batch) -> None:
         batch.full.set()

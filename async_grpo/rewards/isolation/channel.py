@@ -89,10 +89,6 @@ class ChildProcess(asyncio.Protocol):
         """Ask an async reward to let go of a request; returns its reply, which comes when it has."""
         return self._send(request_id, encode({"cancel": request_id}, sys.maxsize))
 
-    def forget(self, request_id: int) -> None:
-        """Nobody waits for that reply any more."""
-        self._replies.pop(request_id, None)
-
     async def dismiss(self, timeout_s: float) -> None:
         """Let the process end in order, if it does so in time; then `end` it."""
         if self._transport is not None and not self.lost:

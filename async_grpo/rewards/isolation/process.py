@@ -67,6 +67,7 @@ class AdapterProcess:
             "max_message_bytes": max_message_bytes,
         }
         self.child: ChildProcess | None = None
+        self.unheard: asyncio.Task[None] | None = None  # waits for what nobody else waits for any more
         self.closed = self._closes = False
         self._starting = asyncio.Lock()
         self._serving: InLine | AmongOthers = InLine(self)
@@ -80,6 +81,11 @@ class AdapterProcess:
     def takes_ahead(self) -> bool:
         """Whether more calls than that may be made, to be served next; their time starts when it is their turn."""
         return not (self.kind.is_async or self.kind.is_batch)
+
+    @property
+    def has_post_process(self) -> bool:
+        """Whether the reward looks at whole groups; known once the process has been started."""
+        return self.kind.has_post_process
 
     @property
     def pid(self) -> int | None:
@@ -132,6 +138,8 @@ class AdapterProcess:
             if self._closes and self.child.idle:
                 await self.child.dismiss(CLOSE_S)
             await self.child.end(f"the worker of {self.adapter!r} is closed")
+        if self.unheard is not None:
+            await asyncio.wait((self.unheard,))
 
     async def _tried(self, what: str, items: list[dict[str, Any]], timeout_s: float) -> tuple[Answers, int]:
         """The answers to the items, and the attempts that it took."""
@@ -154,7 +162,6 @@ class AdapterProcess:
                 await asyncio.wait((child.cancel(request_id),), timeout=self._grace_s)
         finally:
             if child.is_asked(request_id):
-                child.forget(request_id)
                 await child.end(f"the process of {self.adapter!r} was ended for another sample")
 
     async def _start_child(self) -> None:

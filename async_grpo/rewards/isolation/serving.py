@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.isolation.batches import Batches
+from async_grpo.rewards.isolation.batches import Batches, TimeLeft
 from async_grpo.rewards.isolation.channel import ChildProcess, ProcessDied, Reply
 from async_grpo.rewards.kinds import Kind
 from async_grpo.types import RewardStatus
@@ -38,6 +38,7 @@ class Process(Protocol):
     kind: Kind
     child: ChildProcess | None
     closed: bool
+    unheard: asyncio.Task[None] | None
 
     async def start(self) -> None: ...
 
@@ -47,7 +48,8 @@ class Process(Protocol):
 class InLine:
     """One request after the other: it is known which one the process died of.
 
-    The others in its pipe go to the next process as if nothing had been.
+    The others in its pipe go to the next process as if nothing had been. One that is cancelled in the pipe is computed
+    for nobody: to end the process would cost the one that is being served.
     """
 
     def __init__(self, process: Process) -> None:
@@ -65,6 +67,9 @@ class InLine:
         attempts, left_s, reason = 0, timeout_s, ""
         while attempts < ATTEMPTS:
             async with self._places:
+                # Behind what is computed for nobody nothing is sent: it might wait for several of these
+                if self._process.unheard is not None and not self._process.unheard.done():
+                    await asyncio.wait((self._process.unheard,))
                 try:
                     await self._process.start()
                 except ConfigurationError as error:
@@ -81,19 +86,35 @@ class InLine:
                     if before is not None:
                         await asyncio.wait((before,))
                     begun_at = time.monotonic()
-                    return await _in_time(reply, begun_at + left_s), attempts + 1
-                except TimeoutError as error:
-                    raise NoAnswers(_late(timeout_s), attempts + 1, RewardStatus.TIMED_OUT) from error
+                    # Not awaited itself: that would cancel it with us, and who comes next waits for it, too
+                    await asyncio.wait((reply,), timeout=left_s)
+                    if not reply.done():
+                        raise NoAnswers(_late(timeout_s), attempts + 1, RewardStatus.TIMED_OUT)
+                    return reply.result()["answers"], attempts + 1
                 except WorkerLost as error:
                     if self._process.closed:
                         raise
+                    left_s -= time.monotonic() - begun_at
                     if isinstance(error, ProcessDied) and _was_answered(before):
                         attempts, reason = attempts + 1, str(error)
-                        left_s -= time.monotonic() - begun_at
                 finally:
                     if child.is_asked(request_id):  # timed out or cancelled
-                        await self._process.abandon(child, request_id)
+                        if begun_at < math.inf:
+                            await self._process.abandon(child, request_id)
+                        else:
+                            unheard = self._finish(child, request_id, before, reply, left_s)
+                            self._process.unheard = asyncio.create_task(unheard)
         raise NoAnswers(reason, attempts)
+
+    async def _finish(
+        self, child: ChildProcess, request_id: int, before: Reply | None, reply: Reply, left_s: float
+    ) -> None:
+        """Wait for what nobody waits for any more; end the process if that takes longer than it may."""
+        if before is not None:
+            await asyncio.wait((before,))
+        await asyncio.wait((reply,), timeout=left_s)
+        if not reply.done():
+            await self._process.abandon(child, request_id)
 
 
 class AmongOthers:
@@ -102,28 +123,26 @@ class AmongOthers:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._places, self._gathering = asyncio.Semaphore(process.kind.capacity), asyncio.Lock()
-        self._turn = asyncio.Lock()  # of a process that serves one batch after the other
+        self._lock = asyncio.Lock()  # of a process that serves one batch after the other
         self._batches = (
             Batches(process.kind, self._score_batch, self._turn) if process.kind.is_batch else None
         )
 
     async def serve(self, what: str, bodies: list[bytes], timeout_s: float) -> tuple[Answers, int]:
-        """As `InLine.serve`; the time starts with the first attempt.
+        """As `InLine.serve`; the time starts when they are sent for the first time.
 
         Raises:
             WorkerLost: also if the process was ended for another sample, or no time was left to try again alone.
         """
-        attempts, deadline, reason = 0, math.inf, ""
+        attempts, time_left, reason = 0, TimeLeft(timeout_s), ""
         while attempts < ATTEMPTS:
-            async with self._alone(deadline) if attempts else self._places:
+            async with self._alone(time_left.deadline) if attempts else self._places:
                 attempts += 1
-                asked_at = time.monotonic()
-                deadline = min(deadline, asked_at + timeout_s)
                 try:
-                    await self._process.start()
-                    deadline += time.monotonic() - asked_at  # starting is on nobody's time
+                    with time_left.stopped():
+                        await self._process.start()
                     call = self._score if what == "samples" else self._post_process
-                    return await call(bodies, deadline), attempts
+                    return await call(bodies, time_left), attempts
                 except TimeoutError as error:
                     if attempts > 1 and self._process.kind.capacity > 1:
                         raise self._no_time_left() from None  # another one's crash may have taken its time
@@ -156,21 +175,24 @@ class AmongOthers:
     def _no_time_left(self) -> WorkerLost:
         return WorkerLost(f"no time is left to try again after a crash of {self._process.adapter!r}")
 
-    async def _score(self, bodies: list[bytes], deadline: float) -> Answers:
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The process is there, and serves nobody else."""
+        async with self._lock:
+            await self._process.start()  # it may have died meanwhile
+            yield
+
+    async def _score(self, bodies: list[bytes], time_left: TimeLeft) -> Answers:
         if self._batches is not None:
-            return [await self._batches.score(bodies[0], deadline - time.monotonic())]
-        return await self._exchange("samples", bodies, deadline)
+            return [await self._batches.score(bodies[0], time_left)]
+        return await self._exchange("samples", bodies, time_left.run())
 
     async def _score_batch(self, bodies: list[bytes]) -> Answers:
-        await self._process.start()  # it may have died since its samples were collected
         return await self._exchange("samples", bodies, math.inf)
 
-    async def _post_process(self, bodies: list[bytes], deadline: float) -> Answers:
-        if self._process.kind.is_async:
-            return await self._exchange("group", bodies, deadline)
-        async with self._turn:
-            await self._process.start()
-            return await self._exchange("group", bodies, deadline)
+    async def _post_process(self, bodies: list[bytes], time_left: TimeLeft) -> Answers:
+        async with contextlib.nullcontext() if self._process.kind.is_async else self._turn():
+            return await self._exchange("group", bodies, time_left.run())
 
     async def _exchange(self, what: str, bodies: list[bytes], deadline: float) -> Answers:
         child = self._process.child
@@ -203,7 +225,7 @@ def _expire(reply: Reply) -> None:
 
 
 def _was_answered(reply: Reply | None) -> bool:
-    return reply is None or (reply.done() and not reply.cancelled() and reply.exception() is None)
+    return reply is None or (reply.done() and reply.exception() is None)
 
 
 def _late(timeout_s: float) -> str:
