@@ -260,7 +260,7 @@ def pool_plan(config: RunConfig, source: RewardSource, names: Collection[str]) -
     for name, adapter in adapters.items():
         if is_judge(adapter) and hasattr(adapter, "post_process_scores"):
             raise ConfigurationError(
-                f"the judge {name} has post_process_scores, which nobody calls: wrap a function"
+                f"the judge {name} has post_process_scores, which nobody would call: put it on a function"
             )
     for name, fallback in plan.fallbacks.items():
         if kind_of(adapters[fallback]).has_post_process:

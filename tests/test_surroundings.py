@@ -149,8 +149,13 @@ def rule(sample, weight=1.0):
 def vote(sample):
     return 0.0
 
+class Voting(LLMJudge):
+    def post_process_scores(self, group):
+        return group
+
 REWARD_ADAPTERS = {
     "rule": rule,
+    "voting": Voting(url="http://127.0.0.1:1", model="m"),
     "vote": vote,
     "judge": LLMJudge(url="http://127.0.0.1:1", model="m", api_key_env="A_KEY_OF_THE_TESTS"),
     "paid": LLMJudge(url="http://127.0.0.1:1", model="m", price_per_million_tokens=(1.0, 2.0)),
@@ -178,6 +183,11 @@ def test_a_pool_plan_holds_what_the_command_line_says():
     assert plan.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0, tokens_per_minute=9.0)
     assert plan.combination.constants == {"judge": 0.5} and plan.combination.weights == {"rule": 0.5}
     assert reward_limits(made)["rule"].requests_per_minute == 8
+
+
+def test_a_judge_with_a_hook_that_nobody_would_call_is_refused():
+    with pytest.raises(ConfigurationError, match="the judge voting has post_process_scores"):
+        pool_plan(config(), RewardSource.from_text("page_of_plans", PAGE), ["voting"])
 
 
 @pytest.mark.parametrize(
