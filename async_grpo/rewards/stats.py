@@ -53,10 +53,8 @@ class LaneStats:
 
     def revise(self, before: AdapterResult, after: AdapterResult) -> None:
         """What a group hook made of a result. One that was not counted since the last reset moves no count."""
-        was_counted = (
-            before.attempts > 0 and self._statuses[before.status] > 0
-        )  # no attempt: it comes from a cache
-        if was_counted:
+        # Without an attempt it comes from a cache, and was never counted.
+        if before.attempts > 0 and self._statuses[before.status] > 0:
             self._statuses[before.status] -= 1
             self._statuses[after.status] += 1
         self._note_reason(after)
