@@ -19,17 +19,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.prompts import Question, check_longest, load_questions
 from async_grpo.metrics import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
-from async_grpo.plans import (
-    advantage_plan,
-    combination,
-    estimator_options,
-    failure_policy,
-    objective,
-    optimizer_settings,
-    pool_plan,
-    with_secrets,
-)
+from async_grpo.plans import advantage_plan, estimator_options, objective, optimizer_settings
 from async_grpo.refusals import early_at_gate
+from async_grpo.reward_plans import combination, failure_policy, pool_plan, with_secrets
 from async_grpo.rewards.source import RewardSource, parse_names, resolve
 from async_grpo.types import Settings
 

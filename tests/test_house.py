@@ -113,6 +113,7 @@ FLOORS = [
     {"experience", "rewards", "weights", "logprob", "training"},
     {"generation"},
     {"refusals"},
+    {"reward_plans"},
     {"plans"},
     {"preparation"},
     {"cluster"},

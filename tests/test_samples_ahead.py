@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from async_grpo.rewards.isolation.process import AdapterProcess, process_maker
-from async_grpo.rewards.lane import MAX_AHEAD, TAKE_BACK_S
+from async_grpo.rewards.lane import TAKE_BACK_S
 from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.seat import MAX_AHEAD
 from async_grpo.rewards.source import RewardSource
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 

@@ -9,7 +9,7 @@ import pytest
 from async_grpo.cluster.verifiers import VerifierPoolActor
 from async_grpo.config import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.plans import pool_plan, reward_limits, with_secrets
+from async_grpo.reward_plans import pool_plan, reward_limits, with_secrets
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache

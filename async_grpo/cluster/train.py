@@ -26,8 +26,9 @@ from async_grpo.experience.prompts import Question
 from async_grpo.metrics import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.plans import batcher_plan, objective, optimizer_settings, pool_plan, with_secrets
+from async_grpo.plans import batcher_plan, objective, optimizer_settings
 from async_grpo.preparation import Prepared, check_reward_column
+from async_grpo.reward_plans import pool_plan, with_secrets
 from async_grpo.rewards.source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs

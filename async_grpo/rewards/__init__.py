@@ -1,9 +1,10 @@
 """Scoring: rewards of users run in killable processes, judges over the network, and a failure is never a zero.
 
-    pool, lane, jobs       VerifierPool: one lane per adapter, its queue, and what waits in it
+    pool, lane             VerifierPool: one lane per adapter
+    jobs, seat             what waits in a lane's queue, and where it is served
     worker, stats          what a lane asks of a worker; what the workers did
     combine                the results of several adapters -> one verdict
-    surroundings           what stands around every call: cache, budget, limits
+    surroundings           what stands around every call: cache and budget
     pool_plan              all of a pool's settings, in a form that travels
 
     a user's reward
@@ -15,7 +16,7 @@
 
     a remote judge
     judges/                what is asked of which server; servers of our own
-    judge_worker           a judge as a worker
+    judge_worker           a judge as a worker; `limited_worker`: any other, under limits
     remote/                one call over the network; permits for it
     cache/, budget         answers across runs; what judges may cost
 

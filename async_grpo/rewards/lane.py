@@ -16,13 +16,13 @@ import asyncio
 import heapq
 import itertools
 import logging
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.jobs import Job, PostProcessing, Scoring
+from async_grpo.rewards.seat import AHEAD_S, Seat
 from async_grpo.rewards.stats import LaneStats
 from async_grpo.rewards.worker import MakeWorker, Patience, VerifierWorker
 from async_grpo.types import AdapterResult
@@ -30,58 +30,7 @@ from async_grpo.types import AdapterResult
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # workers that a sample is given to before it has failed
-AHEAD_S, MAX_AHEAD = 0.02, 8  # longer, and samples would wait behind others while another worker is idle
 TAKE_BACK_S = 10 * AHEAD_S  # by then the one before them clearly takes longer than samples did of late
-
-
-class _Seat:
-    """A place for a worker: who has it, and how much that one is given."""
-
-    def __init__(self, worker: VerifierWorker) -> None:
-        self.worker = worker
-        self.vacant = False  # while the worker is replaced
-        self.jobs: list[Job] = []  # that it was given, in that order
-        self._service_s = math.inf  # that one sample took of late
-        self._free_at = 0.0  # when the last one was done
-
-    @property
-    def _capacity(self) -> int:
-        return getattr(self.worker, "capacity", 1)
-
-    def is_ahead(self, job: Job) -> bool:
-        """Whether the job waits for those before it: they are served in order."""
-        return job not in self.jobs[: self._capacity]
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it may be given another sample now."""
-        ahead = 0
-        if getattr(self.worker, "takes_ahead", False):
-            ahead = min(MAX_AHEAD, int(AHEAD_S / max(self._service_s, 1e-9)))
-        return not self.vacant and len(self.jobs) < self._capacity + ahead
-
-    def give_nothing_ahead(self) -> None:
-        """Not before it has served a sample."""
-        self._service_s = math.inf
-
-    def served(self, taken_at: float) -> None:
-        """It has served a sample that it was given at `taken_at`."""
-        now = time.monotonic()
-        took_s = now - max(taken_at, self._free_at)
-        known = self._service_s < math.inf
-        self._service_s = 0.8 * self._service_s + 0.2 * took_s if known else took_s
-        self._free_at = now
-
-    def vacate(self, worker: VerifierWorker) -> bool:
-        """Give that worker nothing more; False if it was said before, by another of its samples."""
-        if self.worker is not worker or self.vacant:
-            return False
-        self.vacant = True
-        return True
-
-    def take(self, worker: VerifierWorker) -> None:
-        """Here is the worker that replaces the last one."""
-        self.worker, self.vacant, self._service_s = worker, False, math.inf
 
 
 class Lane:
@@ -95,7 +44,7 @@ class Lane:
         self._patience = patience
         self._queue: list[Job] = []  # a heap
         self._tickets = itertools.count()
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._workers: set[VerifierWorker] = set()
         self._regrowing: set[asyncio.Task[None]] = set()
@@ -128,7 +77,7 @@ class Lane:
         self._tasks.difference_update(makes)
         if self._closed:
             return
-        self._seats += [_Seat(worker) for worker in made if not isinstance(worker, BaseException)]
+        self._seats += [Seat(worker) for worker in made if not isinstance(worker, BaseException)]
         for error in made:
             if isinstance(error, BaseException):
                 raise error
@@ -178,7 +127,7 @@ class Lane:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, seat: _Seat, job: Job) -> None:
+    async def _work(self, seat: Seat, job: Job) -> None:
         worker, taken_at = seat.worker, time.monotonic()
         try:
             trouble = await self._serve(seat, worker, job)
@@ -199,7 +148,7 @@ class Lane:
                 await self._replace(seat, worker, trouble)
         self._dispatch()
 
-    async def _serve(self, seat: _Seat, worker: VerifierWorker, job: Job) -> str:
+    async def _serve(self, seat: Seat, worker: VerifierWorker, job: Job) -> str:
         """Let the worker score the job. Returns why the worker cannot be trusted any more, "" if it can.
 
         A job that has no outcome then was taken back, for it was not its turn yet.
@@ -252,7 +201,7 @@ class Lane:
             heapq.heappush(self._queue, job)
             self._dispatch()
 
-    async def _replace(self, seat: _Seat, worker: VerifierWorker, trouble: str) -> None:
+    async def _replace(self, seat: Seat, worker: VerifierWorker, trouble: str) -> None:
         try:
             seat.take(await self._replacement_of(worker, trouble))
         except Exception as error:
@@ -316,7 +265,7 @@ class Lane:
                 continue
             logger.warning("a verifier of %r is back", self.adapter)
             self._out_of_order = ""
-            self._seats.append(_Seat(worker))
+            self._seats.append(Seat(worker))
             self._dispatch()
 
     def _break(self, reason: str) -> None:
@@ -330,7 +279,7 @@ class Lane:
             job.fail(reason, self.stats)
 
 
-def _busy(seat: _Seat) -> int:
+def _busy(seat: Seat) -> int:
     return len(seat.jobs)
 
 
