@@ -43,28 +43,38 @@ VICTIMS = {
     "verifier pool": ["ray::VerifierPoolActor"],
     "verifier worker": ["ray::VerifierActor"],
     "adapter process": ["async_grpo.rewards.isolation.child"],
+    "judge server": ["vllm.entrypoints.openai.api_server"],
     "ray start": ["ray.scripts.scripts start"],
     "raylet": ["/raylet/raylet"],
     "gcs server": ["/gcs_server"],
 }
 
 
-MUST_GO_ON = ("verifier pool", "verifier worker", "adapter process")
+MUST_GO_ON = ("verifier pool", "verifier worker", "adapter process", "judge server")
+PAGE = """
+from async_grpo.rewards.judges import GenerativeRM, judge_urls
+
+likes = GenerativeRM(url=judge_urls(), model="judge", yes_no=True, yes=("+",), no=("-",), min_mass=0.0)
+"""
 
 
-def command(folder: Path, steps: int) -> list[str]:
+def command(folder: Path, steps: int, judged: bool) -> list[str]:
     data = ROOT / "sample-data"
+    rewards, judge = "countdown,format", []
+    if judged:
+        (page := folder / "page.py").write_text(PAGE)
+        rewards, judge = f"countdown,{page}:likes", [f"--judge-model={data / 'tiny-model'}"]
     return [
         *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", f"--run-name={folder.name}"],
         *[f"--model-name-or-path={data / 'tiny-model'}", f"--data-path={data / 'countdown_train.jsonl'}"],
         *[
-            "--reward-fns=countdown,format",
+            f"--reward-fns={rewards}",
             "--batch-size=8",
             "--samples-per-question=8",
             "--nproc-per-node=2",
         ],
         *[f"--num-training-batches={steps}", "--max-tokens-per-gpu=1024", "--max-generation-tokens=24"],
-        *["--kl-coef=0.001", "--enforce-eager", "--learning-rate=1e-4", "--worker-grace-s=10"],
+        *[*judge, "--kl-coef=0.001", "--enforce-eager", "--learning-rate=1e-4", "--worker-grace-s=10"],
     ]
 
 
@@ -105,7 +115,11 @@ def kill_one(
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(ROOT)}
     with (folder / "console.txt").open("w") as console:
         run = subprocess.Popen(
-            command(folder, steps), stdout=console, stderr=console, env=environment, cwd=ROOT
+            command(folder, steps, victim == "judge server"),
+            stdout=console,
+            stderr=console,
+            env=environment,
+            cwd=ROOT,
         )
     metrics = folder / "training_metrics.jsonl"
     target, waited = None, time.monotonic()
