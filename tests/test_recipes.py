@@ -253,12 +253,11 @@ def test_an_assignment_given_twice_is_refused():
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["dapo", "scalerl", "process"])
+@pytest.mark.parametrize("name", ["dapo", "process"])
 def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics.
 
-    Those that differ by the name of a loss alone (dr_grpo, gspo, cispo) run in `benchmarks.recipes`; grpo with
-    its reference runs in tests/test_whole_chain.py.
+    grpo, with its reference, runs in tests/test_whole_chain.py, and all seven in `benchmarks.recipes`.
     """
     data = ROOT / "sample-data"
     command = [
@@ -273,6 +272,7 @@ def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
             "--samples-per-question=4",
             "--num-training-batches=3",
             "--max-generation-tokens=24",
+            "--max-resamples=50",  # eight in a row without a signal do happen to a model that is wrong so often
         ],
         *["--max-tokens-per-gpu=1024", "--learning-rate=2e-3", "--num-warmup-steps=1", "--enforce-eager"],
     ]
@@ -289,9 +289,6 @@ def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     match name:
         case "dapo":
             assert sum(line["groups_without_signal"] for line in lines) == 0
-        case "scalerl":
-            without = sum(line["groups_without_signal"] for line in lines)
-            assert sum(line["samples_trained"] for line in lines) == 96 - 4 * without
         case "process":
             assert lines[0]["countdown_steps/reward"] is not None
 
