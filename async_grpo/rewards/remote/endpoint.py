@@ -66,7 +66,9 @@ class Endpoint:
     max_body_bytes: int = 4 * 2**20
     hedge_quantile: float | None = None
     breaker_failures: int = 5
-    breaker_reset_s: float = 10.0
+    breaker_reset_s: float = (
+        2.0  # longer, and a server that comes back within a time-out would be asked too late
+    )
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
 
