@@ -18,7 +18,7 @@
     judges/                what is asked of which server; servers of our own
     judge_worker           a judge as a worker; `limited_worker`: any other, under limits
     remote/                one call over the network; permits for it
-    cache/, budget         answers across runs; what judges may cost
+    cache/, budget         answers across runs; what judges may cost, and its record (`budget_record`)
 
     trying one out
     bench, scorecard       behind `async-grpo verify`; `adapter_check` is its --check

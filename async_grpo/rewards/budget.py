@@ -10,27 +10,22 @@ estimate is the most that a call can cost.
 """
 
 import asyncio
-import errno
-import json
 import logging
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.rewards.budget_record import UNITS, BudgetRecord, units_of
 
 PAUSE, FALLBACK = "pause", "fallback"
 LOOK_S, REMIND_S = (
     2.0,
     60.0,
 )  # of a pause: between two looks for a higher limit, and between two words about it
-_UNITS = 10**9  # of one unit of currency: whole numbers, so that a million small costs add up exactly
-_LINE = b'{"judge": '  # how every line of a record begins
 log = logging.getLogger(__name__)
 
 
@@ -83,16 +78,16 @@ class Budget:
         self._reminder: asyncio.TimerHandle | None = None  # while it is paused
         self._said_at, self._looked_at = 0.0, -math.inf
         self._waiting: list[Reservation] = []  # in the order of their arrival
-        self._record = _Record(Path(path)) if path else None
+        self._record = BudgetRecord(Path(path)) if path else None
         if self._record:
             for judge, cost in self._record.read():
-                self._spent[judge] += _units(cost)
+                self._spent[judge] += units_of(cost)
                 self._calls[judge] += 1
             self._is_raised()
 
     @property
     def spent(self) -> float:
-        return self._spent.total() / _UNITS
+        return self._spent.total() / UNITS
 
     async def reserve(self, judge: str, estimated_cost: float) -> Reservation:
         """Wait until the call may be made, first come, first served; a wait that is cancelled takes nothing.
@@ -102,7 +97,7 @@ class Budget:
             ValueError: the estimate is negative or not finite.
         """
         granted = asyncio.get_running_loop().create_future()
-        reservation = Reservation(judge, _units(estimated_cost), granted)
+        reservation = Reservation(judge, units_of(estimated_cost), granted)
         self._waiting.append(reservation)
         self._serve()
         try:
@@ -120,7 +115,7 @@ class Budget:
         Raises:
             ValueError: it is settled already, or the cost is negative or not finite.
         """
-        units = _units(real_cost)
+        units = units_of(real_cost)
         if reservation.settled:
             raise ValueError(f"{reservation} is settled already")
         reservation.settled = True
@@ -128,7 +123,7 @@ class Budget:
         self._spent[reservation.judge] += units
         self._calls[reservation.judge] += 1
         if self._record:
-            self._record.write(reservation.judge, units / _UNITS)
+            self._record.write(reservation.judge, units / UNITS)
         self._serve()
 
     def set_limit(self, limit: float | None) -> None:
@@ -140,12 +135,12 @@ class Budget:
         """In units of currency what was spent and is reserved; calls that wait, or were refused for want of money."""
         return {
             "spent": self.spent,
-            "reserved": self._reserved / _UNITS,
-            "limit": None if self._limit is None else self._limit / _UNITS,
+            "reserved": self._reserved / UNITS,
+            "limit": None if self._limit is None else self._limit / UNITS,
             "waiting": len(self._waiting),
             "paused": self._paused,
             "refused": self._refused,
-            "spent_by_judge": {judge: units / _UNITS for judge, units in self._spent.items()},
+            "spent_by_judge": {judge: units / UNITS for judge, units in self._spent.items()},
             "calls_by_judge": dict(self._calls),
         }
 
@@ -198,7 +193,7 @@ class Budget:
         return f"{self._needs(reservation)}. To raise the limit: {door}"
 
     def _needs(self, reservation: Reservation) -> str:
-        return f"a call of {reservation.judge} needs {reservation.units / _UNITS:g} and {self._standing()}"
+        return f"a call of {reservation.judge} needs {reservation.units / UNITS:g} and {self._standing()}"
 
     def _remind(self, message: str) -> None:
         """While it is paused: look for a higher limit, and say once a minute what everybody waits for."""
@@ -219,96 +214,26 @@ class Budget:
         """Whether somebody has written a higher limit; it holds from now on."""
         self._looked_at = time.monotonic()
         raised = self._record.read_limit() if self._record else None
-        if raised is None or self._limit is None or _units(raised) <= self._limit:
+        if raised is None or self._limit is None or units_of(raised) <= self._limit:
             return False
         log.warning(
             "%s raises the limit of the judges from %g to %g",
-            *(self._record.limit_path, self._limit / _UNITS, raised),
+            *(self._record.limit_path, self._limit / UNITS, raised),
         )
-        self._limit = _units(raised)
+        self._limit = units_of(raised)
         return True
 
     def _standing(self) -> str:
         return (
-            f"{self.spent:g} of {'no limit' if self._limit is None else f'{self._limit / _UNITS:g}'} is spent"
+            f"{self.spent:g} of {'no limit' if self._limit is None else f'{self._limit / UNITS:g}'} is spent"
         )
-
-
-class _Record:
-    """One line per call, appended: a killed run loses at most the calls that it had in flight."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self.limit_path = path, path.with_suffix(".limit")
-        self._failed = False
-        self._nonsense: str | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = path.open("a+b", buffering=0)
-        except OSError as error:
-            raise ConfigurationError(f"the record of spending {path} cannot be written: {error}") from error
-
-    def read(self) -> Iterator[tuple[str, float]]:
-        self._file.seek(0)
-        end = 0
-        for number, line in enumerate(self._file.read().splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n") and line.startswith(_LINE[: len(line)]):
-                self._file.truncate(end)  # the run was killed while it wrote
-                return
-            end += len(line)
-            try:
-                row = json.loads(line)
-                yield str(row["judge"]), float(row["cost"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise ConfigurationError(
-                    f"{self._path}, line {number}: not a line of spending ({error}): name another file"
-                ) from error
-
-    def write(self, judge: str, cost: float) -> None:
-        line = json.dumps({"judge": judge, "cost": cost}).encode() + b"\n"
-        size = os.fstat(self._file.fileno()).st_size
-        try:
-            if self._file.write(line) != len(line):
-                self._file.truncate(size)  # half a line would spoil the next one
-                raise OSError(errno.ENOSPC, "only a part of a line was written")
-        except OSError as error:  # a full disk is no reason to stop, but to be said
-            if not self._failed:
-                log.error("%s cannot be written, a resumed run will not know of it: %s", self._path, error)
-            self._failed = True
-
-    def read_limit(self) -> float | None:
-        """What somebody wrote who wants to raise the limit, if it is a number."""
-        try:
-            text = self.limit_path.read_text(errors="replace").strip()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            return self._not_a_limit(str(error))
-        try:
-            _units(limit := float(text))
-        except ValueError:
-            return self._not_a_limit(f"{text[:40]!r} is no number of 0 or more") if text else None
-        return limit
-
-    def _not_a_limit(self, reason: str) -> None:
-        if reason != self._nonsense:
-            log.warning("%s says nothing about the limit: %s", self.limit_path, reason)
-        self._nonsense = reason
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _units(cost: float) -> int:
-    if not (math.isfinite(cost) and cost >= 0):
-        raise ValueError(f"a cost must be finite and not negative, not {cost}")
-    return round(cost * _UNITS)
 
 
 def _limit_units(limit: float | None) -> int | None:
     if limit is None:
         return None
     try:
-        return _units(limit)
+        return units_of(limit)
     except ValueError as error:
         raise ConfigurationError(
             f"the limit of the budget must be a number of 0 or more, not {limit}"
