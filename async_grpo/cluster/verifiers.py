@@ -89,10 +89,13 @@ class VerifierPoolActor(ChannelServer):
         await asyncio.shield(self._starting)
 
     async def close(self) -> None:
-        """End all workers, each with its reward's `close`, and let go of files; a few seconds at most."""
+        """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
         if self._pool is not None:
             await self._pool.close()
             await self._surroundings.close()
+        await self._traffic.close()
+        if self._naps is not None:
+            await self._naps.close()
 
     async def _start(self) -> None:
         plan = self._plan

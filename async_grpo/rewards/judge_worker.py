@@ -61,9 +61,5 @@ class JudgeWorker:
         async with self._naps.awake(deadline) if self._naps else contextlib.nullcontext():
             return await self._judge.score(dict(sample), self._client, lane=self._lane, deadline=deadline)
 
-    def stats(self) -> dict[str, Any]:
-        """Of the judge's client: requests, retries, outcomes, breakers."""
-        return self._client.stats()
-
     async def close(self) -> None:
         await self._client.close()
