@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics_files import DEFAULT_X_KEY, FetchFailed, print_info
-from async_grpo.plotting import DEFAULT_VARIABLES, plot_runs
+from async_grpo.metrics.figures import DEFAULT_VARIABLES, plot_runs
+from async_grpo.metrics.reader import DEFAULT_X_KEY, FetchFailed, print_info
 
 app = typer.Typer(
     help="Draw or tabulate training metrics (JSONL, one object per step).",

@@ -20,15 +20,15 @@ Raise when a sample cannot be scored: it is then left out of training, while a r
 completion is bad. Return {"abstain": "why"} to leave the judgement to the other rewards. Options arrive as
 the keywords that you name.
 
-A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards` or
-`token_rewards` (see `async_grpo.rewards.steps`). One that needs the whole group is decorated with `@post_process`.
+A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards`
+or `token_rewards` (`async_grpo.rewards.adapter.step_rewards`). One that needs the whole group takes `@post_process`.
 """
 
 from enum import Enum
 from typing import Any
 
-from async_grpo.rewards.adapters import process_reward, warmed_by
-from async_grpo.rewards.decorators import post_process
+from async_grpo.rewards.adapter.decorators import post_process
+from async_grpo.rewards.builtin import process_reward, warmed_by
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge, judge_urls
 
 
@@ -54,14 +54,14 @@ class RewardType(str, Enum):
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
 def math_verify(sample: dict, **options) -> dict:
     """The answer equals `answer` for the library math-verify: the most lenient of the three."""
-    from async_grpo.rewards.adapters.math_verify import score
+    from async_grpo.rewards.builtin.math_verify import score
 
     return score(sample)
 
 
 def mathd(sample: dict, **options) -> dict:
     r"""The last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
-    from async_grpo.rewards.adapters.mathd import score
+    from async_grpo.rewards.builtin.mathd import score
 
     return score(sample)
 
@@ -69,14 +69,14 @@ def mathd(sample: dict, **options) -> dict:
 @warmed_by({"completion": r"\boxed{2x}", "answer": "x+x"})
 def sympy(sample: dict, **options) -> dict:
     r"""The last \boxed{} has the value of `answer`, by symbolic computation."""
-    from async_grpo.rewards.adapters.sympy import score
+    from async_grpo.rewards.builtin.sympy import score
 
     return score(sample)
 
 
 def countdown(sample: dict, **options) -> dict:
     """The <answer> reaches `target` with each of `nums` used once: 1, plus 0.1 for the format."""
-    from async_grpo.rewards.adapters.countdown import score
+    from async_grpo.rewards.builtin.countdown import score
 
     return score(sample)
 
@@ -84,14 +84,14 @@ def countdown(sample: dict, **options) -> dict:
 @process_reward
 def countdown_steps(sample: dict, **options) -> dict:
     """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
-    from async_grpo.rewards.adapters.countdown_steps import score
+    from async_grpo.rewards.builtin.countdown_steps import score
 
     return score(sample)
 
 
 def format(sample: dict, weight: float = 0.1) -> dict:
     """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
-    from async_grpo.rewards.adapters.format import score
+    from async_grpo.rewards.builtin.format import score
 
     return score(sample, weight)
 
@@ -105,7 +105,7 @@ def code(
     allow_unsandboxed: bool = False,
 ) -> dict:
     """The share of the row's `tests` that the Python code passes, in a sandbox."""
-    from async_grpo.rewards.adapters.code import score
+    from async_grpo.rewards.builtin.code import score
 
     return score(
         sample,
@@ -119,14 +119,14 @@ def code(
 
 def regex(sample: dict, pattern: str | None = None, search: bool = False) -> dict:
     """1 if the completion matches `pattern`, of the row or the option."""
-    from async_grpo.rewards.adapters.regex import score
+    from async_grpo.rewards.builtin.regex import score
 
     return score(sample, pattern, search)
 
 
 def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
     """1 if the answer is literally `answer`, or one of the list `answers`."""
-    from async_grpo.rewards.adapters.exact import score
+    from async_grpo.rewards.builtin.exact import score
 
     return score(sample, strip, case)
 
@@ -139,13 +139,13 @@ def length(
     judge: str = "math_verify",
 ) -> dict:
     """By the number of tokens: DAPO's slope before `max_tokens` (with `--reward-combine sum`), or the cosine reward."""
-    from async_grpo.rewards.adapters.length import score
+    from async_grpo.rewards.builtin.length import score
 
     return score(sample, schedule, max_tokens, cache_tokens, judge)
 
 
 def _vote(group: list[dict]) -> list[dict | None]:
-    from async_grpo.rewards.adapters.majority import post_process_scores
+    from async_grpo.rewards.builtin.majority import post_process_scores
 
     return post_process_scores(group)
 
@@ -153,7 +153,7 @@ def _vote(group: list[dict]) -> list[dict | None]:
 @post_process(_vote)
 def majority(sample: dict, **options) -> dict:
     """1 if the answer is the one that most completions of the prompt give: training without answers."""
-    from async_grpo.rewards.adapters.majority import score
+    from async_grpo.rewards.builtin.majority import score
 
     return score(sample)
 
@@ -161,7 +161,7 @@ def majority(sample: dict, **options) -> dict:
 @warmed_by({"completion": "1", "schema": {"type": "integer"}})
 def json_schema(sample: dict, schema: str | None = None) -> dict:
     """1 if the completion is JSON that fits `schema`, of the row or the option."""
-    from async_grpo.rewards.adapters.json_schema import score
+    from async_grpo.rewards.builtin.json_schema import score
 
     return score(sample, schema)
 

@@ -2,8 +2,8 @@
 
 import os
 
-from async_grpo.cli import run_command, set_up_logging
-from async_grpo.config import RunConfig
+from async_grpo.config.run import RunConfig
+from async_grpo.options.command_line import run_command, set_up_logging
 
 RETIRED = {
     "experience_batcher_name": "--run-name keeps runs on one cluster apart",
@@ -18,10 +18,12 @@ RETIRED = {
 def run(config: RunConfig) -> None:
     rank = int(os.environ.get("RANK", 0))
     set_up_logging(config.logging_level, prefix=f"[trainer {rank}] ")
-    from async_grpo.preparation import prepare  # heavy imports only once the options are known to be good
+    from async_grpo.config.preflight import (
+        prepare,  # heavy imports only once the options are known to be good
+    )
 
     prepared = prepare(config) if rank == 0 else None  # data and reward page are read on one node alone
-    from async_grpo.cluster.train import train
+    from async_grpo.cluster.trainer_rank import train
     from async_grpo.training.distributed import leave
 
     train(config, prepared)

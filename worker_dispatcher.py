@@ -1,7 +1,7 @@
 """Start one inference worker and keep it until the run is over: `python worker_dispatcher.py --mode generation ...`."""
 
-from async_grpo.cli import run_command, set_up_logging
-from async_grpo.config import WorkerConfig
+from async_grpo.config.run import WorkerConfig
+from async_grpo.options.command_line import run_command, set_up_logging
 
 RETIRED = {
     "temperature": "the trainer's --temperature holds for all workers",
@@ -12,7 +12,7 @@ RETIRED = {
 
 def run(config: WorkerConfig) -> None:
     set_up_logging(config.logging_level, prefix=f"[{config.mode}] ")
-    from async_grpo.cluster.dispatch import (
+    from async_grpo.cluster.worker_program import (
         dispatch,  # heavy imports only once the options are known to be good
     )
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from async_grpo.cli import as_function, normalized, set_up_logging
+from async_grpo.options.command_line import as_function, normalized, set_up_logging
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class Command:
 COMMANDS = {
     "run": Command(
         "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
-        *("async_grpo.local", "LocalConfig", "run_locally"),
+        *("async_grpo.launch.local_run", "LocalConfig", "run_locally"),
     ),
     "demo": Command(
         "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
-        *("async_grpo.demo", "DemoConfig", "demo"),
+        *("async_grpo.launch.demo", "DemoConfig", "demo"),
     ),
     "verify": Command(
         "Try rewards on a file of completions: scores, latencies, failures, disagreements. Exit code 1 if a reward "
         "failed on any row, 2 if the file or an option is wrong.",
-        *("async_grpo.verify", "VerifyConfig", "verify", "file"),
+        *("async_grpo.programs.verify", "VerifyConfig", "verify", "file"),
     ),
     "cache": Command(
         "Show what a verdict cache holds, and prune it.",
-        *("async_grpo.cache_command", "CacheConfig", "inspect_cache", "path"),
+        *("async_grpo.programs.cache", "CacheConfig", "inspect_cache", "path"),
     ),
 }
 

@@ -236,7 +236,7 @@ class StepEnd:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SharedRunSettings:
     """The settings that every worker must share, published by the trainer: typed once, never twice."""
 
     run_name: str

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.experience.batcher import BatcherPlan, ExperienceBatcher
-from async_grpo.experience.prompts import Question
-from async_grpo.fakes import completion
+from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
+from async_grpo.experience.dataset import Question
 from async_grpo.rewards.pool import VerifierPool
+from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Completion, MicroBatch, Prompt, RewardStatus, StepEnd, Verdict
 
 G, L, U, M = 0.40, 0.80, 1.16, 4
@@ -163,7 +163,7 @@ class Bench:
         return SlowWorker(adapter, self.slots // WORKERS, self)
 
     def batcher(self, steps: int, engine: Engine) -> ExperienceBatcher:
-        plan = BatcherPlan(
+        plan = BatcherConfig(
             num_ranks=1,
             num_steps=steps,
             groups_per_step=GROUPS,

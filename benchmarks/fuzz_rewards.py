@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from async_grpo.rewards.adapters import countdown, math_verify, mathd, sympy
+from async_grpo.rewards.builtin import countdown, math_verify, mathd, sympy
 from benchmarks.fuzz_texts import MARK, Case, countdown_cases, math_cases
 
 LIMIT_S = 20.0  # of processor time, for one sample

@@ -22,10 +22,10 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from async_grpo.cluster.actors import light
-from async_grpo.cluster.traffic import RemoteTraffic
-from async_grpo.rewards.remote.limits import Limits
-from async_grpo.rewards.remote.meter import HASTE
+from async_grpo.cluster.actors import zero_cpu_actor
+from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
+from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.meter import CATCH_UP_FACTOR
 
 NODES, PROCESSES = 2, 4
 MAX_TOKENS = 200
@@ -40,7 +40,7 @@ class Caller:
     """One process that always has more calls waiting than it gets permits."""
 
     def __init__(self, seed: int) -> None:
-        self._traffic, self._draw = RemoteTraffic(), random.Random(seed)
+        self._rate_limiter, self._draw = RemoteRateLimiter(), random.Random(seed)
 
     async def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -53,13 +53,13 @@ class Caller:
         async def keep_calling() -> None:
             while True:
                 used = float(self._draw.randint(1, MAX_TOKENS))
-                permit = await self._traffic.acquire(key, limits, tokens=MAX_TOKENS)
+                permit = await self._rate_limiter.acquire(key, limits, tokens=MAX_TOKENS)
                 start = time.monotonic()
                 try:
                     await asyncio.sleep(lasts_s)
                 finally:
                     calls.append((start, time.monotonic(), used))
-                    await self._traffic.release(key, permit, used_tokens=used)
+                    await self._rate_limiter.release(key, permit, used_tokens=used)
 
         callers = [asyncio.ensure_future(keep_calling()) for _ in range(waiting)]
         await asyncio.sleep(until - time.monotonic())
@@ -84,7 +84,9 @@ def main() -> None:
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}}
     ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
     try:
-        callers = [light(Caller, resources={f"node{i % NODES}": 1}).remote(i) for i in range(PROCESSES)]
+        callers = [
+            zero_cpu_actor(Caller, resources={f"node{i % NODES}": 1}).remote(i) for i in range(PROCESSES)
+        ]
         nodes = ray.get([caller.node.remote() for caller in callers])
         _saturate("warm-up", callers, LEAD_S, Limits(requests_per_minute=args.requests_per_minute), 50, 0.02)
         print(f"{PROCESSES} processes on {len(set(nodes))} nodes, {args.seconds:g} s for each limit")
@@ -125,7 +127,7 @@ def _rate(key: str, callers: list, seconds: float, limits: Limits) -> list[str]:
     for width_s in (w for w in WINDOWS_S if w <= seconds):
         ends = [bisect.bisect_left(starts, start + width_s) for start in starts]
         most, worst = max((sums[end] - sums[i], starts[i] - starts[0]) for i, end in enumerate(ends))
-        bound = HASTE * permitted * (width_s + limits.burst_s + limits.slack_s) + largest
+        bound = CATCH_UP_FACTOR * permitted * (width_s + limits.burst_s + limits.slack_s) + largest
         if width_s == 60.0:
             bound = per_minute
         print(

@@ -22,7 +22,7 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import OptimizerSettings, build_optimizer
+from async_grpo.training.optimizer import OptimizerConfig, build_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN, MicroBatch
 
@@ -167,7 +167,7 @@ def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 def timed_steps(
     policy: PolicyModel, objective: Objective, ranks: Ranks, micro_batches: list[MicroBatch], steps: int
 ) -> dict[str, Any]:
-    optimizer, scheduler = build_optimizer(policy.parameters(), OptimizerSettings(1e-6, "constant"))
+    optimizer, scheduler = build_optimizer(policy.parameters(), OptimizerConfig(1e-6, "constant"))
     accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks)
     seconds = []
     for _ in range(steps + 1):

@@ -46,7 +46,7 @@ def main() -> int:
     numbers = [number_of(answer) for answer in answers]
     num_wrong = 0
     for name in args.adapters:
-        score = import_module(f"async_grpo.rewards.adapters.{name}").score
+        score = import_module(f"async_grpo.rewards.builtin.{name}").score
         for way, write in (BOXED | PLAIN if name == "math_verify" else BOXED).items():
             started, accepted, rejected, pairs = time.monotonic(), 0, 0, 0
             for i, answer in enumerate(answers):

@@ -12,9 +12,9 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from async_grpo.rewards.isolation.process import process_maker
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.source import RewardSource
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = """
@@ -39,7 +39,7 @@ def samples(count: int) -> list[dict]:
 
 
 def _plain_worker(part: list[dict], ready, start, total) -> None:
-    from async_grpo.rewards.adapters.math_verify import score
+    from async_grpo.rewards.builtin.math_verify import score
 
     score({"completion": r"\boxed{1}", "answer": "1"})
     ready.release()
@@ -69,7 +69,7 @@ def plain(rows: list[dict], processes: int) -> tuple[float, float]:
 
 
 async def pooled(
-    source: RewardSource, adapter: str, rows: list[dict], processes: int, in_flight: int
+    source: RewardRegistrySource, adapter: str, rows: list[dict], processes: int, in_flight: int
 ) -> tuple[float, float]:
     """(seconds, summed rewards) of the pool, with so many samples in flight."""
     pool = VerifierPool([adapter], process_maker(source), workers=processes)
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    rows, page = samples(args.samples), RewardSource.from_file(ROOT / "reward_registry.py")
+    rows, page = samples(args.samples), RewardRegistrySource.from_file(ROOT / "reward_registry.py")
     ours, theirs = [], []
     for _ in range(args.rounds):
         seconds, expected = plain(rows, args.processes)
@@ -107,7 +107,7 @@ def main() -> None:
     print(
         f"math_verify, {args.processes} processes: plain {max(theirs):.0f}/s, pool {max(ours):.0f}/s, ratio {ratio:.2f}"
     )
-    trivial = RewardSource.from_text("trivial_page", PAGE)
+    trivial = RewardRegistrySource.from_text("trivial_page", PAGE)
     seconds, _ = min(
         asyncio.run(pooled(trivial, "trivial", rows, args.processes, 64)) for _ in range(args.rounds)
     )

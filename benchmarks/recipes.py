@@ -11,7 +11,7 @@ import argparse
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.losses import POLICY_LOSSES
-from async_grpo.recipes import RECIPES
+from async_grpo.config.recipes import RECIPES
 from benchmarks.runs import countdown_run
 
 PROCESS = "--reward-fns=countdown_steps"

@@ -6,7 +6,7 @@ import time
 
 def slow_countdown(sample: dict) -> dict:
     """Takes 0.5 to 1 s, and no CPU."""
-    from async_grpo.rewards.adapters.countdown import score
+    from async_grpo.rewards.builtin.countdown import score
 
     time.sleep(random.uniform(0.5, 1.0))
     return score(sample)

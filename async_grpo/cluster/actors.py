@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 
-def light(actor_class: type, **options: Any) -> Any:
+def zero_cpu_actor(actor_class: type, **options: Any) -> Any:
     """`actor_class` ready for `.remote(...)`, claiming no CPU: a small machine must not starve its own control plane."""
     return ray.remote(actor_class).options(
         **{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **options}

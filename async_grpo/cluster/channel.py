@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from async_grpo.errors import RunFailed, WorkerLost
 
 POLL_S = 10.0  # longest silence of a healthy actor
-LINGER_S = 0.003
+BATCHING_DELAY_S = 0.003
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 FORGET_S = 120.0  # a caller that does not poll for so long is gone: its calls are cancelled
@@ -58,7 +58,7 @@ class ChannelServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(caller.ready.wait(), POLL_S)
             if caller.tasks:  # others may be about to finish: a message costs more than this wait
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(BATCHING_DELAY_S)
         answers, caller.answers = caller.answers, []
         return answers
 

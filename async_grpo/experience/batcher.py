@@ -14,22 +14,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
-from async_grpo.experience.advantages import AdvantagePlan
 from async_grpo.experience.alarms import AlarmLimits, step_alarms
-from async_grpo.experience.failures import FailurePolicy
+from async_grpo.experience.dataset import PromptCursor, Question
+from async_grpo.experience.engine_utilization import EngineUtilization
+from async_grpo.experience.failure_policy import FailurePolicy
+from async_grpo.experience.group_advantages import AdvantageConfig
 from async_grpo.experience.groups import mean_reward, num_scored, reward_sample
-from async_grpo.experience.occupancy import Occupancy
 from async_grpo.experience.packing import Packer
-from async_grpo.experience.prompts import PromptCursor, Question
 from async_grpo.experience.protocols import Generation, Logprobs, Verification
 from async_grpo.experience.staleness import StalenessBudget
-from async_grpo.experience.stats import readable_samples, reward_stats, step_stats
-from async_grpo.experience.steps import Round, StepAssembler, StepClosed
+from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
+from async_grpo.experience.step_metrics import readable_samples, reward_stats, step_stats
 from async_grpo.types import Completion, Group, MicroBatch, Prompt, RewardStatus, Sample, StepEnd
 
 
 @dataclass(frozen=True)
-class BatcherPlan:
+class BatcherConfig:
     """The numbers of a run that the batcher needs."""
 
     num_ranks: int
@@ -41,7 +41,7 @@ class BatcherPlan:
     max_tokens_per_gpu: int
     experience_timeout_s: float
     seed: int
-    advantages: AdvantagePlan = field(default_factory=AdvantagePlan)
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     resample: bool = False  # a prompt whose group has no signal gives its place to another one
     max_resamples: int = 8  # prompts that may do so for one place
@@ -57,7 +57,7 @@ class ExperienceBatcher:
 
     def __init__(
         self,
-        plan: BatcherPlan,
+        plan: BatcherConfig,
         questions: Sequence[Question],
         generation: Generation,
         verification: Verification,
@@ -79,7 +79,7 @@ class ExperienceBatcher:
             Packer(plan.num_ranks, plan.max_tokens_per_gpu),
             plan.advantages,
         )
-        self.occupancy = Occupancy()
+        self.occupancy = EngineUtilization()
         self._queues: list[asyncio.Queue[MicroBatch | StepEnd]] = [
             asyncio.Queue() for _ in range(plan.num_ranks)
         ]
@@ -237,15 +237,15 @@ class ExperienceBatcher:
         async with self._offering:  # else the next step's micro-batches could overtake this step's end
             for event in self.steps.offer(group):
                 match event:
-                    case Round(micro_batches):
+                    case MicroBatchRound(micro_batches):
                         messages = micro_batches
-                    case StepClosed():
+                    case StepComplete():
                         self._refuse_unscored(event)
                         messages = [self._step_end(event, await self._take_stats())] * self.plan.num_ranks
                 for queue, message in zip(self._queues, messages, strict=True):
                     queue.put_nowait(message)
 
-    def _refuse_unscored(self, closed: StepClosed) -> None:
+    def _refuse_unscored(self, closed: StepComplete) -> None:
         """A whole step without a single reward is no accident: going on would train nothing and end "well"."""
         samples = [sample for group in closed.groups for sample in group.samples]
         if not any(sample.verdict.status is RewardStatus.OK for sample in samples):
@@ -257,7 +257,7 @@ class ExperienceBatcher:
                 f"{reasons[0] if reasons else samples[0].verdict.status.value}"
             )
 
-    def _step_end(self, closed: StepClosed, stats: dict[str, Any]) -> StepEnd:
+    def _step_end(self, closed: StepComplete, stats: dict[str, Any]) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),

@@ -1,10 +1,10 @@
-"""What one engine is started with; what must be equal everywhere comes from `Settings` instead."""
+"""What one engine is started with; what must be equal everywhere comes from `SharedRunSettings` instead."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineConfig:
     """Options of one vLLM engine."""
 
     model_path: str

@@ -22,7 +22,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.budget_record import UNITS, BudgetRecord, units_of
 
 PAUSE, FALLBACK = "pause", "fallback"
-LOOK_S, REMIND_S = (
+POLL_INTERVAL_S, REMINDER_INTERVAL_S = (
     2.0,
     60.0,
 )  # of a pause: between two looks for a higher limit, and between two words about it
@@ -146,7 +146,7 @@ class Budget:
 
     def close(self) -> None:
         """Let go of the file."""
-        self._hush()
+        self._cancel_reminder()
         if self._record:
             self._record.close()
 
@@ -160,7 +160,7 @@ class Budget:
                 continue
             if spent + reservation.units > limit:  # whatever those in flight will cost
                 if self._policy == FALLBACK:
-                    if time.monotonic() - self._looked_at >= LOOK_S and self._is_raised():
+                    if time.monotonic() - self._looked_at >= POLL_INTERVAL_S and self._is_raised():
                         return self._serve()
                     self._refuse(reservation)
                     continue
@@ -180,7 +180,7 @@ class Budget:
         elif self._paused and not paused:
             log.warning("the judges go on: %s", self._standing())
             self._paused = False
-            self._hush()
+            self._cancel_reminder()
 
     def _refuse(self, reservation: Reservation) -> None:
         if not self._refused:
@@ -198,14 +198,14 @@ class Budget:
     def _remind(self, message: str) -> None:
         """While it is paused: look for a higher limit, and say once a minute what everybody waits for."""
         now = asyncio.get_running_loop().time()
-        if now - self._said_at >= REMIND_S:
+        if now - self._said_at >= REMINDER_INTERVAL_S:
             log.warning("the judges are paused until the limit is raised: %s", message)
             self._said_at = now
-        self._reminder = asyncio.get_running_loop().call_later(LOOK_S, self._remind, message)
+        self._reminder = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._remind, message)
         if self._is_raised():
             self._serve()
 
-    def _hush(self) -> None:
+    def _cancel_reminder(self) -> None:
         if self._reminder:
             self._reminder.cancel()
             self._reminder = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from async_grpo.rewards.stats import LaneStats
-from async_grpo.rewards.worker import VerifierWorker
+from async_grpo.rewards.queue_stats import QueueStats
+from async_grpo.rewards.verifier_worker import VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus
 
 
@@ -29,11 +29,11 @@ class Job:
         """Let the worker do it."""
         raise NotImplementedError
 
-    def deliver(self, answer: Any, stats: LaneStats) -> None:
+    def deliver(self, answer: Any, stats: QueueStats) -> None:
         """Hand over what the worker said."""
         raise NotImplementedError
 
-    def fail(self, reason: str, stats: LaneStats) -> None:
+    def fail(self, reason: str, stats: QueueStats) -> None:
         """No worker could do it."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class Scoring(Job):
     async def run(self, worker: VerifierWorker, timeout_s: float) -> AdapterResult:
         return await worker.score(self.sample, timeout_s)
 
-    def deliver(self, answer: AdapterResult, stats: LaneStats) -> None:
+    def deliver(self, answer: AdapterResult, stats: QueueStats) -> None:
         result = replace(
             _checked(answer, self.sample),
             attempts=answer.attempts + self.workers_lost,
@@ -58,7 +58,7 @@ class Scoring(Job):
         stats.add(result)
         self.outcome.set_result(result)
 
-    def fail(self, reason: str, stats: LaneStats) -> None:
+    def fail(self, reason: str, stats: QueueStats) -> None:
         self.deliver(AdapterResult(self.adapter, RewardStatus.FAILED, reason=reason, attempts=0), stats)
 
 
@@ -74,15 +74,15 @@ class PostProcessing(Job):
     async def run(self, worker: VerifierWorker, timeout_s: float) -> list[AdapterResult]:
         return await worker.post_process(self.samples, self.results, timeout_s)
 
-    def deliver(self, answer: list[AdapterResult], stats: LaneStats) -> None:
+    def deliver(self, answer: list[AdapterResult], stats: QueueStats) -> None:
         checked = [_checked(result, sample) for result, sample in zip(answer, self.samples, strict=True)]
         self._hand_over(checked, stats)
 
-    def fail(self, reason: str, stats: LaneStats) -> None:
+    def fail(self, reason: str, stats: QueueStats) -> None:
         failed = {"status": RewardStatus.FAILED, "reward": None, "steps": (), "reason": reason}
         self._hand_over([replace(result, **failed) for result in self.results], stats)
 
-    def _hand_over(self, results: list[AdapterResult], stats: LaneStats) -> None:
+    def _hand_over(self, results: list[AdapterResult], stats: QueueStats) -> None:
         for before, after in zip(self.results, results, strict=True):
             stats.revise(before, after)
         self.outcome.set_result(results)

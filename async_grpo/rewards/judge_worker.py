@@ -4,13 +4,13 @@ import contextlib
 import time
 from typing import Any
 
-from async_grpo.rewards.contract import describe, failure, read_answer
-from async_grpo.rewards.judges.naps import Naps
-from async_grpo.rewards.kinds import JUDGE_CAPACITY
-from async_grpo.rewards.remote.deadline import Deadline, after
-from async_grpo.rewards.remote.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
-from async_grpo.rewards.remote.traffic import Traffic
-from async_grpo.rewards.worker import QUEUE_S
+from async_grpo.rewards.adapter.result import describe, failure, read_answer
+from async_grpo.rewards.adapter.traits import JUDGE_CAPACITY
+from async_grpo.rewards.http.deadline import Deadline, after
+from async_grpo.rewards.http.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
+from async_grpo.rewards.http.rate_limiter import RateLimiter
+from async_grpo.rewards.judges.idle_sleep import IdleSleep
+from async_grpo.rewards.verifier_worker import QUEUE_S
 from async_grpo.types import AdapterResult, RewardStatus
 
 
@@ -27,10 +27,16 @@ class JudgeWorker:
     max_queue_s = QUEUE_S  # for permits, for a server that asked to be left alone, for one to wake up
 
     def __init__(
-        self, name: str, judge: Any, endpoint: Endpoint, traffic: Traffic, lane: str, naps: Naps | None = None
+        self,
+        name: str,
+        judge: Any,
+        endpoint: Endpoint,
+        rate_limiter: RateLimiter,
+        lane: str,
+        idle_sleep: IdleSleep | None = None,
     ) -> None:
-        self._name, self._judge, self._lane, self._naps = name, judge, lane, naps
-        self._client = EndpointClient(name, endpoint, traffic)
+        self._name, self._judge, self._lane, self._idle_sleep = name, judge, lane, idle_sleep
+        self._client = EndpointClient(name, endpoint, rate_limiter)
         # More would only wait inside, where nobody sees the queue
         self.capacity = min(JUDGE_CAPACITY, endpoint.limits.concurrency or JUDGE_CAPACITY)
 
@@ -58,7 +64,7 @@ class JudgeWorker:
         )
 
     async def _ask(self, sample: dict[str, Any], deadline: Deadline) -> Any:
-        async with self._naps.awake(deadline) if self._naps else contextlib.nullcontext():
+        async with self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext():
             return await self._judge.score(dict(sample), self._client, lane=self._lane, deadline=deadline)
 
     async def close(self) -> None:

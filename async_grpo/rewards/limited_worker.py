@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from async_grpo.rewards.remote.limits import Limits
-from async_grpo.rewards.remote.traffic import Traffic
-from async_grpo.rewards.worker import QUEUE_S, VerifierWorker
+from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.rate_limiter import RateLimiter
+from async_grpo.rewards.verifier_worker import QUEUE_S, VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus
 
 
@@ -22,8 +22,16 @@ class LimitedWorker:
 
     max_queue_s = QUEUE_S
 
-    def __init__(self, worker: VerifierWorker, traffic: Traffic, key: str, limits: Limits, lane: str) -> None:
-        self._worker, self._traffic, self._key, self._limits, self._lane = worker, traffic, key, limits, lane
+    def __init__(
+        self, worker: VerifierWorker, rate_limiter: RateLimiter, key: str, limits: Limits, lane: str
+    ) -> None:
+        self._worker, self._rate_limiter, self._key, self._limits, self._lane = (
+            worker,
+            rate_limiter,
+            key,
+            limits,
+            lane,
+        )
         self.capacity = worker.capacity
         self.has_post_process = getattr(worker, "has_post_process", False)
 
@@ -32,7 +40,7 @@ class LimitedWorker:
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(self.max_queue_s):
-                permit = await self._traffic.acquire(self._key, self._limits, lane=self._lane)
+                permit = await self._rate_limiter.acquire(self._key, self._limits, lane=self._lane)
         except TimeoutError:
             reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
             return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)
@@ -40,7 +48,7 @@ class LimitedWorker:
         try:
             return replace(await self._worker.score(sample, timeout_s), queue_s=queue_s)
         finally:
-            await self._traffic.release(self._key, permit)
+            await self._rate_limiter.release(self._key, permit)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
-from async_grpo.rewards.lane import Lane
-from async_grpo.rewards.worker import MakeWorker, Patience, VerifierWorker
+from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts, VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 __all__ = ["VerifierPool", "VerifierWorker"]
@@ -68,10 +68,10 @@ class VerifierPool:
         regrow_s: float = 30.0,
     ) -> None:
         self._fallbacks, self._around = dict(fallbacks or {}), around
-        everybody = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
-        patience = Patience(timeout_s, grace_s, make_timeout_s, tuple(backoff_s), regrow_s)
-        counts = {TRAINING: _worker_counts(adapters, everybody, workers)}
-        counts[EVALUATION] = _worker_counts(adapters, everybody, evaluation_workers)
+        all_adapters = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
+        timeouts = Timeouts(timeout_s, grace_s, make_timeout_s, tuple(backoff_s), regrow_s)
+        counts = {TRAINING: _worker_counts(adapters, all_adapters, workers)}
+        counts[EVALUATION] = _worker_counts(adapters, all_adapters, evaluation_workers)
         if unknown := sorted(set(self._fallbacks) - set(adapters)):
             raise ConfigurationError(
                 f"a fallback is given for {', '.join(unknown)}, which is no adapter of the run"
@@ -79,7 +79,7 @@ class VerifierPool:
         self._combination = combination or Combination(tuple(adapters))
         makers = {TRAINING: make_worker, EVALUATION: make_evaluator or make_worker}
         self._lanes = {
-            lane: {name: Lane(name, makers[lane], count, patience) for name, count in by_name.items()}
+            lane: {name: AdapterQueue(name, makers[lane], count, timeouts) for name, count in by_name.items()}
             for lane, by_name in counts.items()
         }
         self._starting: dict[str, asyncio.Task[None]] = {}
@@ -156,7 +156,7 @@ class VerifierPool:
 
     async def _started(self, kind: str) -> None:
         """Start the lanes of a kind once; whoever comes meanwhile waits for the same start."""
-        if kind not in self._starting or is_in_vain(self._starting[kind]):
+        if kind not in self._starting or has_failed(self._starting[kind]):
             self._starting[kind] = asyncio.create_task(self._start(kind))
         await asyncio.shield(self._starting[kind])
 
@@ -182,22 +182,22 @@ class VerifierPool:
         return await self._around(name, sample, kind, lane.score)
 
 
-def is_in_vain(start: asyncio.Task[None]) -> bool:
+def has_failed(start: asyncio.Task[None]) -> bool:
     """Whether it has failed. What was in the way may have passed: who comes next starts anew."""
     return start.done() and (start.cancelled() or start.exception() is not None)
 
 
 def _worker_counts(
-    adapters: Sequence[str], everybody: Sequence[str], workers: Mapping[str, int] | int
+    adapters: Sequence[str], all_adapters: Sequence[str], workers: Mapping[str, int] | int
 ) -> dict[str, int]:
     if not adapters or len(set(adapters)) != len(adapters):
         raise ConfigurationError(f"a verifier pool needs adapters, each once, not {list(adapters)}")
-    by_name = dict.fromkeys(everybody, workers) if isinstance(workers, int) else dict(workers)
-    if unknown := sorted(set(by_name) - set(everybody)):
+    by_name = dict.fromkeys(all_adapters, workers) if isinstance(workers, int) else dict(workers)
+    if unknown := sorted(set(by_name) - set(all_adapters)):
         raise ConfigurationError(
             f"workers asked for {', '.join(unknown)}, but the adapters are {list(adapters)}"
         )
-    counts = {name: by_name.get(name, 1) for name in everybody}
+    counts = {name: by_name.get(name, 1) for name in all_adapters}
     if min(counts.values()) < 1:
         raise ConfigurationError(f"every adapter needs at least one worker, not {counts}")
     return counts

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.rewards.combine import Combination
-from async_grpo.rewards.remote.limits import Limits
+from async_grpo.rewards.http.limits import Limits
 
 
 @dataclass(frozen=True)
-class PoolPlan:
-    """Settings of a pool; names are those of `RewardSource`'s adapters.
+class PoolConfig:
+    """SharedRunSettings of a pool; names are those of `RewardRegistrySource`'s adapters.
 
     Args:
         options: keyword options of the adapters.
@@ -42,6 +42,6 @@ class PoolPlan:
         return self.combination.adapters
 
     @property
-    def everybody(self) -> tuple[str, ...]:
+    def all_adapters(self) -> tuple[str, ...]:
         """The adapters, and who stands in for them."""
         return tuple(dict.fromkeys([*self.adapters, *self.fallbacks.values()]))

@@ -135,7 +135,7 @@ class Objective:
         )
         logprobs, entropy, *values = (output[None] for output in outputs)
         mask = self.correction.keep(
-            self.compared(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
+            self.correction_logprobs(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
         )
         per_token, metrics = self._policy_loss(logprobs, row, mask, terms)
         policy_loss = self._total(per_token, mask, row)
@@ -159,7 +159,7 @@ class Objective:
         sums |= mismatch_sums(logprobs, row.behaviour_logprobs, row.mask, sequence_ids=row.sequence_ids)
         return Contribution(loss, sums, maxima, ratio_histogram(logprobs, row.behaviour_logprobs, row.mask))
 
-    def compared(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
+    def correction_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
         """The policy whose distance to the engine is corrected: the proximal one if there is one, else the own."""
         return logprobs.detach() if row.proximal_logprobs is None else row.proximal_logprobs
 
@@ -196,7 +196,11 @@ class Objective:
         if self.loss.needs_selection:
             options["selected"] = terms.selected
         weights = self.correction.weights(
-            self.compared(logprobs, row), row.behaviour_logprobs, mask, row.sequence_ids, terms.weight_mean
+            self.correction_logprobs(logprobs, row),
+            row.behaviour_logprobs,
+            mask,
+            row.sequence_ids,
+            terms.weight_mean,
         )
         per_token, metrics = self.loss(
             logprobs,

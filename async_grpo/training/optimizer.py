@@ -14,7 +14,7 @@ from async_grpo.modeling.policy import PolicyModel
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerConfig:
     """`warmup_steps` and `total_steps` count optimizer steps; decay ends at `total_steps`.
 
     critic_learning_rate: of the value head, under the same schedule; None: the policy's.
@@ -50,32 +50,32 @@ class OptimizerSettings:
             )
 
 
-def _warmup(step: int, settings: OptimizerSettings) -> float:
+def _warmup(step: int, settings: OptimizerConfig) -> float:
     """(step + 1) / warmup_steps, at most 1: a ramp that began at 0 would waste the first step."""
     return min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
 
 
-def _decay_progress(step: int, settings: OptimizerSettings) -> float:
+def _decay_progress(step: int, settings: OptimizerConfig) -> float:
     """0 at the end of the warm-up, 1 at `total_steps` and ever after."""
     return min(1.0, max(0, step - settings.warmup_steps) / (settings.total_steps - settings.warmup_steps))
 
 
-def _linear(step: int, settings: OptimizerSettings) -> float:
+def _linear(step: int, settings: OptimizerConfig) -> float:
     return _warmup(step, settings) * (1 - _decay_progress(step, settings))
 
 
-def _cosine(step: int, settings: OptimizerSettings) -> float:
+def _cosine(step: int, settings: OptimizerConfig) -> float:
     return _warmup(step, settings) * (1 + math.cos(math.pi * _decay_progress(step, settings))) / 2
 
 
-def _inverse_sqrt(step: int, settings: OptimizerSettings) -> float:
+def _inverse_sqrt(step: int, settings: OptimizerConfig) -> float:
     """sqrt(warmup_steps / step) after warm-up (Vaswani et al. 2017, 5.3); without, 1 / sqrt(step + 1)."""
     if not settings.warmup_steps:
         return 1 / math.sqrt(step + 1)
     return min(_warmup(step, settings), math.sqrt(settings.warmup_steps / max(1, step)))
 
 
-LR_SCHEDULES: dict[str, Callable[[int, OptimizerSettings], float]] = {
+LR_SCHEDULES: dict[str, Callable[[int, OptimizerConfig], float]] = {
     "constant": lambda step, settings: 1.0,
     "constant_with_warmup": _warmup,
     "linear": _linear,
@@ -86,14 +86,14 @@ DECAYS_TO_ZERO = ("linear", "cosine")
 
 
 def build_optimizer(
-    parameters: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: OptimizerSettings
+    parameters: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: OptimizerConfig
 ) -> tuple[Optimizer, LambdaLR]:
     """AdamW over `parameters` (decay on all of them) and the schedule that scales its learning rates.
 
     As for torch's own optimizers, `parameters` may be groups: {"params": ..., "lr": ...}.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> _, schedule = build_optimizer([weight], OptimizerSettings(learning_rate=1.0, warmup_steps=4))
+    >>> _, schedule = build_optimizer([weight], OptimizerConfig(learning_rate=1.0, warmup_steps=4))
     >>> schedule.get_last_lr()
     [0.25]
     """
@@ -108,7 +108,7 @@ def build_optimizer(
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, settings))
 
 
-def build_policy_optimizer(policy: PolicyModel, settings: OptimizerSettings) -> tuple[Optimizer, LambdaLR]:
+def build_policy_optimizer(policy: PolicyModel, settings: OptimizerConfig) -> tuple[Optimizer, LambdaLR]:
     """`build_optimizer` over the policy, sharded or not: the model is group 0, a value head group 1."""
     groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
     if policy.value_head is not None:

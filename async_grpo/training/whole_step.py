@@ -69,7 +69,7 @@ def _look(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> _Seen
     release_gathered(policy)
     logprobs, _, *values = (output[None] for output in outputs)
     mask = objective.correction.keep(
-        objective.compared(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
+        objective.correction_logprobs(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
     )
     return _Seen(row, logprobs, values[0] if values else None, mask, StepTerms())
 
@@ -110,7 +110,7 @@ def _summed(table: Tensor, ranks: Ranks) -> Tensor:
 def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:
     totals = [
         objective.correction.totals(
-            objective.compared(one.logprobs, one.row),
+            objective.correction_logprobs(one.logprobs, one.row),
             one.row.behaviour_logprobs,
             one.mask,
             one.row.sequence_ids,

@@ -18,7 +18,7 @@ from async_grpo.rewards.cache.connection import connect, transaction
 
 ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
 ROWS_PER_DELETE = 1000  # other processes may write between two of them
-TROUBLE = (sqlite3.Error, OSError, ConfigurationError)  # whatever a file can do to its users
+STORAGE_ERRORS = (sqlite3.Error, OSError, ConfigurationError)  # whatever a file can do to its users
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class CacheFile:
     def close(self) -> None:
         """Write the last hits and let go of the file; used again, it is opened again."""
         if self._touched:
-            with suppress(*TROUBLE):  # they are statistics only
+            with suppress(*STORAGE_ERRORS):  # they are statistics only
                 self.flush()
         with self._lock:
             self._disconnect()
@@ -179,7 +179,7 @@ class CacheFile:
             except UnicodeDecodeError as error:  # text, or a message of SQLite, that is damaged
                 self._disconnect()
                 raise sqlite3.DatabaseError(f"not text: {error.object!r:.100}") from error
-            except TROUBLE:
+            except STORAGE_ERRORS:
                 self._disconnect()
                 raise
 

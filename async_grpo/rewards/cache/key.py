@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.judges.remote import JUDGE_MODEL_ID, is_ours
+from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, is_run_judge
 
 VOLATILE_COLUMNS = frozenset({"group_id"})  # no property of the text that is judged
 DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
@@ -69,7 +69,7 @@ def version_of_judge(judge: Any, code: str = "") -> str:
         settings = dict(vars(judge))
     settings = {name: value for name, value in settings.items() if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
-        if JUDGE_MODEL_ID in os.environ and is_ours(judge):
+        if JUDGE_MODEL_ID in os.environ and is_run_judge(judge):
             settings[name] = os.environ[JUDGE_MODEL_ID]  # our own servers have other ports in each run
             continue
         settings[name] = sorted([settings[name]] if isinstance(settings[name], str) else settings[name])

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_grpo.rewards.cache.file import TROUBLE, CacheFile
+from async_grpo.rewards.cache.file import STORAGE_ERRORS, CacheFile
 from async_grpo.rewards.cache.key import key_of, version_of, version_of_judge
 
 __all__ = ["VerdictCache", "key_of", "version_of", "version_of_judge"]
@@ -128,7 +128,7 @@ class VerdictCache:
                 self._mended("reading")
             except TimeoutError:  # a disk that hangs
                 self._broke("reading", TimeoutError(f"no answer within {self._patience_s:g} s"))
-            except TROUBLE as error:
+            except STORAGE_ERRORS as error:
                 self._broke("reading", error)
         else:
             self._counts["skipped"] += 1

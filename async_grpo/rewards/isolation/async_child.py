@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from async_grpo.rewards.contract import failure
+from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.isolation.calls import Answers, Reward, built, reply_frame
 from async_grpo.rewards.isolation.framing import Frames, encode
 

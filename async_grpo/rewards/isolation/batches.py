@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from async_grpo.rewards.kinds import Kind
+from async_grpo.rewards.adapter.traits import AdapterTraits
 
 Ask = Callable[[list[bytes]], Awaitable[list[dict[str, Any]]]]
 Turn = Callable[[], AbstractAsyncContextManager[None]]
@@ -51,7 +51,7 @@ class Batches:
         turn: entered when the process is ready for a batch, left when it has answered.
     """
 
-    def __init__(self, kind: Kind, ask: Ask, turn: Turn) -> None:
+    def __init__(self, kind: AdapterTraits, ask: Ask, turn: Turn) -> None:
         self._kind, self._ask, self._turn = kind, ask, turn
         self._open: _Batch | None = None
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from async_grpo.rewards.contract import describe, failure, read_answer, read_change
+from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
+from async_grpo.rewards.adapter.traits import accepted_options, function_of, traits_of
 from async_grpo.rewards.isolation.framing import MessageTooLarge, encode
-from async_grpo.rewards.kinds import accepted_options, function_of, kind_of
 
 Answers = list[dict[str, Any]]  # as `contract.read_answer` makes them
 
@@ -24,7 +24,7 @@ class Reward:
     """
 
     def __init__(self, adapter: Any, options: Mapping[str, Any]) -> None:
-        self.kind = kind_of(adapter)
+        self.kind = traits_of(adapter)
         if isinstance(adapter, type):
             adapter = adapter(**accepted_options(adapter, options, num_given=0))
         self._adapter = adapter
@@ -92,7 +92,7 @@ class Reward:
 
     def _read(self, returned: Any, sample: dict[str, Any]) -> dict[str, Any]:
         try:
-            return read_answer(returned, sample, self.kind.is_process)
+            return read_answer(returned, sample, self.kind.is_process_reward)
         except Exception as error:  # a number too large for a float, a dict that is none
             return failure(describe(error))
 

@@ -20,12 +20,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.rewards.contract import describe
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
+from async_grpo.rewards.adapter.result import describe
+from async_grpo.rewards.adapter.traits import traits_of
 from async_grpo.rewards.isolation.calls import built, reply_frame, run_plain
 from async_grpo.rewards.isolation.framing import encode, read
-from async_grpo.rewards.isolation.keeper import keep
-from async_grpo.rewards.kinds import kind_of
-from async_grpo.rewards.source import RewardSource, resolve
+from async_grpo.rewards.isolation.process_reaper import keep
 
 
 def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
@@ -43,7 +43,7 @@ def _serve(channel: socket.socket, receive: Callable[[int], bytes], greeting: di
     try:
         _limit_resources(greeting["memory_limit_bytes"])
         adapter = _adapter(greeting)
-        is_async = kind_of(adapter).is_async
+        is_async = traits_of(adapter).is_async
     except BaseException as error:  # the parent must learn the reason, whatever the user's page raised
         channel.sendall(encode({"error": describe(error)}, max_bytes))
         return
@@ -65,7 +65,7 @@ def _serve(channel: socket.socket, receive: Callable[[int], bytes], greeting: di
 
 def _adapter(greeting: dict[str, Any]) -> Any:
     name = greeting["adapter"]
-    return resolve(RewardSource.from_dict(greeting["source"]), [name])[name]
+    return resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
 
 
 def _limit_resources(memory_limit_bytes: int | None) -> None:

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.adapter.traits import AdapterTraits
 from async_grpo.rewards.isolation.batches import Batches, TimeLeft
-from async_grpo.rewards.isolation.channel import ChildProcess, ProcessDied, Reply
-from async_grpo.rewards.kinds import Kind
+from async_grpo.rewards.isolation.child_process import ChildProcess, ProcessDied, Reply
 from async_grpo.types import RewardStatus
 
 ATTEMPTS = 2  # processes that a sample may crash before it has failed
@@ -35,7 +35,7 @@ class Process(Protocol):
     """What is needed of an AdapterProcess."""
 
     adapter: str
-    kind: Kind
+    kind: AdapterTraits
     child: ChildProcess | None
     closed: bool
     unheard: asyncio.Task[None] | None

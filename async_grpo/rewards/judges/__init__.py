@@ -9,22 +9,22 @@
     JudgeServer        starts vLLM for the first three              server (import it from there), keeper, vllm_program
 
 A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
-balancing are its client's business (`async_grpo.rewards.remote.http_client`). A call either gives an answer or raises; no
+balancing are its client's business (`async_grpo.rewards.http.http_client`). A call either gives an answer or raises; no
 trouble ever becomes a reward of 0.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from async_grpo.rewards.http.endpoint import Endpoint
 from async_grpo.rewards.judges.generative import GenerativeRM
 from async_grpo.rewards.judges.http_scorer import HTTPScorer
 from async_grpo.rewards.judges.llm import LLMJudge
-from async_grpo.rewards.judges.remote import judge_urls
+from async_grpo.rewards.judges.remote_judge import judge_urls
 from async_grpo.rewards.judges.reward_model import RewardModelJudge
-from async_grpo.rewards.remote.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.remote.deadline import Deadline
-    from async_grpo.rewards.remote.http_client import EndpointClient
+    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.http_client import EndpointClient
 
 
 __all__ = ["GenerativeRM", "HTTPScorer", "Judge", "LLMJudge", "RewardModelJudge", "judge_urls"]
@@ -41,7 +41,7 @@ class Judge(Protocol):
     async def score(
         self, sample: dict[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer dict of `async_grpo.rewards.contract`: `reward` and further numbers, or `abstain`.
+        """The answer dict of `async_grpo.rewards.adapter.result`: `reward` and further numbers, or `abstain`.
 
         `lane` is "train" or another one that must not queue behind it; `deadline` is to be handed to the client.
         Raises `JudgeError` when the judge gave no verdict, ConfigurationError when the sample lacks what the judge

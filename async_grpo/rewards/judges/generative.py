@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from async_grpo.rewards.judges.judge_replies import Unreadable, yes_probability
 from async_grpo.rewards.judges.llm import LLMJudge
-from async_grpo.rewards.judges.remote import require
-from async_grpo.rewards.judges.replies import Unreadable, yes_probability
+from async_grpo.rewards.judges.remote_judge import require
 from async_grpo.rewards.judges.votes import Vote
 
 SHOWN = "Question:\n{prompt}\n\nResponse:\n{completion}\n\n"

@@ -23,15 +23,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.judges.prompts import as_text, column
-from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
-from async_grpo.rewards.judges.replies import MAX_QUOTE, quote
+from async_grpo.rewards.http.endpoint import BadReply
+from async_grpo.rewards.judges.judge_prompts import as_text, column
+from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, require
 from async_grpo.rewards.judges.usage import fits
-from async_grpo.rewards.remote.endpoint import BadReply
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.remote.deadline import Deadline
-    from async_grpo.rewards.remote.http_client import EndpointClient
+    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.http_client import EndpointClient
 
 
 PROTOCOL = 1

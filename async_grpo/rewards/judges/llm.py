@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.rewards.judges.prompts import FENCE_NOTE, Template
-from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
-from async_grpo.rewards.judges.replies import (
+from async_grpo.rewards.http.endpoint import BadReply, JudgeError
+from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template
+from async_grpo.rewards.judges.judge_replies import (
     Unreadable,
     by_pattern,
     by_schema,
@@ -24,13 +24,13 @@ from async_grpo.rewards.judges.replies import (
     choices_of,
     text_of,
 )
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, require
 from async_grpo.rewards.judges.usage import Usage, total_tokens, with_spending
 from async_grpo.rewards.judges.votes import AGGREGATES, Vote, too_few, verdict
-from async_grpo.rewards.remote.endpoint import BadReply, JudgeError
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.remote.deadline import Deadline
-    from async_grpo.rewards.remote.http_client import EndpointClient
+    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.http_client import EndpointClient
 
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more

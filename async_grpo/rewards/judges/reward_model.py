@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.rewards.judges.prompts import (
+from async_grpo.rewards.http.endpoint import BadReply, JudgeError
+from async_grpo.rewards.judges.judge_prompts import (
     Template,
     as_text,
     column,
@@ -13,14 +14,13 @@ from async_grpo.rewards.judges.prompts import (
     harmless,
     is_conversation,
 )
-from async_grpo.rewards.judges.remote import CHARACTERS_PER_TOKEN, RemoteJudge, require
-from async_grpo.rewards.judges.replies import quote
+from async_grpo.rewards.judges.judge_replies import quote
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, require
 from async_grpo.rewards.judges.usage import Usage, fits, total_tokens, with_spending
-from async_grpo.rewards.remote.endpoint import BadReply, JudgeError
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.remote.deadline import Deadline
-    from async_grpo.rewards.remote.http_client import EndpointClient
+    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.http_client import EndpointClient
 
 
 FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply

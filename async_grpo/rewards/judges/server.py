@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 
 from async_grpo.errors import DeadlineExceeded, WorkerLost
-from async_grpo.processes import Program, last_words
+from async_grpo.processes.supervisor import Program, log_excerpt
 from async_grpo.rewards.judges import vllm_program
-from async_grpo.rewards.judges.remote import require
+from async_grpo.rewards.judges.remote_judge import require
 
 POLL_S, ASK_S = 0.5, 5.0
 SLEEP_S = 120.0  # to move the weights of a large model
@@ -175,7 +175,7 @@ class JudgeServer:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with (self._folder / "judge-keeper.log").open("wb") as errors:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.rewards.judges.keeper"],
+                [sys.executable, "-m", "async_grpo.rewards.judges.server_supervisor"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -232,7 +232,7 @@ class JudgeServer:
 
     def _words(self, name: str) -> str:
         output = self._folder / f"{name.replace(' ', '-')}.log"
-        return last_words(Program(name, self._keeper, output)) if self._keeper and output.exists() else ""
+        return log_excerpt(Program(name, self._keeper, output)) if self._keeper and output.exists() else ""
 
 
 def _check(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from async_grpo.rewards.remote.endpoint import JudgeError
-from async_grpo.rewards.steps import is_finite_number
+from async_grpo.rewards.adapter.step_rewards import is_finite_number
+from async_grpo.rewards.http.endpoint import JudgeError
 
 
 @dataclass

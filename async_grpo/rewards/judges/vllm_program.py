@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.judges.remote import require
+from async_grpo.rewards.judges.remote_judge import require
 
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())

@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, Self
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
-from async_grpo.rewards.sandbox.examiner import LOST, PASSED, UNUSABLE
-from async_grpo.rewards.sandbox.guest import EXAMINER, PROGRAM, WITNESS
-from async_grpo.rewards.sandbox.nursery import START_S, SandboxError, nursery
+from async_grpo.rewards.sandbox.fork_client import START_S, SandboxError, nursery
+from async_grpo.rewards.sandbox.sandbox_child import EXAMINER, PROGRAM, WITNESS
+from async_grpo.rewards.sandbox.unit_test_runner import LOST, PASSED, UNUSABLE
 
-LAST_WORDS_S = 1.0  # for a process that closed its channel to end by itself
+EXIT_WAIT_S = 1.0  # for a process that closed its channel to end by itself
 MAX_REPORT_BYTES = 4096
 _OUT_OF_TIME = (-signal.SIGXCPU, -signal.SIGKILL)  # the kernel's soft and hard limit of processor time
 
@@ -103,7 +103,7 @@ class Sandbox:
                     raise ValueError(
                         f"tests that cannot be run: {verdict.partition(': ')[2]}: {tests!r:.300}"
                     )
-                late = verdict == LOST and witness.exit_code(time.monotonic() + LAST_WORDS_S) in _OUT_OF_TIME
+                late = verdict == LOST and witness.exit_code(time.monotonic() + EXIT_WAIT_S) in _OUT_OF_TIME
                 late |= not verdict and examiner.exit_code(deadline) in _OUT_OF_TIME
             except TimeoutError:
                 return Run(False, True, witness.levels)

@@ -1,0 +1,124 @@
+"""Joining a Ray cluster, and finding a run on it by name."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from async_grpo.errors import ConfigurationError, DeadlineExceeded
+
+# The only variables that reach another process through Ray: its job table is readable by all users of the cluster.
+# Nothing that belongs to one node (devices, addresses, interfaces), and nothing that may hold a key.
+FORWARDED = (
+    "PYTHONPATH",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "TOKENIZERS_PARALLELISM",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_USE_FLASHINFER_SAMPLER",
+    "JUDGE_URLS",
+    "HTTP_SCORER_URLS",
+    "JUDGE_MODEL_ID",
+    "JUDGE_SLEEP_S",
+)
+FORWARDED_PREFIXES = ("VLLM_CPU_",)
+
+GENERATION = "generation"  # the kind of worker that every run needs
+VERIFIER_POOL = "verifier-pool"
+EXPERIENCE_BATCHER = "experience-batcher"
+CONNECT_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def namespace(run_name: str) -> str:
+    """Everything of a run lives in a namespace of its own: two runs on one cluster never meet."""
+    return f"async-grpo/{run_name}"
+
+
+def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The part of the environment that workers get.
+
+    >>> forwarded_environment({"OMP_NUM_THREADS": "1", "VLLM_API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "0"})
+    {'OMP_NUM_THREADS': '1'}
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    }
+
+
+def connect(run_name: str, logging_level: str = "INFO") -> None:
+    """Join the running Ray cluster.
+
+    Raises:
+        ConfigurationError: there is none, or it does not let us in; says how to start one.
+    """
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    try:
+        probe(address)
+        ray.init(
+            address=address,
+            namespace=namespace(run_name),
+            log_to_driver=logging_level == "DEBUG",
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": forwarded_environment()},
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(_how_to_join(str(error))) from error
+
+
+def probe(address: str) -> None:
+    """See whether anybody listens at host:port: Ray itself would go on trying for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"nobody listens at RAY_ADDRESS {address}: {error}") from error
+
+
+def _how_to_join(error: str) -> str:
+    if "token" in error.lower():
+        return (
+            f"the Ray cluster refuses this process: {error.splitlines()[0]} Ray protects clusters made with `ray start` by "
+            "a token: set RAY_AUTH_MODE=token on every side and copy the head's token file to the other nodes"
+        )
+    return (
+        f"no Ray cluster to join ({error.splitlines()[0]}). Start one with `RAY_AUTH_MODE=token ray start --head`, and "
+        "set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on this machine) here too"
+    )
+
+
+def registry_name(kind: str) -> str:
+    """The name of the registry of one kind of worker: "generation", "reference" or "proximal"."""
+    return f"{kind}-registry"
+
+
+def find_actor(name: str, deadline_s: float, what: str) -> Any:
+    """The handle of a named actor of this run, waiting for it to appear.
+
+    Raises:
+        DeadlineExceeded: it did not appear in time; says who should have made it.
+    """
+    give_up, announced = time.monotonic() + deadline_s, False
+    while True:
+        try:
+            return ray.get_actor(name)
+        except ValueError:
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s") from None
+            if not announced:
+                log.info("%s ...", what)
+                announced = True
+            time.sleep(0.2)

@@ -1,0 +1,231 @@
+"""The verifier pool as actors: one pool, and for each adapter some actors with killable processes, on any node.
+
+Remote judges need no process: they run in the pool's own, and share the cluster's traffic control.
+"""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from async_grpo.cluster.actors import zero_cpu_actor
+from async_grpo.cluster.channel import Channel, ChannelServer
+from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
+from async_grpo.rewards.adapter.traits import is_judge
+from async_grpo.rewards.budget import Budget
+from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.judges.idle_sleep import idle_sleep_of_the_run
+from async_grpo.rewards.judges.remote_judge import is_run_judge
+from async_grpo.rewards.limited_worker import LimitedWorker
+from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
+from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool, has_failed
+from async_grpo.rewards.pool_plan import PoolConfig
+from async_grpo.rewards.verifier_worker import VerifierWorker
+from async_grpo.types import AdapterResult, Verdict
+
+SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
+
+
+class VerifierActor(ChannelServer):
+    """Some killable processes of one adapter, on any node."""
+
+    def __init__(self, source: RewardRegistrySource, adapter: str, plan: PoolConfig) -> None:
+        self._source, self._adapter, self._plan = source, adapter, plan
+        self._slots: dict[int, AdapterProcess] = {}
+        handlers = {"open": self._open, "score": self._score, "close": self._close}
+        self.serve({**handlers, "post_process": self._post_process})
+
+    async def _open(self, slot: int) -> dict[str, Any]:
+        """Start a process; returns what a lane wants to know of a worker (see `VerifierWorker`)."""
+        process = AdapterProcess(
+            self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
+        )
+        self._slots[slot] = process
+        await process.start()
+        return {name: getattr(process, name) for name in ("capacity", "prefetch", "has_post_process")}
+
+    async def _score(self, slot: int, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        return await self._slots[slot].score(sample, timeout_s)
+
+    async def _post_process(
+        self, slot: int, samples: Sequence[dict], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        return await self._slots[slot].post_process(samples, results, timeout_s)
+
+    async def _close(self, slot: int) -> None:
+        await self._slots.pop(slot).close()
+
+
+class VerifierPoolActor(ChannelServer):
+    """A `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
+
+    Ray starts it anew when it dies; everything that it needs comes with its arguments, and from the cache's file.
+    """
+
+    def __init__(self, source: RewardRegistrySource, plan: PoolConfig) -> None:
+        os.environ.update(plan.secrets)  # only here: adapters' processes get an allow-list of variables
+        self._source, self._plan = source, dataclasses.replace(plan, secrets={})
+        self._adapters = resolve(source, plan.all_adapters)
+        self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
+        self._rate_limiter = RemoteRateLimiter()
+        self._idle_sleep = idle_sleep_of_the_run()
+        self._pool: VerifierPool | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self.serve(
+            {"verify": self._verify, "post_process": self._post_process, "take_stats": self._take_stats}
+        )
+
+    async def start(self) -> None:
+        """Make all workers; whoever comes meanwhile waits for the same start."""
+        if self._starting is None or has_failed(self._starting):
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def close(self) -> None:
+        """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
+        if self._pool is not None:
+            await self._pool.close()
+            await self._surroundings.close()
+        await self._rate_limiter.close()
+        if self._idle_sleep is not None:
+            await self._idle_sleep.close()
+
+    async def _start(self) -> None:
+        plan = self._plan
+        self._surroundings = self._make_surroundings()
+        self._pool = VerifierPool(
+            plan.adapters,
+            partial(self._make_worker, lane=TRAINING),
+            make_evaluator=partial(self._make_worker, lane=EVALUATION),
+            workers={name: plan.workers.get(name, 1) for name in plan.all_adapters},
+            evaluation_workers={
+                name: 1 if is_judge(adapter) else plan.evaluation_workers
+                for name, adapter in self._adapters.items()
+            },
+            combination=plan.combination,
+            fallbacks=plan.fallbacks,
+            around=self._surroundings,
+            timeout_s=plan.timeout_s,
+        )
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._surroundings.close()  # the next start opens the same files
+            raise
+
+    def _make_surroundings(self) -> CallMiddleware:
+        plan = self._plan
+        judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
+        paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
+        return CallMiddleware(
+            versions=self._versions() if plan.cache_path else {},
+            cache=VerdictCache(plan.cache_path, max_bytes=plan.cache_max_bytes) if plan.cache_path else None,
+            budget=Budget(plan.budget, policy=plan.budget_policy, path=plan.budget_path) if paid else None,
+            estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
+        )
+
+    def _versions(self) -> dict[str, str]:
+        """By which the cache tells answers apart."""
+        options = dict(self._plan.options)
+        return {
+            name: version_of_judge(adapter, self._source.digest_of(name))
+            if is_judge(adapter)
+            else version_of(self._source.digest_of(name), options)
+            for name, adapter in self._adapters.items()
+        }
+
+    async def _make_worker(self, adapter: str, lane: str) -> VerifierWorker:
+        if is_judge(judge := self._adapters[adapter]):
+            endpoint = judge.endpoint()
+            if limits := self._plan.limits.get(adapter):
+                endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
+            return JudgeWorker(
+                adapter,
+                judge,
+                endpoint,
+                self._rate_limiter,
+                lane,
+                self._idle_sleep if is_run_judge(judge) else None,
+            )
+        hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
+        host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
+        if host is None:
+            host = _VerifierHost(self._source, adapter, self._plan)
+            hosts.append(host)
+        slot = _VerifierSlot(host, min(set(range(SLOTS_PER_ACTOR)) - host.slots))
+        await slot.open()
+        if limits := self._plan.limits.get(adapter):
+            run = (
+                ray.get_runtime_context().namespace
+            )  # another run's reward of this name has limits of its own
+            return LimitedWorker(slot, self._rate_limiter, f"{adapter} of {run}", limits, lane)
+        return slot
+
+    async def _verify(self, sample: dict[str, Any], evaluation: bool) -> Verdict:
+        await self.start()
+        assert self._pool is not None
+        return await self._pool.verify(sample, evaluation=evaluation)
+
+    async def _post_process(
+        self, samples: Sequence[dict], verdicts: Sequence[Verdict], evaluation: bool
+    ) -> list[Verdict]:
+        await self.start()
+        assert self._pool is not None
+        return await self._pool.post_process(samples, verdicts, evaluation=evaluation)
+
+    async def _take_stats(self) -> dict[str, Any]:
+        await self.start()
+        assert self._pool is not None
+        return {"verifiers": self._pool.take_stats(), **self._surroundings.stats()}
+
+
+class _VerifierHost:
+    """A `VerifierActor` as the pool sees it."""
+
+    def __init__(self, source: RewardRegistrySource, adapter: str, plan: PoolConfig) -> None:
+        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(source, adapter, plan)
+        self.channel = Channel(self.actor, f"verifier of {adapter}")
+        self.slots: set[int] = set()
+
+
+class _VerifierSlot:
+    """`VerifierWorker`: one process of a `VerifierActor`."""
+
+    def __init__(self, host: _VerifierHost, slot: int) -> None:
+        self._host, self._slot = host, slot
+        self.capacity, self.prefetch, self.has_post_process = 1, False, False  # until it is open
+        host.slots.add(slot)
+
+    async def open(self) -> None:
+        try:
+            vars(self).update(await self._host.channel.call("open", self._slot))
+        except BaseException:
+            self._host.slots.discard(self._slot)
+            raise
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        return await self._host.channel.call("score", self._slot, sample, timeout_s)
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        return await self._host.channel.call("post_process", self._slot, samples, results, timeout_s)
+
+    async def close(self) -> None:
+        """End the process; with the last one its actor goes, too."""
+        host = self._host
+        try:
+            if not host.channel.lost:  # of the last one, too: its reward may have a `close`
+                await host.channel.call("close", self._slot)
+        finally:
+            host.slots.discard(self._slot)  # not before, or the first to be closed would end the actor of all
+            if not host.slots or host.channel.lost:
+                host.channel.close()
+                ray.kill(host.actor)

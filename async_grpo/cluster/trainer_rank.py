@@ -1,0 +1,243 @@
+"""One trainer rank, assembled: the run on the cluster, the sharded policy, and the loop that joins them."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from async_grpo.cluster.ray_session import GENERATION, connect, find_actor, registry_name
+from async_grpo.cluster.run_setup import (
+    OpenRun,
+    RemoteExperience,
+    await_workers,
+    close_run,
+    end_rewards,
+    find_batcher,
+    open_run,
+    start_batcher,
+)
+from async_grpo.cluster.weight_sync import RayEngineControl, RayEngineLink
+from async_grpo.config.plans import batcher_plan, objective, optimizer_settings
+from async_grpo.config.preflight import Prepared, check_reward_column
+from async_grpo.config.reward_plans import pool_plan, with_secrets
+from async_grpo.config.run import RunConfig
+from async_grpo.experience.dataset import Question
+from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.rewards.adapter.registry_source import parse_names, resolve
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
+from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.training.sharding import shard_policy
+from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.types import SharedRunSettings
+from async_grpo.weights.nccl import EngineControl, NCCLPublisher
+from async_grpo.weights.package import WeightPackage
+from async_grpo.weights.publisher import Canary, EngineLink, Publisher
+
+log = logging.getLogger(__name__)
+CANARY_TOKENS = 64
+
+
+def train(config: RunConfig, prepared: Prepared | None) -> None:
+    """Run this rank to the end of the run.
+
+    Args:
+        prepared: the run's inputs, on rank 0; the other ranks read no data and get the settings from it.
+
+    Raises:
+        AsyncGrpoError: whatever ended the run before its time.
+    """
+    connect(config.run_name, config.logging_level)
+    with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
+        if prepared is not None:
+            _train_as_head(config, prepared, ranks)
+        else:
+            batcher = find_batcher(config.start_timeout_s)
+            registry = find_actor(registry_name(GENERATION), config.start_timeout_s, "waiting for rank 0")
+            settings = ray.get(registry.settings.remote(), timeout=60)
+            experience = Experience(config, batcher, ranks, [])
+            _run_loop(config, settings, ranks, experience, engines=None, metrics=None)
+    ray.shutdown()
+
+
+def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
+    """Rank 0: it also opens the run, feeds the engines and writes the files."""
+    run = open_run(config, prepared.settings)
+    rewards = config.reward_fns or await_workers(run, config)
+    source, names = prepared.rewards.with_files(rewards), parse_names(rewards)
+    adapters = resolve(source, names)  # an unknown name ends the run here, with the known ones
+    check_reward_column(config, adapters, [*prepared.questions, *prepared.eval_questions])
+    prepared = dataclasses.replace(prepared, rewards=source)
+    _write_params(config, prepared, ranks, names)
+    plan = batcher_plan(config, ranks.world_size, adapters)
+    verifiers = with_secrets(pool_plan(config, source, names), source)
+    batcher, pool = start_batcher(run, config, plan, prepared.questions, (source, verifiers))
+    experience = Experience(config, batcher, ranks, prepared.eval_questions)
+    engines = Engines(run, config, experience)
+    samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
+    await_workers(run, config)
+    metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
+    try:
+        _run_loop(config, prepared.settings, ranks, experience, engines, metrics)
+    finally:
+        metrics.close()
+    end_rewards(batcher, pool)
+    close_run(run, f"{config.num_steps} steps are done")
+
+
+def _run_loop(
+    config: RunConfig,
+    settings: SharedRunSettings,
+    ranks: Ranks,
+    experience: "Experience",
+    engines: "Engines | None",
+    metrics: MetricsWriter | None,
+) -> None:
+    policy = PolicyModel(
+        load_causal_lm(config.model_name_or_path, "float32"),
+        chunk_tokens=config.logprob_chunk_size,
+        value_head=config.advantage_estimator == "gae",
+        value_trunk_gradient=config.critic_trunk_gradient,
+    )
+    if policy.value_head is not None:
+        load_value_head(policy, config.model_name_or_path)  # of an earlier run; a new one starts at zero
+    shard_policy(
+        policy.to(ranks.device),
+        ranks,
+        dtype=settings.dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    Trainer(
+        policy=policy,
+        accumulator=_accumulator(config, policy, ranks),
+        source=experience,
+        publisher=_publisher(config, policy, settings, ranks, engines),
+        metrics=metrics,
+        checkpoints=CheckpointWriter(
+            config.output_path,
+            config.model_name_or_path,
+            ranks,
+            dtype=settings.dtype,
+            min_samples_between=config.min_samples_per_checkpoint,
+            keep_last=config.keep_checkpoints or None,
+        ),
+        ranks=ranks,
+        num_steps=config.num_steps,
+        progress=Progress(),
+        hook=experience,
+    ).run()
+
+
+def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> GradientAccumulator:
+    optimizer, scheduler = build_policy_optimizer(policy, optimizer_settings(config))
+    return GradientAccumulator(
+        policy,
+        optimizer,
+        scheduler,
+        objective(config),
+        ranks,
+        max_grad_norm=config.max_grad_norm,
+        update_stats=config.update_stats,
+    )
+
+
+def _publisher(
+    config: RunConfig,
+    policy: PolicyModel,
+    settings: SharedRunSettings,
+    ranks: Ranks,
+    engines: "Engines | None",
+) -> Publisher | NCCLPublisher:
+    """Engine links exist on rank 0 alone; the other ranks take part in the gathering."""
+    length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
+    canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
+    common = (named_full_tensors, canary, torch_dtype(settings.dtype))
+    if settings.transport == "nccl":
+        control = engines.control() if engines else None
+        return NCCLPublisher(
+            control,
+            *common,
+            rank=ranks.rank,
+            timeout_s=config.sync_timeout_s,
+            tolerance=config.canary_tolerance,
+        )
+    return Publisher(engines.link() if engines else None, *common, tolerance=config.canary_tolerance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """How rank 0 reaches the engines, by either transport; the batcher is told which version is live."""
+
+    run: OpenRun
+    config: RunConfig
+    experience: "Experience"
+
+    def link(self) -> EngineLink:
+        follows = {
+            kind: actor for kind, actor in self.run.registries.items() if kind != "reference"
+        }  # it is frozen
+        return RayEngineLink(follows, self.config.sync_timeout_s, self._live)
+
+    def control(self) -> EngineControl:
+        return RayEngineControl(self.run.generation, self.config.sync_timeout_s, self._live)
+
+    def _live(self, package: WeightPackage) -> None:
+        self.experience.weights_live(package.version)
+
+
+class Experience(RemoteExperience):
+    """A rank's experience, with rank 0's evaluations: before the first step, every `eval_every`, and at the end."""
+
+    def __init__(self, config: RunConfig, batcher: Any, ranks: Ranks, eval_questions: list[Question]) -> None:
+        super().__init__(batcher, ranks.rank, config.experience_timeout_s)
+        self._config, self._questions = config, eval_questions
+
+    def start(self) -> None:
+        self._evaluate(0)
+        super().start()
+
+    def on_step(self, step: int) -> dict[str, float]:
+        due = step == self._config.num_steps or (
+            self._config.eval_every and step % self._config.eval_every == 0
+        )
+        return self._evaluate(step) if due else {}
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        if not self._questions:
+            return {}
+        started = time.monotonic()
+        result = self.evaluate(self._questions, self._config.experience_timeout_s)
+        samples = result.pop("samples")
+        numbers = {f"eval_{key}": value for key, value in result.items()}
+        folder = self._config.output_path
+        with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
+        (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
+        reward = "-" if result["avg_reward"] is None else f"{result['avg_reward']:.3f}"
+        scored, asked = result["num_reward_ok"], result["num_samples"]
+        log.info("held-out at step %d: mean reward %s over %d of %d samples", step, reward, scored, asked)
+        return numbers
+
+
+def _write_params(config: RunConfig, prepared: Prepared, ranks: Ranks, rewards: Sequence[str]) -> None:
+    """Every setting of the run, beside its metrics; `vars` of the settings that workers share included."""
+    params = {
+        **dataclasses.asdict(config),
+        "WORLD_SIZE": ranks.world_size,
+        "reward_fns": list(rewards),
+        "reward_registry_sha256": prepared.rewards.sha256,
+        "reward_sources_sha256": prepared.rewards.digests,
+        "settings": dataclasses.asdict(prepared.settings),
+        "num_questions": len(prepared.questions),
+        "ray_version": ray.__version__,
+    }
+    text = json.dumps(params, indent=2) + "\n"
+    (config.output_path / PARAMS_FILE).write_text(text, encoding="utf-8")

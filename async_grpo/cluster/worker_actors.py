@@ -1,0 +1,118 @@
+"""The inference workers as actors: what they share is how they join a run and how weights reach them."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import ray
+from safetensors.torch import load
+
+from async_grpo.cluster.channel import ChannelServer
+from async_grpo.errors import WeightsDidNotLand
+from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.weights.manifest import record
+from async_grpo.weights.package import Receipt, WeightPackage, prove_landed
+
+
+class WorkerActor(ChannelServer):
+    """A worker that joins a run and follows its weights. One package is loaded at a time, never an older one."""
+
+    def __init__(self) -> None:
+        self._loading = asyncio.Lock()
+        self._version: int | None = None
+
+    async def enlist(self, registry: Any, info: WorkerInfo, rewards: str) -> None:
+        """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
+        packages = await registry.register.remote(info, ray.get_runtime_context().current_actor, rewards)
+        while packages:
+            for package in packages:
+                prove_landed(package, {info.worker_id: await self.update_weights(package)})
+            if await registry.activate.remote(info.worker_id, packages[-1].version):
+                return
+            packages = await registry.current.remote()  # a sync came in between
+
+    async def update_weights(self, package: WeightPackage) -> Receipt:
+        """Load a package and answer its canary under the new weights.
+
+        Raises:
+            WeightsDidNotLand: newer weights are loaded already.
+        """
+        async with self._loading:
+            if self._version is not None and 0 <= package.version < self._version:
+                raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
+            manifest = await self.load([await chunk for chunk in package.chunks], package.version)
+            self._version = package.version
+            return manifest, await self.canary(package.canary_ids)
+
+    async def load(self, chunks: list[np.ndarray], version: int) -> Any:
+        raise NotImplementedError
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class GenerationActor(WorkerActor):
+    """A `GenerationWorker`. vLLM is imported here and nowhere else in the cluster room."""
+
+    async def start(self, options: Any, settings: SharedRunSettings) -> int:
+        """Load the model; returns the tokens that its KV cache holds."""
+        from async_grpo.generation.generation_worker import GenerationWorker
+
+        self._worker = GenerationWorker.start(options, settings)
+        self.serve({"complete": self._worker.complete, "take_stats": self._take_stats})
+        return self._worker.kv_cache_tokens
+
+    async def load(self, chunks: list[np.ndarray], version: int) -> Any:
+        return await self._worker.update_weights(version, [memoryview(chunk) for chunk in chunks])
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        return await self._worker.prompt_logprobs(token_ids)
+
+    async def transfer(self, method: str, *args: Any) -> Any:
+        """One call of vLLM's weight-transfer interface, driven by the trainer's own engine (NCCL)."""
+        return await getattr(self._worker, method)(*args)
+
+    async def until_failure(self) -> str:
+        """Waits for the engine to die; returns why."""
+        return await self._worker.until_failure()
+
+    async def close(self) -> None:
+        self._worker.close()
+
+    async def _take_stats(self) -> dict[str, Any]:
+        return self._worker.take_stats()
+
+
+class LogprobActor(WorkerActor):
+    """A `LogprobWorker`."""
+
+    async def start(
+        self, model_path: str, settings: SharedRunSettings, max_tokens: int, max_wait_s: float
+    ) -> int:
+        """Load the model; returns the token budget of a forward."""
+        from async_grpo.logprob.logprob_worker import LogprobWorker
+
+        options = {"max_tokens": max_tokens, "max_wait_s": max_wait_s, "temperature": settings.temperature}
+        self._server = LogprobWorker.from_folder(model_path, dtype=settings.dtype, **options)
+        self.serve({"logprobs": self._server.logprobs})
+        return max_tokens
+
+    async def load(self, chunks: list[np.ndarray], version: int) -> Any:
+        """Proximal workers only. Unpacking and digests run in a thread: the actor must go on answering."""
+        tensors, manifest = await asyncio.to_thread(_unpacked, chunks)
+        await self._server.load_weights(tensors.items())
+        return manifest
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        return await self._server.prompt_logprobs(token_ids)
+
+    async def until_failure(self) -> str:
+        return await asyncio.get_running_loop().create_future()  # its failures are answers to requests
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+def _unpacked(chunks: list[np.ndarray]) -> tuple[dict[str, Any], dict[str, Any]]:
+    tensors = {name: tensor for chunk in chunks for name, tensor in load(chunk.tobytes()).items()}
+    return tensors, {name: record(tensor) for name, tensor in tensors.items()}

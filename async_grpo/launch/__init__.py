@@ -1,0 +1,1 @@
+"""A whole run on this machine from one command: programs, judge servers, the demo."""

@@ -1,0 +1,123 @@
+"""The demo: the tiny model learns countdown by asynchronous GRPO, on real parts, without a GPU."""
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.launch.local_run import ROOT, LocalConfig, run_locally
+from async_grpo.metrics.figures import plot_runs
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE
+from async_grpo.options.fields import option
+
+DATA = ROOT / "sample-data"
+PLOTTED = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What one may vary about the demo."""
+
+    seed: int = option(37, "Seed of everything random.", "Demo")
+    output_dir: str = option(
+        "runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo"
+    )
+    steps: int = option(90, "Optimizer steps.", "Demo")
+    max_staleness: int = option(1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo")
+
+
+def demo(config: DemoConfig) -> None:
+    """Train, evaluate before and after, and write pictures, samples and a checkpoint."""
+    started = time.monotonic()
+    folder = _fresh_folder(Path(config.output_dir))
+    run_locally(run_config(config))
+    metrics = folder / METRICS_FILE
+    for picture in ("reward.svg", "reward.png"):
+        plot_runs([metrics], PLOTTED, "total_samples_accumulated", folder / picture, smooth_window=10)
+    _tell(folder, time.monotonic() - started)
+
+
+def run_config(config: DemoConfig) -> LocalConfig:
+    """The demo as an ordinary run."""
+    return LocalConfig(
+        model_name_or_path=str(DATA / "tiny-model"),
+        data_path=str(DATA / "countdown_train.jsonl"),
+        eval_data_path=str(DATA / "countdown_heldout.jsonl"),
+        output_dir=config.output_dir,
+        run_name=f"demo-{config.seed}",
+        reward_fns="countdown,format",
+        batch_size=32,
+        samples_per_question=8,
+        num_training_batches=config.steps,
+        max_staleness=config.max_staleness,
+        max_tokens_per_gpu=4096,
+        max_generation_tokens=24,
+        infinite_sampler_seed=config.seed,
+        learning_rate=2e-4,
+        num_warmup_steps=5,
+        kl_coef=0.001,
+        nproc_per_node=2,
+        max_num_seqs=256,
+        overhead_seqs=256,
+        enforce_eager=True,
+        min_samples_per_checkpoint=10_000_000,
+    )
+
+
+def _fresh_folder(folder: Path) -> Path:
+    """An empty folder with the demo's mark; an earlier demo there is removed, and nothing else ever is."""
+    mark = folder / ".async-grpo-demo"
+    if mark.exists():
+        shutil.rmtree(folder)
+    elif folder.exists() and any(folder.iterdir()):
+        raise ConfigurationError(
+            f"--output-dir {folder} is not empty and not an earlier demo: choose another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    return folder
+
+
+def _tell(folder: Path, seconds: float) -> None:
+    """What was learned, and where to look."""
+    console = Console()
+    evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
+    before, after = evaluations[0], evaluations[-1]
+    console.print(f"{before['eval_num_samples']} held-out countdown tasks, temperature 1:")
+    table = Table()
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
+        table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
+    console.print(table)
+    _write_samples(folder, before["step"], after["step"])
+    checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)
+    for what, where in (
+        ("reward curve", f"{folder / 'reward.svg'} and .png"),
+        ("metrics", folder / METRICS_FILE),
+        ("checkpoint", checkpoint),
+        ("samples before and after", folder / "samples.md"),
+        ("logs", folder / "logs"),
+    ):
+        console.print(f"{what}: {where}", soft_wrap=True, highlight=False)
+    console.print(f"{seconds:.0f} s in all")
+
+
+def _write_samples(folder: Path, first: int, last: int, count: int = 8) -> None:
+    """The same tasks before and after, side by side."""
+    before, after = (
+        [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()][
+            :count
+        ]
+        for step in (first, last)
+    )
+    lines = ["| task | before | after |", "|---|---|---|"]
+    for old, new in zip(before, after, strict=True):
+        cells = [old["input"], old["completion"], new["completion"]]
+        lines.append("| " + " | ".join(f"`{cell!r}`".replace("|", "\\|") for cell in cells) + " |")
+    (folder / "samples.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""The judge of a run on this machine: what may be said of it on the command line, and its servers."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import option
+from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, JUDGE_SLEEP_S, JUDGE_URLS
+from async_grpo.rewards.judges.server import JudgeServer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJudge:
+    """A model that `async-grpo run` serves for the judges on the page of rewards."""
+
+    judge_model: str | None = option(
+        None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model.", "Judge"
+    )
+    judge_replicas: int = option(1, "Servers of the judge, between which calls are balanced.", "Judge")
+    judge_runner: str = option("auto", "vLLM's runner of the judge: auto, generate or pooling.", "Judge")
+    judge_max_model_len: int | None = option(
+        None, "Longest prompt and reply of the judge, in tokens.", "Judge"
+    )
+    judge_gpus: str | None = option(
+        None,
+        "A visible GPU for each server, shared with others: 0,1. By default the last ones, which it has alone.",
+        "Judge",
+    )
+    judge_gpu_memory_utilization: float | None = option(
+        None,
+        "Share of a GPU's memory that a server may take; on shared GPUs less than others leave.",
+        "Judge",
+    )
+    judge_sleep_s: float | None = option(
+        None,
+        "The servers give their GPU memory back after so many seconds without a call, until the next.",
+        "Judge",
+    )
+
+    def check_judge(self, visible: Sequence[str]) -> None:
+        """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
+        if self.judge_model is None:
+            named = [name for name in ("judge_gpus", "judge_gpu_memory_utilization", "judge_sleep_s")
+                     if getattr(self, name) is not None]  # fmt: skip
+            if named:
+                raise ConfigurationError(f"--{named[0].replace('_', '-')} without --judge-model does nothing")
+            return
+        if not Path(self.judge_model).is_dir():
+            raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
+        if self.judge_replicas < 1:
+            raise ConfigurationError(f"--judge-replicas must be at least 1, not {self.judge_replicas}")
+        self._check_gpus(visible)
+        share = self.judge_gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigurationError(f"--judge-gpu-memory-utilization is a share above 0, not {share}")
+        if self.judge_sleep_s is not None and not self.judge_sleep_s > 0:
+            raise ConfigurationError(f"--judge-sleep-s must be above 0, not {self.judge_sleep_s}")
+
+    def _check_gpus(self, visible: Sequence[str]) -> None:
+        if self.judge_gpus is None:
+            return
+        if not visible:
+            raise ConfigurationError(
+                f"--judge-gpus {self.judge_gpus}, but no GPU is visible here: leave it out, and the judge runs on the CPU"
+            )
+        # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
+        if unknown := [gpu for gpu in self.shared_gpus if gpu not in visible]:
+            raise ConfigurationError(
+                f"--judge-gpus {self.judge_gpus}: {', '.join(map(repr, unknown))} is none of the visible GPUs, which are "
+                f"{', '.join(visible)} (CUDA_VISIBLE_DEVICES)"
+            )
+        if len(self.shared_gpus) != self.judge_replicas:
+            raise ConfigurationError(
+                f"--judge-gpus {self.judge_gpus} must name one GPU for each of the {self.judge_replicas} servers"
+            )
+
+    @property
+    def shared_gpus(self) -> list[str]:
+        """The ids in `--judge-gpus`, a server each."""
+        return [] if self.judge_gpus is None else [gpu.strip() for gpu in self.judge_gpus.split(",")]
+
+    @property
+    def judge_gpus_alone(self) -> int:
+        """How many GPUs nobody else may use."""
+        return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
+
+
+@contextmanager
+def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
+    """The judge's servers, if there are to be any; yields the variables by which judges find them.
+
+    Raises:
+        ConfigurationError: the servers cannot work so.
+        WorkerLost, DeadlineExceeded: one of them did not start.
+    """
+    if not config.judge_model:
+        yield {}
+        return
+    log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
+    given = {
+        "max-model-len": config.judge_max_model_len,
+        "gpu-memory-utilization": config.judge_gpu_memory_utilization,
+    }
+    idle_sleep = config.judge_sleep_s is not None
+    with JudgeServer(
+        config.judge_model,
+        log_folder=log_folder,
+        replicas=config.judge_replicas,
+        devices=config.shared_gpus or gpus[-config.judge_replicas :] or None,
+        runner=config.judge_runner,
+        options={name: value for name, value in given.items() if value is not None}
+        | {"enforce-eager": eager},
+        sleep_mode=idle_sleep,
+    ) as server:
+        if idle_sleep:
+            server.sleep()  # or those who share its GPUs would find no room when they start
+        yield {
+            JUDGE_URLS: ",".join(server.urls),
+            JUDGE_MODEL_ID: folder_id(config.judge_model),
+            **({JUDGE_SLEEP_S: str(config.judge_sleep_s)} if idle_sleep else {}),
+        }
+
+
+def folder_id(folder: str | os.PathLike[str]) -> str:
+    """Tells a folder from another with other files (their names, sizes and times), wherever it lies."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    listing = [
+        f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
+    ]
+    return hashlib.sha256("\n".join(listing).encode()).hexdigest()

@@ -1,0 +1,281 @@
+"""A whole run on this machine, from one command: Ray, workers and trainer as the programs a user starts by hand."""
+
+import dataclasses
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_grpo.config.preflight import prepare
+from async_grpo.config.recipes import RECIPES
+from async_grpo.config.run import RunConfig, WorkerConfig
+from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.launch.judge_servers import LocalJudge, serving
+from async_grpo.options.fields import option
+from async_grpo.processes.supervisor import Supervisor, log_excerpt
+
+ROOT = Path(__file__).resolve().parents[2]  # where the front doors lie
+RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "USER",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+)
+INHERITED_PREFIXES = (
+    "RAY_",
+    "OMP_",
+    "MKL_",
+    "HF_HUB_OFFLINE",
+    "TOKENIZERS_",
+    "VLLM_CPU_",
+    "VLLM_LOGGING_",
+    "PYTHON",
+)
+REFUSED = re.compile(r"was the first to end, with exit code 2\b")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(LocalJudge, RunConfig):
+    """A `RunConfig` and what the workers beside it need."""
+
+    announces_recipe = False  # its trainer does
+
+    nproc_per_node: int = option(1, "Trainer ranks.", "Local")
+    generation_workers: int = option(1, "Generation workers.", "Local")
+    max_num_seqs: int = option(64, "Sequences each engine decodes at once.", "Local")
+    overhead_seqs: int = option(16, "Further sequences admitted to each engine.", "Local")
+    enforce_eager: bool = option(False, "Do not compile the engine's model.", "Local")
+    ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.nproc_per_node, self.generation_workers) < 1:
+            raise ConfigurationError("--nproc-per-node and --generation-workers must be at least 1")
+        capacity = self.max_num_seqs + self.overhead_seqs
+        if self.samples_per_question > capacity:
+            raise ConfigurationError(
+                f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
+                "sequences (--max-num-seqs + --overhead-seqs)"
+            )
+        self.check_judge(gpus())
+        needed = (
+            self.nproc_per_node + self.generation_workers + len(self.logprob_roles) + self.judge_gpus_alone
+        )
+        if gpus() and len(gpus()) < needed:
+            raise ConfigurationError(
+                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {self.generation_workers}, and "
+                f"logprob workers and judges), "
+                f"{len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
+            )
+        if not self.reward_fns:
+            raise ConfigurationError(
+                "name the rewards of the run: --reward-fns countdown,format (see reward_registry.py)"
+            )
+
+
+def run_locally(config: LocalConfig) -> None:
+    """Start everything, wait for the end of the training, and leave nothing behind.
+
+    Raises:
+        ConfigurationError: before anything is started, if a setting or a file is wrong.
+        RunFailed, WorkerLost: a program ended before its time; says which and why.
+    """
+    prepare(config)
+    if config.ray_address:
+        _check_reachable(config.ray_address)
+    supervisor = Supervisor(config.output_path / "logs")
+    judge = serving(config, gpus(), config.output_path / "logs", config.enforce_eager)
+    with _signals_as_exceptions(), _temporary_folder() as scratch, judge as variables:
+        try:
+            _run(config, supervisor, scratch, variables)
+        finally:
+            supervisor.stop()
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--ray-address {address}: nobody listens there ({error})") from error
+
+
+def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
+    environment = local_environment(config, scratch) | judge
+    if not config.ray_address:
+        log.info("starting a private Ray")
+        command = ray_command(environment["RAY_ADDRESS"], scratch)
+        ray = supervisor.start(
+            "ray", command, ray_environment(environment, config.nproc_per_node, config.judge_gpus_alone)
+        )
+        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
+    log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
+    workers = [
+        supervisor.start(
+            f"{worker.mode} worker {number}", program("worker_dispatcher.py", worker), environment
+        )
+        for number, worker in enumerate(_workers(config))
+    ]
+    trainer = supervisor.start("trainer", _trainer_command(config), environment, console=True)
+    code = supervisor.wait(trainer)
+    if code != 0:
+        if REFUSED.search(log_excerpt(trainer)):
+            raise ConfigurationError(log_excerpt(trainer).strip())
+        raise RunFailed(f"{trainer.describe_exit()}{log_excerpt(trainer)}")
+    log.info("done; waiting for the workers to end")
+    supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
+
+
+def _workers(config: LocalConfig) -> list[WorkerConfig]:
+    shared: dict[str, Any] = {
+        "model_path": config.model_name_or_path,
+        "run_name": config.run_name,
+        "start_timeout_s": config.start_timeout_s,
+        "logging_level": config.logging_level,
+    }
+    generation = WorkerConfig(
+        mode="generation",
+        reward_fns=config.reward_fns,
+        max_num_seqs=config.max_num_seqs,
+        overhead_seqs=config.overhead_seqs,
+        enforce_eager=config.enforce_eager,
+        **shared,
+    )
+    logprob = [
+        WorkerConfig(mode="logprob", role=role, max_tokens_per_gpu=config.max_tokens_per_gpu, **shared)
+        for role in config.logprob_roles
+    ]
+    return [generation] * config.generation_workers + logprob
+
+
+def program(script: str, config: Any) -> list[str]:
+    """The command line of a front door with every setting that differs from its default."""
+    return [sys.executable, str(ROOT / script), *as_arguments(config, type(config))]
+
+
+def _trainer_command(config: LocalConfig) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
+    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    return [*torchrun, *rendezvous, str(ROOT / "trainer_core.py"), *as_arguments(config, RunConfig)]
+
+
+def as_arguments(config: Any, fields_of: type) -> list[str]:
+    """
+    >>> as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig)
+    ['--mode=logprob', '--model-path=.', '--enforce-eager']
+    """
+    arguments = []
+    preset = RECIPES.get(
+        getattr(config, "recipe", None), {}
+    )  # a value may differ from it by being the default
+    for field in dataclasses.fields(fields_of):
+        value, name = getattr(config, field.name), field.name.replace("_", "-")
+        if value is None or (value == field.default and field.name not in preset):
+            continue
+        arguments.append(
+            f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+        )
+    return arguments
+
+
+def ray_command(address: str, scratch: Path) -> list[str]:
+    """A head node that only this machine can reach."""
+    host, port = address.split(":")
+    return [
+        *[sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
+        *[
+            f"--node-ip-address={host}",
+            f"--port={port}",
+            "--include-dashboard=false",
+            f"--temp-dir={scratch}",
+        ],
+    ]
+
+
+def local_environment(config: LocalConfig, scratch: Path) -> dict[str, str]:
+    """The environment of every program: one private cluster, everything on the loopback interface."""
+    private = {
+        "RAY_ADDRESS": config.ray_address or f"127.0.0.1:{free_port()}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would fight over the cores
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not config.ray_address:
+        private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if devices := gpus():
+        private["CUDA_VISIBLE_DEVICES"] = ",".join(devices[: config.nproc_per_node])  # Ray gets the others
+    return {**os.environ, **private}
+
+
+def ray_environment(environment: dict[str, str], trainer_gpus: int, judge_gpus: int = 0) -> dict[str, str]:
+    """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's or the judge's GPUs."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name in INHERITED or name.startswith(INHERITED_PREFIXES)
+    }
+    devices = gpus()
+    last = len(devices) - judge_gpus
+    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:last])} if devices else kept
+
+
+def gpus() -> list[str]:
+    """Ids of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device.strip() for device in visible.split(",") if device.strip()]
+    return [str(device) for device in range(torch.cuda.device_count())]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """For Ray's session; a short path, as its sockets' names may not exceed 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="grpo-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order."""
+
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,200 @@
+"""Draws the metrics of one or several runs: the other half of the logic of `plot.py`.
+
+Only finite numbers are drawn: null, NaN, infinities, booleans and text leave a gap in the line. A step without the
+key is passed over: a key logged every tenth step is a line. Names ending in `_T` are arrays of shape (steps,), float64.
+"""
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.metrics.reader import Run, load_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
+PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+
+log = logging.getLogger(__name__)
+
+
+def plot_runs(
+    files: list[Path],
+    variables: list[str] | None,
+    x_key: str,
+    output: Path | None,
+    names: list[str] | None = None,
+    smooth_window: int | None = None,
+    remote: str | None = None,
+) -> None:
+    """Draw `variables` over `x_key` for all files, one subplot per variable and one colour per run.
+
+    `variables`: None or empty = those of DEFAULT_VARIABLES that the files hold. `output`: a .svg, .png or
+    .pdf file, None = an interactive window. `smooth_window`: steps of a moving average drawn over the faded
+    raw line, None = raw only. Raises ConfigurationError for the user's mistakes, FetchFailed if scp fails.
+    """
+    if output is not None and output.suffix.lower() not in PICTURE_SUFFIXES:
+        raise ConfigurationError(f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}")
+    runs = load_runs(files, names, remote)
+    for run in runs:
+        _check_key(x_key, [run], f"the x axis of {run.source}")
+    variables = list(dict.fromkeys(variables or _default_variables(runs)))
+    for key in variables:
+        _check_variable(key, x_key, runs)
+    figure = _new_window() if output is None else _new_figure()
+    draw(figure, runs, variables, x_key, smooth_window, legend=len(runs) > 1 or bool(names))
+    if output is None:
+        _show_windows()
+    else:
+        _save(figure, output)
+
+
+def _default_variables(runs: list[Run]) -> list[str]:
+    known = {key for run in runs for key in run.plottable_keys}
+    skipped = [key for key in DEFAULT_VARIABLES if key not in known]
+    if len(skipped) == len(DEFAULT_VARIABLES):
+        raise ConfigurationError(f"none of the default keys is there; pass -v KEY, one of: {_listed(runs)}")
+    if skipped:
+        log.warning("skipped, not in any file: %s", ", ".join(skipped))
+    return [key for key in DEFAULT_VARIABLES if key in known]
+
+
+def _check_key(key: str, runs: list[Run], role: str) -> None:
+    if any(key in run.plottable_keys for run in runs):
+        return
+    problem = "holds no number" if any(key in run.keys for run in runs) else "is unknown"
+    raise ConfigurationError(f"key {key!r} for {role} {problem}; keys with numbers: {_listed(runs)}")
+
+
+def _check_variable(key: str, x_key: str, runs: list[Run]) -> None:
+    _check_key(key, runs, "a variable")
+    without = [run.name for run in runs if not run.can_draw(x_key, key)]
+    if len(without) == len(runs):
+        raise ConfigurationError(f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key")
+    if without:
+        log.warning("%s: nothing to draw in %s", key, ", ".join(without))
+
+
+def _listed(runs: list[Run]) -> str:
+    return ", ".join(sorted({key for run in runs for key in run.plottable_keys})) or "none"
+
+
+def _new_figure() -> "Figure":
+    # A notebook's MPLBACKEND may name a module that only the notebook has: matplotlib would fail to import.
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        os.environ.update({"MPLBACKEND": backend} if backend else {})
+    return Figure()  # without pyplot: the canvas follows the file's format, no display is looked for
+
+
+def _new_window() -> "Figure":
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib.backends.registry import BackendFilter, backend_registry
+
+        backend = plt.get_backend()
+        figure = plt.figure()
+    except (ImportError, RuntimeError, ValueError) as error:  # MPLBACKEND asks for what is not there
+        raise ConfigurationError(f"cannot open a window ({error}); pass -o FILE") from error
+    interactive = backend_registry.list_builtin(BackendFilter.INTERACTIVE)  # type: ignore[no-untyped-call]
+    if backend.lower() not in map(str.lower, interactive):
+        plt.close(figure)
+        raise ConfigurationError(f"no display to open a window on (backend {backend!r}); pass -o FILE")
+    return figure
+
+
+def _show_windows() -> None:
+    import matplotlib.pyplot as plt
+
+    plt.show()
+
+
+def _save(figure: "Figure", output: Path) -> None:
+    try:
+        figure.savefig(output, format=output.suffix.lower()[1:], dpi=150)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
+
+
+def draw(
+    figure: "Figure", runs: list[Run], variables: list[str], x_key: str, window: int | None, legend: bool
+) -> None:
+    """Fill an empty figure: up to two columns of subplots, sized to their number, one legend above all."""
+    import matplotlib
+    from matplotlib.lines import Line2D
+
+    columns = min(2, len(variables))
+    rows = math.ceil(len(variables) / columns)
+    figure.set_size_inches((8.0, 4.8) if columns == 1 else (12.0, 3.6 * rows + 0.6))
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    few = len(runs) <= 10
+    colours = matplotlib.colormaps["tab10" if few else "turbo"](
+        np.arange(len(runs)) if few else np.linspace(0, 1, len(runs))
+    )
+    # A "$" in a key or a file name would be parsed as a formula, and fail if it is not one.
+    with matplotlib.rc_context({"text.parse_math": False}):
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for ax, key in zip(axes, variables, strict=False):
+            for run, colour in zip(runs, colours, strict=True):
+                _draw_line(ax, run.series(x_key, key), colour, window)
+            _dress(ax, key, x_key)
+        for unused in axes[len(variables) :]:
+            unused.remove()
+        if legend:
+            handles = [Line2D([], [], color=colour, linewidth=2) for colour in colours]
+            names = [run.name for run in runs]
+            figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
+
+
+def _draw_line(ax: "Axes", series: np.ndarray, colour: Any, window: int | None) -> None:
+    x_T, y_T = series
+    # A number between two gaps has no line segment: without a marker it would be invisible.
+    drawn = np.pad(np.isfinite(series).all(axis=0), 1)
+    lone = np.flatnonzero(drawn[1:-1] & ~drawn[:-2] & ~drawn[2:])
+    style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "markevery": lone.tolist()}
+    if window is None:
+        ax.plot(x_T, y_T, linewidth=1.6, **style)
+    else:
+        ax.plot(x_T, y_T, linewidth=1.0, alpha=0.3, **style)
+        ax.plot(x_T, moving_average(y_T, window), linewidth=2.0, **style)
+
+
+def _dress(ax: "Axes", key: str, x_key: str) -> None:
+    ax.set_title(key, fontsize=11)
+    ax.set_xlabel(x_key)
+    ax.grid(True, color="0.88", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(x=0.02)
+
+
+def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving average, shape (T,); NaN stays NaN and counts in no average.
+
+    Step t averages the steps t - window//2 to t + (window-1)//2, as far as they exist: the window shrinks at
+    the ends instead of padding the series, and is never longer than the series.
+    Raises ConfigurationError if window < 1.
+
+    >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)
+    array([1. , 3. , 4.5, nan, 4. ])
+    """
+    if window < 1:
+        raise ConfigurationError(f"a moving average needs a window of at least 1 step, not {window}")
+    steps = len(values_T)
+    if steps == 0:
+        return values_T
+    ones = np.ones(min(window, steps))
+    inside = slice((len(ones) - 1) // 2, (len(ones) - 1) // 2 + steps)
+    finite_T = np.isfinite(values_T)
+    sums_T = np.convolve(np.where(finite_T, values_T, 0.0), ones)[inside]
+    counts_T = np.convolve(finite_T.astype(float), ones)[inside]
+    return np.where(finite_T, sums_T / np.maximum(counts_T, 1.0), np.nan)

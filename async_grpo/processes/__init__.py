@@ -1,0 +1,1 @@
+"""Programs that live and die together."""

@@ -1,0 +1,191 @@
+"""`Supervisor`: a few programs that live and die together. Knows nothing of what they do.
+
+Whatever happens, nothing is left behind: children get SIGTERM when the supervisor dies (kernel's parent-death signal),
+orphans of children become the supervisor's own (subreaper), and `stop` ends every descendant.
+"""
+
+import contextlib
+import ctypes
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, WorkerLost
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
+
+TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
+TORCHRUN_ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)", re.DOTALL)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Program:
+    """One child and where its output goes."""
+
+    name: str
+    process: subprocess.Popen
+    output: Path
+
+    def describe_exit(self) -> str:
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name} {how}"
+
+
+class Supervisor:
+    """Starts programs, watches them, and ends them all.
+
+    Args:
+        folder: for the output of programs that do not write to the console.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._programs = folder, []  # in order of start
+        folder.mkdir(parents=True, exist_ok=True)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, console: bool = False
+    ) -> Program:
+        """Start `command`; its output goes to `<folder>/<name>.log`, or with `console` only its stderr does."""
+        output = self._folder / f"{name.replace(' ', '-')}.log"
+        with output.open("wb") as sink:
+            process = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=None if console else sink,
+                stderr=sink,
+                start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which ends the rest in order
+                preexec_fn=_die_with_parent,
+            )
+        program = Program(name, process, output)
+        self._programs.append(program)
+        return program
+
+    def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
+        """Wait until the program has written `text`.
+
+        Raises:
+            WorkerLost: it ended first.
+            DeadlineExceeded: it did not come.
+        """
+        give_up = time.monotonic() + deadline_s
+        while text not in program.output.read_text(errors="replace"):
+            self.check()
+            if program.process.poll() is not None or time.monotonic() > give_up:
+                raise DeadlineExceeded(
+                    f"{program.name} did not say {text!r} in {deadline_s:.0f} s; see {program.output}"
+                )
+            time.sleep(0.1)
+
+    def wait(self, main: Program) -> int:
+        """Wait for `main` to end, while all others run; returns its exit code.
+
+        Raises:
+            WorkerLost: another program ended first; says which, how, and its last words.
+        ConfigurationError: the same, when it refused its settings (exit code 2).
+        """
+        while main.process.poll() is None:
+            try:
+                self.check(except_for=main)
+            except (WorkerLost, ConfigurationError):
+                if main.process.poll() == 0:  # a program that was late for a run that is over and well
+                    break
+                raise
+            time.sleep(0.2)
+        return main.process.returncode
+
+    def wait_all(self, programs: Sequence[Program], deadline_s: float) -> None:
+        """Give programs that end by themselves the time to do so."""
+        give_up = time.monotonic() + deadline_s
+        while any(p.process.poll() is None for p in programs) and time.monotonic() < give_up:
+            time.sleep(0.1)
+
+    def check(self, except_for: Program | None = None) -> None:
+        """Raise WorkerLost if a program has died. (One that ends with 0 was told that the run is over.)"""
+        if any(program.process.poll() for program in self._programs if program is not except_for):
+            time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
+            dead = [program for program in self._programs if program.process.poll()]
+            message = "; ".join(f"{program.describe_exit()}{log_excerpt(program)}" for program in dead)
+            if any(program.process.returncode == EXIT_USAGE for program in dead):
+                raise ConfigurationError(message)
+            raise WorkerLost(message)
+
+    def stop(self) -> None:
+        """End everything: the last started program first, then the others, then whatever descends from this process.
+
+        Signals are ignored meanwhile: a second Ctrl-C must not leave half of it running.
+        """
+        ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+        try:
+            for programs in (self._programs[-1:], self._programs[:-1]):
+                for program in programs:
+                    program.process.terminate()
+                self.wait_all(programs, TERM_GRACE_S)
+            end_descendants()
+            self._programs.clear()
+            _prctl(
+                PR_SET_CHILD_SUBREAPER, 0
+            )  # who starts processes after this does not wait for their orphans
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def log_excerpt(program: Program, lines: int = 12) -> str:
+    """The end of a program's output, for an error message."""
+    whole = program.output.read_text(errors="replace").strip()
+    text = whole.splitlines()
+    errors = [line for line in text if line.startswith("error: ")] or [
+        line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line
+    ]
+    if root := TORCHRUN_ROOT.search(whole):
+        errors.append(f"rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
+    return (
+        "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
+        + f"\n    (all of it: {program.output})"
+    )
+
+
+def end_descendants() -> None:
+    """SIGTERM, then SIGKILL every process that descends from this one, orphans included."""
+    descendants = psutil.Process().children(recursive=True)
+    for process in descendants:
+        _signal(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(descendants, timeout=KILL_GRACE_S)
+    while alive or (alive := psutil.Process().children(recursive=True)):
+        for process in alive:
+            _signal(process, signal.SIGKILL)
+        _, stuck = psutil.wait_procs(alive, timeout=KILL_GRACE_S)
+        if stuck:
+            log.error("processes that do not even die of SIGKILL: %s", [process.pid for process in stuck])
+            return
+        alive = []
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, which is what we want
+        process.send_signal(number)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before its program starts."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)

@@ -1,0 +1,95 @@
+"""`async-grpo cache`: what a verdict cache holds, and less of it."""
+
+import sqlite3
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from async_grpo.config.run import required
+from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.options.fields import option
+from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
+
+DAY_S, MEGABYTE = 86_400.0, 2**20
+BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copying it takes longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What one may do to a verdict cache."""
+
+    path: str = required("The file that --verdict-cache named in a run.", "Cache")
+    prune_older_than_days: float | None = option(
+        None, "Delete the entries that were last used longer ago.", "Cache"
+    )
+    prune_adapter: str | None = option(
+        None, "Delete the entries of this reward; with --prune-older-than-days, only the old ones.", "Cache"
+    )
+    max_mb: float | None = option(
+        None, "Then delete the longest unused until the entries take no more megabytes than this.", "Cache"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("prune_older_than_days", "max_mb"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be 0 or more, not {value}")
+
+    @property
+    def prunes(self) -> bool:
+        """Whether anything is to be deleted."""
+        return (self.prune_older_than_days, self.prune_adapter, self.max_mb) != (None, None, None)
+
+
+def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
+    """Delete what is to be deleted, and show the rest.
+
+    Raises:
+        ConfigurationError: there is no such cache, it is damaged, or holds nothing of the reward to prune.
+        RunFailed: it is locked, or the disk is full.
+    """
+    console = console or Console(markup=False, highlight=False, emoji=False)
+    if not Path(config.path).is_file():
+        raise ConfigurationError(f"{config.path}: there is no such verdict cache")
+    file = CacheFile(config.path, busy_s=BUSY_S, repair=False)
+    try:
+        known = [one.adapter for one in file.entries()]
+        if config.prune_adapter not in (None, *known):
+            raise ConfigurationError(
+                f"--prune-adapter {config.prune_adapter}: the cache holds entries of {', '.join(known) or 'nobody'}"
+            )
+        if config.prunes:
+            deleted = _prune(file, config)
+            console.print(f"{deleted} entries deleted")
+        entries = file.entries()
+    except (OSError, sqlite3.Error) as error:
+        raise RunFailed(f"the verdict cache {config.path} cannot be used now: {error}") from error
+    finally:
+        file.close()
+    console.print(_table(entries) if entries else "no entries")
+    console.print(f"{config.path}: {Path(config.path).stat().st_size / MEGABYTE:.1f} MB", soft_wrap=True)
+
+
+def _prune(file: CacheFile, config: CacheConfig) -> int:
+    days = config.prune_older_than_days
+    return file.prune(
+        unused_for_s=None if days is None else days * DAY_S,
+        adapter=config.prune_adapter,
+        max_bytes=None if config.max_mb is None else int(config.max_mb * MEGABYTE),
+        compact=True,
+    )
+
+
+def _table(entries: list[AdapterEntries]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("reward", "entries", "hits", "MB", "oldest", "newest", "cost saved"):
+        table.add_column(column, justify="left" if column == "reward" else "right")
+    for one in entries:
+        moments = (f"{datetime.fromtimestamp(moment):%Y-%m-%d %H:%M}" for moment in (one.oldest, one.newest))
+        size, saved = f"{one.num_bytes / MEGABYTE:.2f}", f"{one.cost_saved:.4g}"
+        table.add_row(one.adapter, str(one.count), str(one.hits), size, *moments, saved)
+    return table

@@ -1,0 +1,237 @@
+"""`async-grpo verify`: rewards on a file of completions, in the processes and the pool of a real run, without Ray."""
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from async_grpo.config.run import required
+from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.options.fields import option, parse_assignments
+from async_grpo.programs.verify_tables import print_report
+from async_grpo.rewards.adapter.registry_source import (
+    RewardRegistrySource,
+    display_name,
+    parse_names,
+    resolve,
+)
+from async_grpo.rewards.adapter.traits import check_options
+from async_grpo.rewards.bench.adapter_check import check_adapter
+from async_grpo.rewards.bench.bench import BenchRow, Groups, check_rows, read_rows, run_bench
+from async_grpo.rewards.bench.scorecard import Report
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.isolation.adapter_process import process_maker
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.pool import TRAINING, VerifierPool
+from async_grpo.rewards.verifier_worker import VerifierWorker
+from async_grpo.types import AdapterResult, Verdict
+
+WIDTH = 100  # of what is no terminal
+DEFAULT_PAGE = Path(__file__).resolve().parents[2] / "reward_registry.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """What one may say about a bench of rewards."""
+
+    file: str = required(
+        "JSONL, one completion per line: `completion`, as a rule `answer`, and any column that the rewards read; "
+        "optionally `input`, `label` (true, false or the right reward), `group_id` (rows that share it are one group; "
+        "default: those of one `input`), `completion_token_ids`.",
+        "Bench",
+    )
+    reward_fns: str = required(
+        "Comma list of rewards: names of the page, or FILE.py:NAME for one of another file.", "Bench"
+    )
+    reward_registry: str | None = option(
+        None, "The page of rewards (default: reward_registry.py here).", "Bench"
+    )
+    reward_options: str = option(
+        "", "Keyword options for the rewards that name them: weight=0.2,...", "Bench"
+    )
+    workers: int = option(2, "Processes for each reward.", "Bench")
+    timeout_s: float = option(30.0, "Longest scoring of one row.", "Bench")
+    repeat: int = option(
+        1, "Score each row so many times; with 2 or more, say whether a reward is deterministic.", "Bench"
+    )
+    threshold: float = option(0.5, "A reward from here on says right, where opinions are compared.", "Bench")
+    output: str | None = option(
+        None, "Also write a JSON line per row, with every result, to this file.", "Bench"
+    )
+
+    check: bool = option(
+        False, "Also try each reward on poor completions, again, and in other processes.", "Bench"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "timeout_s", "repeat"):
+            if not getattr(self, name) > 0:
+                dashed = name.replace("_", "-")
+                raise ConfigurationError(f"--{dashed} must be above 0, not {getattr(self, name)}")
+        both = (self.output or "", self.file)
+        if all(map(os.path.exists, both)) and os.path.samefile(*both):
+            raise ConfigurationError(
+                f"--output {self.output} is the file of completions itself: name another one"
+            )
+
+
+def verify(config: VerifyConfig, console: Console | None = None) -> Report:
+    """Score the file and tell what came out.
+
+    Raises:
+        ConfigurationError: a row, a reward or a setting is wrong; nothing was scored.
+        RunFailed: a reward failed or timed out on some row, or did not pass its check; the report has been printed.
+    """
+    console = console or Console(
+        width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False, emoji=False
+    )
+    names = parse_names(config.reward_fns)
+    source = RewardRegistrySource.from_file(config.reward_registry or DEFAULT_PAGE).with_files(names)
+    options = parse_assignments(config.reward_options, "reward-options")
+    if options or not names:
+        check_options(resolve(source, names), options)
+    counts = check_rows(config.file)
+    right_rows = RightRows(config.threshold)
+    adapters = [display_name(name) for name in names]
+    try:
+        report = asyncio.run(_score(config, Workers(source, options), adapters, counts, right_rows))
+    except OSError as error:
+        raise RunFailed(f"the bench broke off: {error}") from error
+    print_report(console, report, counts, config.repeat)
+    broken = [
+        f"{name} failed or timed out {card.num_unscored} times"
+        for name, card in report.scorecards.items()
+        if card.num_unscored
+    ]
+    if config.check:
+        for name in adapters:
+            problems = _check(console, source, name, right_rows.by_adapter[name], options)
+            broken += [f"{name} did not pass its check"] if problems else []
+    if broken:
+        raise RunFailed("; ".join(broken))
+    return report
+
+
+class RightRows:
+    """For each reward, the first rows that it calls right, and no label calls wrong."""
+
+    def __init__(self, threshold: float, most: int = 2) -> None:
+        self.by_adapter: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._threshold, self._most = threshold, most
+
+    def add(self, row: BenchRow, verdict: Verdict) -> None:
+        if row.label is not None and row.label < self._threshold:
+            return
+        for result in verdict.results:
+            right = result.reward is not None and result.reward >= self._threshold
+            if right and len(self.by_adapter[result.adapter]) < self._most:
+                self.by_adapter[result.adapter].append(row.sample)
+
+
+async def _score(
+    config: VerifyConfig,
+    workers: "Workers",
+    adapters: Sequence[str],
+    counts: Counter[str],
+    right_rows: RightRows,
+) -> Report:
+    pool = VerifierPool(adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
+    report = Report(adapters, config.threshold, with_label=counts["with_label"] > 0)
+    with ExitStack() as stack:
+        output = stack.enter_context(_opened(config.output)) if config.output else None
+        progress = stack.enter_context(_progress())
+        bar = progress.add_task("scoring", total=counts["rows"])
+
+        def on_row(row: BenchRow, verdicts: Sequence[Verdict]) -> None:
+            progress.advance(bar)
+            right_rows.add(row, verdicts[0])
+            if output is not None:
+                output.write(json.dumps(_line(row, verdicts)) + "\n")
+
+        try:
+            await pool.start()
+            groups = Groups(config.file, pool.post_process) if workers.look_at_groups else None
+            rows = read_rows(config.file)
+            await run_bench(pool.verify, rows, report, repeat=config.repeat, groups=groups, on_row=on_row)
+        finally:
+            await pool.close()
+    return report
+
+
+def _check(
+    console: Console,
+    source: RewardRegistrySource,
+    adapter: str,
+    samples: Sequence[dict[str, Any]],
+    options: dict[str, Any],
+) -> list[str]:
+    """Print and return what is wrong with the reward, whatever it is given."""
+    try:
+        problems = check_adapter(source, adapter, samples, options) if samples else []
+        said = "passed" if samples else "skipped, it calls no row right"
+    except ConfigurationError as error:
+        problems, said = [], f"skipped: {error}"
+    console.print(f"\ncheck of {adapter}: {'' if problems else said}", soft_wrap=True)
+    for problem in problems:
+        console.print(f"  {' '.join(repr(problem)[1:-1].split())}", soft_wrap=True)
+    return problems
+
+
+class Workers:
+    """Makes processes for rewards, and for judges, which are no code of the user's, clients in this process.
+
+    `look_at_groups`: whether a reward does that was made a worker.
+    """
+
+    def __init__(self, source: RewardRegistrySource, options: dict[str, Any]) -> None:
+        self.look_at_groups = False
+        self._source, self._rate_limiter = source, Limiter()
+        self._make_process = process_maker(source, options)
+
+    async def make(self, adapter: str) -> VerifierWorker:
+        """`make_worker` of a VerifierPool."""
+        process = await self._make_process(adapter)  # the page is first imported there, whatever it does
+        self.look_at_groups |= process.kind.has_post_process
+        if not process.kind.is_judge:
+            return process
+        await process.close()
+        judge = resolve(self._source, [adapter])[adapter]
+        return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, TRAINING)
+
+
+def _line(row: BenchRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """`results`: for each reward, what it said in each run; status and reward: the first run's."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    for verdict in verdicts:
+        for result in verdict.results:
+            results.setdefault(result.adapter, []).append(_result(result))
+    first = verdicts[0]
+    line = {"line": row.line, "status": first.status.value, "reward": first.reward, "label": row.label}
+    return line | {"results": results, "completion": row.sample["completion"]}
+
+
+def _result(result: AdapterResult) -> dict[str, Any]:
+    said = {name: getattr(result, name) for name in ("reward", "extra", "steps", "reason", "attempts")}
+    return {"status": result.status.value, **said, "seconds": round(result.latency_s - result.queue_s, 6)}
+
+
+def _opened(path: str) -> IO[str]:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--output {path} cannot be written: {error}") from error
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -1,0 +1,1 @@
+"""Trying rewards on a file of completions, outside a run."""

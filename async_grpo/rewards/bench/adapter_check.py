@@ -1,0 +1,157 @@
+"""What every reward must keep to, tried out on samples with right completions, in processes as a run uses them."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.types import AdapterResult, RewardStatus
+
+POOR_COMPLETIONS = {
+    "an empty completion": "",
+    "a completion of blanks": " \n\t\r\n ",
+    "an end token alone": "<|im_end|>",
+    "a thought without an end": "<think> so " * 50,
+    "tags in disorder": "</answer></think><answer><answer></think>",
+    "an answer without an end": "</think>\n<answer>((((",
+    "a box without an end": r"The answer is \boxed{\frac{1}{\sqrt{",
+    "an empty box": r"\boxed{}",
+    "boxes in boxes": r"\boxed{" * 200 + "}" * 200,
+    "a tower of powers": r"\boxed{9^{9^{9^{9^{9}}}}}",
+    "a number without end": r"\boxed{" + "9" * 5_000 + "}",
+    "brackets without end": "(" * 10_000,
+    "characters that are none": "\x00\ud800\ufffe\u202e",
+    "letters of many kinds": "ß漢字🙂é\u0301 ١٢٣ ½ ²",
+    "code": '```python\nimport os; os._exit(1)\n```\n{"reward": 1.0}',
+    "babble": "aha " * 20_000,
+}
+_UNSCORED = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
+
+
+def check_adapter(
+    source: RewardRegistrySource,
+    adapter: str,
+    samples: Sequence[dict[str, Any]],
+    options: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = 20.0,
+) -> list[str]:
+    """What is wrong with a reward, in words; empty if nothing is.
+
+    It must be usable in a process of its own; score each right completion higher than poor ones (unless it looks at whole
+    groups, which may decide that); answer those without failing; answer alike when asked again, after a cancelled call,
+    and in another process; and, where it looks at whole groups, do so for these samples.
+
+    Args:
+        source, adapter, options: as for `AdapterProcess`.
+        samples: data rows with a `completion` that is right.
+
+    Raises:
+        ConfigurationError: no samples, or a judge, which has no process.
+    """
+    if not samples:
+        raise ConfigurationError("a reward is checked on samples with right completions: give at least one")
+    return asyncio.run(
+        _check(source, adapter, [sample_of(row) for row in samples], dict(options or {}), timeout_s)
+    )
+
+
+def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
+    """A full sample of a row; with another completion if one is given. Each character counts as a token.
+
+    >>> sample_of({"answer": "4", "completion": "so 4"}, "5")["completion_token_ids"]
+    [53]
+    """
+    text = str(row["completion"]) if completion is None else completion
+    sample = {"sample_text": str(row.get("input", "")) + text, "truncated": False, "group_id": 0, **row}
+    if completion is not None or "completion_token_ids" not in row:
+        sample["completion_token_ids"] = [ord(character) for character in text]
+        sample["completion_char_ends"] = list(range(1, len(text) + 1))
+    return sample | {"completion": text}
+
+
+async def _check(
+    source: RewardRegistrySource,
+    adapter: str,
+    samples: list[dict[str, Any]],
+    options: dict[str, Any],
+    timeout_s: float,
+) -> list[str]:
+    one, other = (AdapterProcess(source, adapter, options) for _ in range(2))
+    try:
+        try:
+            await one.start()
+        except (ConfigurationError, WorkerLost) as error:
+            return [str(error)]
+        if one.kind.is_judge:
+            raise ConfigurationError(f"{adapter} is a judge: it has no process to be checked in")
+        right = [await one.score(sample, timeout_s) for sample in samples]
+        problems = []
+        for number, (sample, first) in enumerate(zip(samples, right, strict=True)):
+            found = await _poor(one, sample, first, timeout_s)
+            if first.status is not RewardStatus.OK:
+                found.insert(0, f"the right completion {_said(first)}")
+            elif not found:
+                found = await _again(one, other, sample, first, timeout_s)
+            problems += [f"sample {number}: {problem}" for problem in found]
+        return problems + await _group(one, samples, right, timeout_s)
+    finally:
+        await asyncio.gather(one.close(), other.close())
+
+
+async def _poor(
+    worker: AdapterProcess, sample: dict[str, Any], right: AdapterResult, timeout_s: float
+) -> list[str]:
+    """Poor completions that are not answered, or worth as much as the right one."""
+    problems = []
+    for what, text in POOR_COMPLETIONS.items():
+        poor = await worker.score(sample_of(sample, text), timeout_s)
+        as_good = None not in (poor.reward, right.reward) and poor.reward >= right.reward
+        as_good &= not worker.kind.has_post_process  # who is right, it may say only once it sees the group
+        if poor.status in _UNSCORED:
+            problems.append(f"{what} {_said(poor)}")
+        elif as_good:
+            problems.append(f"{what} {_said(poor)}, and the right one no more than that")
+    return problems
+
+
+async def _again(
+    one: AdapterProcess, other: AdapterProcess, sample: dict[str, Any], first: AdapterResult, timeout_s: float
+) -> list[str]:
+    """Where it answers otherwise than at first."""
+    answers = {"asked again, it": await one.score(sample, timeout_s)}
+    answers["in another process, it"] = await other.score(sample, timeout_s)
+    abandoned = asyncio.create_task(one.score(sample_of(sample, "abandoned"), timeout_s))
+    await asyncio.sleep(0.002)  # so that it is under way
+    abandoned.cancel()
+    await asyncio.gather(abandoned, return_exceptions=True)
+    answers["after a cancelled call, it"] = await one.score(sample, timeout_s)
+    return [
+        f"{where} {_said(answer)}, while at first it {_said(first)}"
+        for where, answer in answers.items()
+        if (answer.status, answer.reward, answer.extra, answer.steps)
+        != (first.status, first.reward, first.extra, first.steps)
+    ]
+
+
+async def _group(
+    worker: AdapterProcess, samples: list[dict[str, Any]], results: list[AdapterResult], timeout_s: float
+) -> list[str]:
+    """Whether its `post_process_scores` works at all: what is right there, only its author knows."""
+    changed = await worker.post_process(samples, results, timeout_s)
+    failed = [
+        f"the whole group {_said(now)}"
+        for before, now in zip(results, changed, strict=True)
+        if now.status in _UNSCORED and before.status is RewardStatus.OK
+    ]
+    return failed[:1]
+
+
+def _said(result: AdapterResult) -> str:
+    """How the result reads in a sentence."""
+    if result.status is RewardStatus.OK:
+        parts = "".join(f", {name} {value:g}" for name, value in result.extra.items())
+        return f"is worth {result.reward:g}{parts}"
+    return f"{'was' if result.status is RewardStatus.ABSTAINED else 'has'} {result.status.value}: {result.reason}"

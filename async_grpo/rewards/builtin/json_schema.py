@@ -1,0 +1,124 @@
+"""The completion is JSON, and fits a schema: the row's `schema`, else the option's.
+
+Read strictly: no NaN or Infinity, no number beyond a float's range, no key twice in an object, and nothing beside the
+value. The value is what is behind the thought, or the last block fenced as ```json (or without a language) there.
+"""
+
+import json
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from async_grpo.rewards.builtin.answers import completion_text
+from async_grpo.rewards.builtin.time_limit import TooSlow, time_limit
+
+MAX_CHARACTERS = 200_000
+MAX_DEPTH = 100
+SECONDS = 2.0
+
+_FENCED = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+_BETWEEN_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+|"', re.DOTALL)
+
+
+class NotJson(ValueError):
+    """The text is not JSON of the permitted kind."""
+
+
+def parse(text: str) -> Any:
+    """The value. Raises NotJson.
+
+    >>> parse('{"a": [1, 2.5, null]}')
+    {'a': [1, 2.5, None]}
+    """
+    if len(text) > MAX_CHARACTERS or depth_of(text) > MAX_DEPTH:
+        raise NotJson(f"more than {MAX_CHARACTERS} characters or {MAX_DEPTH} levels")
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+    except ValueError as error:  # also for an integer with too many digits
+        raise NotJson(str(error)) from error
+
+
+def depth_of(text: str) -> int:
+    """How deeply brackets are nested outside strings: asked before a parser descends into them.
+
+    >>> depth_of('[[], {"[[[[": [1]}]')
+    3
+    """
+    depth = deepest = 0
+    for character in _BETWEEN_BRACKETS.sub("", text):
+        depth += 1 if character in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _refuse(constant: str) -> None:
+    raise NotJson(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise NotJson(f"{text} is no finite number")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise NotJson("a key appears twice")
+    return value
+
+
+def validator_of(schema: Any) -> Validator:
+    """The validator for a schema given as dict, bool or JSON text. Raises ValueError if it is none."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return _validator(text)
+
+
+@lru_cache(maxsize=1024)
+def _validator(text: str) -> Validator:
+    try:
+        schema = json.loads(text)
+        kind = validator_for(schema, default=Draft202012Validator)
+        kind.check_schema(schema)
+    except (ValueError, SchemaError, AttributeError, TypeError) as error:
+        raise ValueError(f"no JSON schema: {error!s:.200}: {text:.200}") from error
+    return kind(schema, registry=Registry())  # an empty one: a "$ref" into the network is not followed
+
+
+def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
+    """1 for JSON that fits the schema, else 0; `parsed` says whether it was JSON at all.
+
+    Raises:
+        ValueError: there is no schema, it is none, or it refers to another document.
+        TimeoutError: the schema's patterns did not come to an end on this value.
+
+    >>> score({"completion": '{"a": 1}', "schema": {"required": ["a"]}}), score({"completion": "a"}, schema=True)
+    ({'reward': 1.0, 'parsed': 1.0}, {'reward': 0.0, 'parsed': 0.0})
+    """
+    schema = sample.get("schema", schema)
+    if schema is None:
+        raise ValueError("`json_schema` needs a column or an option `schema`")
+    validator = validator_of(schema)
+    text = completion_text(sample).rpartition("</think>")[2]
+    fenced = _FENCED.findall(text)
+    try:
+        value = parse(fenced[-1] if fenced else text)
+    except NotJson:
+        return {"reward": 0.0, "parsed": 0.0}
+    try:
+        with time_limit(SECONDS):
+            return {"reward": float(validator.is_valid(value)), "parsed": 1.0}
+    except TooSlow as error:
+        raise TimeoutError(f"validation takes more than {SECONDS:g} s") from error
+    except Unresolvable as error:
+        raise ValueError(f"the schema refers to what is not in it: {error}") from error

@@ -1,0 +1,77 @@
+r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
+
+If there is a \boxed{}, the last one counts and nothing else (several that only commas or "and" divide are one set).
+Without one it is what follows "####" as in GSM8K, else "the answer is ...", else the last formula or number. Of an
+equation the right side counts, and numbers agree to six decimals. LaTeX is read by a grammar; the only text that the
+library hands to sympy's parser is made of digits and + - * / ^ ( ).
+
+The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter
+raises.
+"""
+
+import re
+import unicodedata
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from async_grpo.rewards.builtin.answers import completion_text, gold_answer, last_boxes
+from async_grpo.rewards.builtin.magnitude import is_computable
+
+MAX_CHARACTERS = 20_000  # of the completion's end: the answer is there, and patterns over more cost time
+SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
+
+_OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
+_NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d+(?![\d\s]*/))")
+_EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+
+
+def parse_gold(gold: str) -> list[Any]:
+    """The gold answer as the library reads it. Raises ValueError for an answer in which it finds nothing."""
+    marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+    parsed: list[Any] = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
+    if not parsed:
+        raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
+    return parsed
+
+
+def parse_prediction(text: str) -> list[Any]:
+    """The answer in the model's text; empty if there is none, or none that can be computed in time."""
+    boxes = last_boxes(text)
+    if boxes is not None:
+        text = boxes
+    elif "####" in text:
+        text = text.rpartition("####")[2].strip().partition("\n")[0]
+    parsed = parse(readable(text[-MAX_CHARACTERS:]), _EXTRACTION, parsing_timeout=SECONDS)
+    return [expression for expression in parsed if isinstance(expression, str) or is_computable(expression)]
+
+
+def readable(text: str) -> str:
+    """The text without what the library misreads: digits of other scripts, control characters (it passes over both)
+    and two numbers side by side (it adds them, as if the second were a fraction).
+
+    >>> readable("\u0663 - 5"), readable("1 2, 1 1/2")
+    ('3 - 5', '1, 2, 1 1/2')
+    """
+    text = _OTHER_CHARACTERS.sub(lambda match: _readable_character(match[0]), text)
+    return _NEIGHBOURS.sub(", ", text)
+
+
+def _readable_character(character: str) -> str:
+    if unicodedata.category(character) == "Cc":
+        return " "
+    return str(unicodedata.decimal(character, character))
+
+
+def score(sample: dict[str, Any]) -> dict[str, float]:
+    r"""1 if the answer in the completion equals the row's `answer`, else 0.
+
+    Raises:
+        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+
+    >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
+    {'reward': 1.0}
+    """
+    gold = parse_gold(gold_answer(sample))
+    prediction = parse_prediction(completion_text(sample))
+    return {"reward": float(verify(gold, prediction, timeout_seconds=SECONDS))}

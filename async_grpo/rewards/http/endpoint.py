@@ -1,0 +1,140 @@
+"""`Endpoint`: where a remote judge answers and how patiently it is asked; and the errors of asking it.
+
+    JudgeError (RuntimeError)
+    |- JudgeTimeout (TimeoutError)   the deadline passed, in the queue for a permit or on the wire
+    |- JudgeUnavailable              attempts used up, or every replica is out of order until after the deadline
+    |- BadReply (ValueError)         an answer that is no JSON object, is too large or breaks off; twice
+    `- JudgeRefused                  the request itself was refused (4xx, redirect): the same again would be, too
+
+No error, and no text of one, holds the API key.
+"""
+
+import math
+import os
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.rewards.http.limits import Limits
+
+
+class JudgeError(AsyncGrpoError, RuntimeError):
+    """A remote judge gave no usable answer."""
+
+
+class JudgeTimeout(JudgeError, TimeoutError):
+    """The deadline passed before an answer came."""
+
+
+class JudgeUnavailable(JudgeError):
+    """The judge fails or is overloaded; another one, or later, may work."""
+
+
+class BadReply(JudgeError, ValueError):
+    """The judge answered, but not with a JSON object of bearable size."""
+
+
+class JudgeRefused(JudgeError):
+    """The judge will not take this request, however often it is sent."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """SharedRunSettings of one remote judge. They hold the name of the key's variable, never the key.
+
+    Args:
+        urls: of equal replicas, http or https, up to where `EndpointClient.post`'s path begins.
+        limits: on all replicas together, over all callers that share the traffic control.
+        api_key_env: environment variable with the key that is sent as `Authorization: Bearer`.
+        attempts: requests per call at most, hedges not counted; BadReply is retried once.
+        timeout_s: for one request, from its permit to the end of the reply.
+        max_body_bytes: of a reply, decompressed.
+        hedge_quantile: a request that takes longer than this share of all gets a rival on another replica; None: never.
+        breaker_failures, breaker_reset_s: so many failures in a row take a replica out of service for so long.
+        backoff_s, backoff_max_s: before the second attempt, doubling up to the maximum; the real pause is drawn
+            evenly from 0 to that.
+
+    Raises:
+        ConfigurationError: an address that is none or holds a password, or a setting that cannot work.
+    """
+
+    urls: tuple[str, ...]
+    limits: Limits = field(default_factory=Limits)
+    api_key_env: str | None = None
+    attempts: int = 5
+    timeout_s: float = 60.0
+    max_body_bytes: int = 4 * 2**20
+    hedge_quantile: float | None = None
+    breaker_failures: int = 5
+    breaker_reset_s: float = (
+        2.0  # longer, and a server that comes back within a time-out would be asked too late
+    )
+    backoff_s: float = 0.5
+    backoff_max_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.urls, str) or not self.urls or len(set(self.urls)) != len(self.urls):
+            raise ConfigurationError(
+                f"urls must be a tuple of different addresses, at least one: {self.urls!r}"
+            )
+        for url in self.urls:
+            check_url(url)
+        object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
+        for name in ("attempts", "max_body_bytes", "breaker_failures"):
+            if getattr(self, name) != int(getattr(self, name)) or getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be 1 or more: {getattr(self, name)}")
+        for name in ("timeout_s", "breaker_reset_s", "backoff_s", "backoff_max_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} must be above 0 and finite: {getattr(self, name)}")
+        if self.hedge_quantile is not None and not 0 < self.hedge_quantile < 1:
+            raise ConfigurationError(
+                f"hedge_quantile must lie between 0 and 1, or be None: {self.hedge_quantile}"
+            )
+
+    def api_key(self) -> str | None:
+        """The key, read from the environment now.
+
+        Raises:
+            ConfigurationError: the variable is not set, or its value cannot stand in a header.
+        """
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise ConfigurationError(
+                f"the judge at {', '.join(self.urls)} needs its key in the environment variable {self.api_key_env}"
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigurationError(
+                f"the key in {self.api_key_env} holds characters that no header can carry"
+            )
+        return key
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigurationError for what is no plain http(s) address.
+
+    >>> check_url("http://judge:8000/v1")
+    >>> check_url("ftp://judge/v1")
+    Traceback (most recent call last):
+    ...
+    async_grpo.errors.ConfigurationError: 'ftp://judge/v1' is no judge's address: it must begin with http:// or https://
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r} is no judge's address: {error}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigurationError(
+            f"the address of the judge at {parts.hostname} holds a user or password: use api_key_env"
+        )
+    if parts.scheme not in ("http", "https"):
+        reason = "it must begin with http:// or https://"
+    elif not parts.hostname or port == 0 or not (url.isascii() and url.isprintable()) or " " in url:
+        reason = "it needs a host, in plain characters"
+    elif parts.query or parts.fragment:
+        reason = "what follows ? or # belongs into the path of a call"
+    else:
+        return
+    raise ConfigurationError(f"{url!r} is no judge's address: {reason}")

@@ -1,0 +1,111 @@
+"""What stands around every call of a reward: the cache first, then the budget. (Limits are kept by the workers.)"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from async_grpo.rewards.adapter.result import describe
+from async_grpo.rewards.budget import Budget, BudgetExhausted
+from async_grpo.rewards.cache.verdicts import VerdictCache, key_of
+from async_grpo.types import AdapterResult, RewardStatus
+
+COST = "judge_cost"  # of a judge's extras: what the call cost
+PRICE = "price_per_million_tokens"  # of a judge: (prompt, completion), or one price for both
+OF_THE_CALL = ("attempts", "latency_s", "queue_s")
+CHARACTERS_PER_TOKEN = 4
+
+Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
+
+
+class CallMiddleware:
+    """`around` of a VerifierPool. What costs nothing is never paid, and what may not be paid is never asked.
+
+    Args:
+        versions: of the adapters, as the cache tells their answers apart.
+        estimates: what a call of a paid judge costs at most, by adapter, for a sample.
+    """
+
+    def __init__(
+        self,
+        *,
+        versions: Mapping[str, str],
+        cache: VerdictCache | None = None,
+        budget: Budget | None = None,
+        estimates: Mapping[str, Callable[[dict[str, Any]], float]] | None = None,
+    ) -> None:
+        self._versions, self._cache, self._budget = versions, cache, budget
+        self._estimates = dict(estimates or {})
+
+    async def __call__(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
+        if self._cache is None:
+            return await self._paid(name, sample, score)
+
+        paid: list[AdapterResult] = []
+
+        async def call() -> dict[str, Any]:
+            paid.append(await self._paid(name, sample, score))
+            return _as_answer(paid[0])
+
+        asked_at = time.monotonic()
+        answer = await self._cache.get_or_call(key_of(name, self._versions[name], sample), call)
+        return paid[0] if paid else _as_result(name, answer, time.monotonic() - asked_at)
+
+    async def _paid(self, name: str, sample: dict[str, Any], score: Score) -> AdapterResult:
+        if self._budget is None or name not in self._estimates:
+            return await score(sample)
+        try:
+            estimate = self._estimates[name](sample)
+        except (
+            Exception
+        ) as error:  # a judge of the user's own, or a sample that lacks what its template names
+            return AdapterResult(name, RewardStatus.FAILED, reason=describe(error), attempts=0)
+        try:
+            reservation = await self._budget.reserve(name, estimate)
+        except BudgetExhausted as error:
+            return AdapterResult(name, RewardStatus.FAILED, reason=str(error), attempts=0)
+        cost = estimate  # also of a call that is cancelled, or whose server does not count: it may have been all of it
+        try:
+            result = await score(sample)
+            cost = result.extra.get(COST, estimate)
+        finally:
+            self._budget.settle(reservation, cost)
+        return result
+
+    def stats(self) -> dict[str, Any]:
+        """Of the cache and the budget, where there are any."""
+        stats: dict[str, Any] = {}
+        if self._cache is not None:
+            stats |= {f"verdict_cache_{name}": value for name, value in self._cache.stats().items()}
+        if self._budget is not None:
+            stats |= {f"judge_budget_{name}": value for name, value in self._budget.stats().items()}
+        return stats
+
+    async def close(self) -> None:
+        if self._cache is not None:
+            await self._cache.close()
+        if self._budget is not None:
+            self._budget.close()
+
+
+def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
+    """What the judge may cost for a sample, if every reply is as long as it may be."""
+    price = getattr(judge, PRICE)
+    if hasattr(judge, "token_estimate"):
+        prompt, completion = judge.token_estimate(sample)
+    else:
+        prompt, completion = len(sample.get("sample_text", sample["completion"])) / CHARACTERS_PER_TOKEN, 0.0
+    price_in, price_out = price if isinstance(price, tuple | list) else (price, price)
+    return (prompt * price_in + completion * price_out) / 1e6
+
+
+def _as_answer(result: AdapterResult) -> dict[str, Any]:
+    """What is worth keeping: not how long it took this time."""
+    kept = {name: value for name, value in asdict(result).items() if name not in OF_THE_CALL}
+    return {**kept, "status": result.status.value}
+
+
+def _as_result(name: str, answer: Mapping[str, Any], latency_s: float) -> AdapterResult:
+    steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
+    given = {**answer, "adapter": name, "status": RewardStatus(answer["status"]), "steps": steps}
+    return AdapterResult(**given, attempts=0, latency_s=latency_s)

@@ -1,0 +1,177 @@
+"""Many small calls over few messages, on a real Ray cluster: answers, errors, cancellation, deaths."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from async_grpo.errors import ConfigurationError, RunFailed, WorkerLost
+
+ray = pytest.importorskip("ray")
+from async_grpo.cluster.actors import zero_cpu_actor  # noqa: E402 - after the check that ray is there
+from async_grpo.cluster.channel import Channel, ChannelServer  # noqa: E402
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    here = os.path.dirname(__file__)  # workers unpickle the actor classes of this file by name
+    paths = {"PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}
+    ray.init(
+        address="local",  # never a cluster that happens to run here
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace="test-channel",
+        runtime_env={"env_vars": paths},
+    )
+    yield
+    ray.shutdown()
+
+
+class NotPortable(Exception):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+class Echo(ChannelServer):
+    """Counts its messages, so that a test can see how many a burst of calls took."""
+
+    def __init__(self) -> None:
+        self.messages, self.running, self.cancelled = 0, 0, 0
+        self.serve({"echo": self.echo, "sleep": self.sleep, "fail": self.fail, "counts": self.counts})
+
+    async def submit(self, *args):
+        self.messages += 1
+        await super().submit(*args)
+
+    async def echo(self, value):
+        return value
+
+    async def sleep(self, seconds: float) -> str:
+        self.running += 1
+        try:
+            await asyncio.sleep(seconds)
+            return "slept"
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def fail(self, portable: bool) -> None:
+        raise ConfigurationError("as asked") if portable else NotPortable("as asked")
+
+    async def counts(self) -> tuple[int, int, int]:
+        return self.messages, self.running, self.cancelled
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture
+def echo() -> Iterator:
+    actor = zero_cpu_actor(Echo).remote()
+    yield actor
+    ray.kill(actor)
+
+
+async def test_a_burst_of_calls_is_answered_in_full_and_travels_in_one_message(echo):
+    channel = Channel(echo, "echo")
+    assert await asyncio.gather(*(channel.call("echo", i) for i in range(500))) == list(range(500))
+    messages, _, _ = await channel.call("counts")
+    assert messages == 2  # the burst, and the question itself
+
+
+async def test_answers_come_as_they_are_ready_not_in_the_order_of_asking(echo):
+    channel = Channel(echo, "echo")
+    slow, quick = (
+        asyncio.ensure_future(channel.call("sleep", 1.0)),
+        asyncio.ensure_future(channel.call("echo", 1)),
+    )
+    done, _ = await asyncio.wait({slow, quick}, return_when="FIRST_COMPLETED")
+    assert done == {quick} and await slow == "slept"
+
+
+async def test_an_error_of_the_actor_is_raised_as_itself(echo):
+    channel = Channel(echo, "echo")
+    with pytest.raises(ConfigurationError, match="as asked"):
+        await channel.call("fail", True)
+    with pytest.raises(RunFailed, match="NotPortable: as asked"):
+        await channel.call("fail", False)
+    assert await channel.call("echo", "still here") == "still here"
+
+
+async def test_a_call_that_is_cancelled_before_it_left_is_never_made(echo):
+    channel = Channel(echo, "echo")
+    assert (await channel.call("counts"))[1:] == (0, 0)
+    call = asyncio.ensure_future(channel.call("sleep", 600))
+    await asyncio.sleep(0)  # it is in the outbox, and the flush comes in the next turn
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await channel.call("echo", 1) == 1
+    assert (await channel.call("counts"))[1:] == (0, 0)  # neither runs nor was cancelled
+    channel.close()
+
+
+async def test_a_cancelled_call_is_cancelled_in_the_actor(echo):
+    channel = Channel(echo, "echo")
+    call = asyncio.ensure_future(channel.call("sleep", 60))
+    while (await channel.call("counts"))[1] != 1:
+        pass
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    while (await channel.call("counts"))[1]:
+        await asyncio.sleep(0.01)
+    assert (await channel.call("counts"))[2] == 1
+
+
+async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_one(echo):
+    channel = Channel(echo, "worker g7")
+    calls = [asyncio.ensure_future(channel.call("sleep", 60)) for _ in range(3)]
+    os.kill(await echo.pid.remote(), signal.SIGKILL)
+    started = time.monotonic()
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, WorkerLost) and "worker g7 died" in str(outcome)
+    assert time.monotonic() - started < 20
+    with pytest.raises(WorkerLost):
+        await channel.call("echo", 1)
+
+
+async def test_an_actor_that_stops_answering_is_lost_after_the_deadline(echo, monkeypatch):
+    monkeypatch.setattr("async_grpo.cluster.channel.GRACE_S", 1.0)
+    channel = Channel(echo, "stuck worker")
+    pid = await echo.pid.remote()
+    assert await channel.call("echo", 1) == 1
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerLost, match="stuck worker did not answer for 11 s"):
+            await channel.call("sleep", 60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def test_two_callers_of_one_actor_get_their_own_answers(echo):
+    one, other = Channel(echo, "echo"), Channel(echo, "echo")
+    answers = await asyncio.gather(
+        *(c.call("echo", (name, i)) for name, c in (("a", one), ("b", other)) for i in range(50))
+    )
+    assert answers == [("a", i) for i in range(50)] + [("b", i) for i in range(50)]
+
+
+async def test_a_caller_that_was_forgotten_is_told_so_instead_of_waiting_for_ever(monkeypatch):
+    """Without Ray: the actor's half alone."""
+    monkeypatch.setattr("async_grpo.cluster.channel.FORGET_S", 0.05)
+    monkeypatch.setattr("async_grpo.cluster.channel.POLL_S", 0.01)
+    server = ChannelServer()
+    server.serve({"sleep": asyncio.sleep})
+    await server.submit("stalled", [(1, "sleep", (60,))], [])
+    await asyncio.sleep(0.1)
+    await server.poll("another")
+    for _ in range(2):
+        with pytest.raises(WorkerLost, match="silent for 0.05 s is forgotten"):
+            await server.poll("stalled")

@@ -1,0 +1,308 @@
+"""The rollout loop on scripted engines and verifiers: order, overlap, failures, ends."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import DeadlineExceeded, RunFailed
+from async_grpo.experience.alarms import AlarmLimits
+from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
+from async_grpo.experience.dataset import Question
+from async_grpo.experience.group_advantages import AdvantageConfig
+from async_grpo.testing import FakeGeneration, FakeLogprobs, FakeVerification, completion
+from async_grpo.types import MicroBatch, RewardStatus, StepEnd
+
+
+def questions(count: int = 8) -> list[Question]:
+    return [
+        Question(np.array([50 + i], np.int32), {"input": f"q{i}", "answer": str(i)}) for i in range(count)
+    ]
+
+
+def plan(**changes) -> BatcherConfig:
+    settings = dict(
+        num_ranks=1,
+        num_steps=3,
+        groups_per_step=2,
+        steps_per_batch=1,
+        samples_per_question=4,
+        max_staleness=1,
+        max_tokens_per_gpu=1000,
+        experience_timeout_s=5.0,
+        seed=0,
+    )
+    return BatcherConfig(**{**settings, **changes})
+
+
+def by_member(ordinal: int, member: int) -> int:
+    return 1 + member  # so that rewards (lengths) differ within a group
+
+
+async def train(
+    batcher: ExperienceBatcher, generation: FakeGeneration, steps: int
+) -> list[tuple[list, StepEnd]]:
+    """Be the trainer: take each step's messages, then make the new version live."""
+    taken = []
+    for _ in range(steps):
+        batches = []
+        while isinstance(message := await batcher.next_message(0), MicroBatch):
+            batches.append(message)
+        taken.append((batches, message))
+        generation.live = message.step + 1
+        await batcher.weights_live(message.step + 1)
+    return taken
+
+
+async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound():
+    generation = FakeGeneration(length=by_member)
+    batcher = ExperienceBatcher(plan(), questions(), generation, FakeVerification())
+    await batcher.start()
+    steps = await train(batcher, generation, 3)
+    assert [end.step for _, end in steps] == [0, 1, 2]
+    for batches, end in steps:
+        assert end.num_samples == 8 == sum(batch.num_sequences for batch in batches)
+        assert end.stats["staleness_max"] <= 1
+    assert steps[0][1].stats["staleness_mean"] == 0 and steps[1][1].stats["staleness_mean"] == 1
+    assert steps[-1][1].stats["total_samples_accumulated"] == 24
+    assert generation.asked == list(range(6))  # not a prompt more than the run needs
+
+
+async def test_without_staleness_every_sample_is_of_the_policy_being_trained():
+    generation = FakeGeneration(length=by_member)
+    batcher = ExperienceBatcher(plan(max_staleness=0), questions(), generation, FakeVerification())
+    await batcher.start()
+    for batches, end in await train(batcher, generation, 3):
+        assert end.stats["staleness_max"] == 0
+        assert {v for batch in batches for v in batch.versions[batch.loss_mask]} == {end.step}
+
+
+async def test_with_staleness_one_the_next_step_is_generated_while_this_one_trains():
+    generation = FakeGeneration()
+    batcher = ExperienceBatcher(plan(max_staleness=1), questions(), generation, FakeVerification())
+    await batcher.start()
+    while not isinstance(await batcher.next_message(0), StepEnd):
+        pass  # step 0 is with the trainer, and stays there
+    await asyncio.sleep(0.05)
+    assert generation.asked == [0, 1, 2, 3]  # step 1 has been asked for; step 2 may not
+
+
+async def test_a_completion_is_scored_while_its_siblings_still_generate():
+    scored_at: list[float] = []
+    started = asyncio.get_running_loop().time()
+
+    def note(sample: dict) -> float:
+        scored_at.append(asyncio.get_running_loop().time() - started)
+        return 1.0
+
+    slow = FakeGeneration(delay=lambda ordinal, member: 0.5 * (member == 3))
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), slow, FakeVerification(note))
+    await batcher.start()
+    await batcher.next_message(0)
+    assert sorted(scored_at)[5] < 0.4 < sorted(scored_at)[6]  # 2 groups: 6 quick ones, 2 slow ones
+
+
+async def test_advantages_are_those_of_the_group_by_hand():
+    generation = FakeGeneration(length=by_member)
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, FakeVerification())
+    await batcher.start()
+    batch = await batcher.next_message(0)
+    # rewards 1, 2, 3, 4: mean 2.5, sample standard deviation sqrt(5 / 3) = 1.2910
+    per_sequence = {
+        int(n): batch.advantages[e - 1]
+        for n, e in zip(np.diff(batch.cu_seqlens), batch.cu_seqlens[1:], strict=True)
+    }
+    assert [round(float(per_sequence[n]), 4) for n in (2, 3, 4, 5)] == [-1.1619, -0.3873, 0.3873, 1.1619]
+
+
+@pytest.mark.parametrize("status", [RewardStatus.FAILED, RewardStatus.TIMED_OUT, RewardStatus.ABSTAINED])
+async def test_a_failed_reward_is_no_zero_it_leaves_baseline_and_loss(status):
+    def reward(sample: dict) -> float | RewardStatus:
+        return status if len(sample["completion"]) == 4 else float(len(sample["completion"]))
+
+    generation = FakeGeneration(length=by_member)
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, FakeVerification(reward))
+    await batcher.start()
+    ((batches, end),) = await train(batcher, generation, 1)
+    assert sorted(np.diff(batches[0].cu_seqlens)) == [
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]  # prompt + 1, 2, 3 tokens; the 4s are gone
+    assert end.stats[f"num_reward_{status.value}"] == 2 and end.stats["avg_reward"] == 2.0  # of 1, 2, 3
+    assert sorted({round(float(a), 3) for a in batches[0].advantages}) == [-1.0, 0.0, 1.0]
+
+
+async def test_truncated_samples_count_in_the_baseline_but_not_in_the_loss():
+    class Truncating(FakeGeneration):
+        async def _complete(self, ordinal: int, member: int):
+            return completion(1 + member, self.live, truncated=member == 3)
+
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), Truncating(), FakeVerification())
+    await batcher.start()
+    ((batches, end),) = await train(batcher, Truncating(), 1)
+    assert 5 not in np.diff(batches[0].cu_seqlens) and end.stats["perc_truncated_samples"] == 0.25
+    assert round(float(batches[0].advantages.min()), 4) == -1.1619  # the same as with all four
+
+
+async def test_a_whole_step_without_a_single_reward_ends_the_run_and_says_why():
+    failing = FakeVerification(lambda sample: RewardStatus.FAILED)
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), FakeGeneration(), failing)
+    await batcher.start()
+    with pytest.raises(
+        RunFailed, match="not one of the 8 samples of step 0 could be scored; the first reason: as scripted"
+    ):
+        await batcher.next_message(0)
+
+
+async def test_a_step_in_which_everything_is_truncated_still_ends():
+    class Truncating(FakeGeneration):
+        async def _complete(self, ordinal: int, member: int):
+            return completion(1 + member, self.live, truncated=True)
+
+    batcher = ExperienceBatcher(plan(num_steps=1), questions(), Truncating(), FakeVerification())
+    await batcher.start()
+    end = await batcher.next_message(0)
+    assert (
+        isinstance(end, StepEnd)
+        and end.stats["samples_trained"] == 0
+        and end.stats["perc_with_0_advantage"] is None
+    )
+
+
+async def test_the_reference_log_probs_reach_the_micro_batch():
+    generation = FakeGeneration()
+    batcher = ExperienceBatcher(
+        plan(num_steps=1), questions(), generation, FakeVerification(), FakeLogprobs(-2.0)
+    )
+    await batcher.start()
+    batch = await batcher.next_message(0)
+    assert set(batch.ref_logprobs[batch.loss_mask]) == {-2.0} and batch.proximal_logprobs is None
+
+
+async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
+    def broken(sample: dict) -> float:
+        raise ZeroDivisionError("in the verifier")
+
+    batcher = ExperienceBatcher(plan(num_ranks=2), questions(), FakeGeneration(), FakeVerification(broken))
+    await batcher.start()
+    for rank in (0, 1):
+        with pytest.raises(RunFailed, match="ZeroDivisionError: in the verifier"):
+            await batcher.next_message(rank)
+
+
+async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
+    stuck = FakeGeneration(delay=lambda ordinal, member: 3600)
+    batcher = ExperienceBatcher(plan(experience_timeout_s=0.2), questions(), stuck, FakeVerification())
+    await batcher.start()
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"
+    ):
+        await batcher.next_message(0)
+    await batcher.close()
+    assert stuck.cancelled == 16  # requests are aborted, not left to decode
+
+
+async def test_evaluation_runs_beside_training_and_touches_no_budget():
+    generation = FakeGeneration(length=by_member)
+    batcher = ExperienceBatcher(plan(), questions(), generation, FakeVerification())
+    result = await batcher.evaluate(questions(3), count=4)
+    assert result["num_samples"] == 12 and result["avg_reward"] == 2.5 and batcher.budget.alive == 0
+    assert result["samples"][0]["input"] == "q0"
+
+
+async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
+    generation = FakeGeneration(delay=lambda ordinal, member: 0.1)
+    batcher = ExperienceBatcher(
+        plan(num_steps=2, max_staleness=0), questions(), generation, FakeVerification()
+    )
+    await batcher.start()
+    while not isinstance(message := await batcher.next_message(0), StepEnd):
+        pass
+    assert message.stats["engine_busy_s"] == pytest.approx(0.1, abs=0.08)
+    await asyncio.sleep(0.3)  # the trainer takes its time; the budget allows nothing
+    generation.live = 1
+    await batcher.weights_live(1)
+    while not isinstance(message := await batcher.next_message(0), StepEnd):
+        pass
+    assert message.stats["wait_generation_budget_s"] == pytest.approx(0.3, abs=0.1)
+    assert message.stats["engine_busy_s"] <= message.stats["engine_allowed_s"] + 1e-6
+
+
+async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_step_gets_smaller():
+    # Prompts 1 and 2 give equal rewards in the group, the others do not
+    generation = FakeGeneration(length=lambda ordinal, member: 3 if ordinal in (1, 2) else 1 + member)
+    batcher = ExperienceBatcher(
+        plan(resample=True, max_resamples=3), questions(), generation, FakeVerification()
+    )
+    await batcher.start()
+    steps = await train(batcher, generation, 3)
+    assert [end.num_groups for _, end in steps] == [2, 2, 2] and [end.num_samples for _, end in steps] == [
+        8,
+        8,
+        8,
+    ]
+    assert sum(end.stats["prompts_resampled"] for _, end in steps) == 2
+    assert sum(end.stats["groups_without_signal"] for _, end in steps) == 0
+    assert len(generation.asked) == 8 and max(end.stats["staleness_max"] for _, end in steps) <= 1
+
+
+async def test_resampling_ends_where_nothing_has_signal_and_says_so():
+    generation = FakeGeneration()  # every completion has 3 tokens: every reward is the same
+    batcher = ExperienceBatcher(
+        plan(resample=True, max_resamples=2), questions(), generation, FakeVerification()
+    )
+    await batcher.start()
+    steps = await train(batcher, generation, 3)
+    assert [end.stats["groups_without_signal"] for _, end in steps] == [2, 2, 2]
+    assert [end.stats["prompts_resampled"] for _, end in steps] == [4, 4, 4]
+
+
+async def test_a_solved_question_is_drawn_no_more():
+    generation = FakeGeneration(length=by_member)
+
+    def reward(sample: dict) -> float:
+        return 1.0 if sample["answer"] == "3" else float(len(sample["completion"]) % 2)
+
+    settings = plan(num_steps=16, retire_above=0.9, max_staleness=0)
+    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification(reward))
+    await batcher.start()
+    steps = await train(batcher, generation, 16)
+    drawn = [batcher.cursor.questions[batcher.cursor._question_at(n)].row["answer"] for n in generation.asked]
+    assert drawn.count("3") == 1 and steps[-1][1].stats["questions_retired"] == 1
+    assert len(drawn) == 32
+
+
+async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt():
+    asked = []
+
+    class Greedy(FakeGeneration):
+        async def generate(self, prompt, count, *, greedy=False):
+            asked.append((count, greedy))
+            async for one in super().generate(prompt, count):
+                yield one
+
+    generation = Greedy(length=by_member)
+    settings = plan(num_steps=1, with_baseline=True, advantages=AdvantageConfig(estimator="remax"))
+    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification())
+    await batcher.start()
+    ((batches, _),) = await train(batcher, generation, 1)
+    assert sorted(asked) == [(1, True), (1, True), (4, False), (4, False)]
+    # rewards 1, 2, 3, 4 less the greedy completion's 1
+    assert sorted({float(a) for a in batches[0].advantages}) == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_a_step_of_truncated_completions_raises_an_alarm():
+    class Truncating(FakeGeneration):
+        async def _complete(self, ordinal: int, member: int):
+            return completion(3, self.live, truncated=member > 0)
+
+    settings = plan(num_steps=1, alarms=AlarmLimits(truncated=0.5))
+    batcher = ExperienceBatcher(settings, questions(), Truncating(), FakeVerification())
+    await batcher.start()
+    while not isinstance(end := await batcher.next_message(0), StepEnd):
+        pass
+    assert "75% of the completions were truncated" in end.stats["alarms"][0]

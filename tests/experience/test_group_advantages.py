@@ -1,0 +1,250 @@
+"""Verdicts -> advantages on the way to the trainer: process rewards, length, KL, staleness, filters, whole minibatches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.experience.group_advantages import AdvantageConfig
+from async_grpo.experience.packing import Packer
+from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
+from async_grpo.experience.token_rewards import TokenRewardConfig
+from async_grpo.testing import completion
+from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Verdict
+
+OK, FAILED = RewardStatus.OK, RewardStatus.FAILED
+
+
+def sample(length, reward=None, *, steps=(), outcome=None, version=0, truncated=False, ref=None):
+    """`reward`: of the adapter "judge"; `steps`: of the process adapter "prm"; None: it failed."""
+    results = []
+    if steps is None or steps:
+        status = OK if steps is not None else FAILED
+        total = sum(r for _, r in steps) if steps else None
+        results.append(AdapterResult("prm", status, total, steps=tuple(steps or ())))
+    if reward is not None:
+        results.append(AdapterResult("judge", OK, reward))
+    rewards = [result.reward for result in results if result.reward is not None]
+    failed = not results or any(result.status is FAILED for result in results)
+    verdict = Verdict(FAILED, None, tuple(results)) if failed else Verdict(OK, max(rewards), tuple(results))
+    ref = None if ref is None else np.full(length, ref, np.float32)
+    prompt = Prompt(0, np.ones(2, np.int32), {"input": "q"})
+    return Sample(prompt, completion(length, version, truncated=truncated), verdict, ref_logprobs=ref)
+
+
+def group(*samples, slot=0, baseline=None):
+    return Group(samples[0].prompt, samples, 0, slot, baseline)
+
+
+def advantages(plan, *groups, step=0):
+    """One row per sample, None where it is not trained on."""
+    with_advantages = plan(groups, step)
+    return [
+        None if s.advantages is None else s.advantages.tolist() for g in with_advantages for s in g.samples
+    ]
+
+
+def test_outcome_rewards_become_the_estimators_advantages_on_every_token():
+    plan = AdvantageConfig(estimator="dr_grpo")
+    assert advantages(plan, group(sample(2, 1.0), sample(3, 0.0))) == [[0.5, 0.5], [-0.5, -0.5, -0.5]]
+
+
+def test_a_sample_without_a_reward_is_not_trained_on_and_moves_nobody():
+    plan = AdvantageConfig(estimator="dr_grpo")
+    assert advantages(plan, group(sample(1, 1.0), sample(1), sample(1, 0.0))) == [[0.5], None, [-0.5]]
+
+
+def test_every_sample_knows_the_trained_tokens_of_its_whole_group():
+    plan = AdvantageConfig()
+    (with_advantages,) = plan([group(sample(2, 1.0), sample(3, 0.0, truncated=True), sample(4, 0.0))], 0)
+    assert [s.group_tokens for s in with_advantages.samples] == [6, 6, 6]  # the truncated one is left out
+
+
+def test_the_length_penalty_is_part_of_the_reward_that_is_compared():
+    payment = TokenRewardConfig(overlong_buffer=4, overlong_penalty=0.5, max_completion_tokens=10)
+    plan = AdvantageConfig(estimator="dr_grpo", payment=payment, mask_truncated=False)
+    # 6 tokens cost nothing, 8 tokens half of the penalty, 10 tokens all of it
+    by_hand = [0.0, -0.25, -0.5]
+    got = advantages(plan, group(*(sample(n, 1.0) for n in (6, 8, 10))))
+    assert [row[0] for row in got] == pytest.approx([r - sum(by_hand) / 3 for r in by_hand], abs=1e-6)
+
+
+def test_a_kl_in_the_reward_is_taken_off_token_by_token():
+    plan = AdvantageConfig(estimator="remax", payment=TokenRewardConfig(kl_coef=0.1, kl_kind="k1"))
+    # fakes sample at log-prob -0.5; the reference says -1.5: k1 = 1 per token. Greedy completion: reward 0
+    rows = [sample(3, 1.0, ref=-1.5), sample(1, 1.0, ref=-1.5)]
+    got = advantages(plan, group(*rows, baseline=Verdict(OK, 0.0)))
+    assert got[0] == pytest.approx([1 - 0.3, 1 - 0.2, 1 - 0.1]) and got[1] == pytest.approx([0.9])
+
+
+def test_without_a_score_for_the_greedy_completion_remax_leaves_the_group_out():
+    plan = AdvantageConfig(estimator="remax")
+    rows = [sample(2, 1.0), sample(2, 0.0)]
+    assert advantages(plan, group(*rows, baseline=Verdict(FAILED, None))) == [None, None]
+    assert advantages(plan, group(*rows, baseline=Verdict(OK, 0.25))) == [[0.75, 0.75], [-0.25, -0.25]]
+
+
+def test_process_rewards_stand_on_their_tokens_and_stay_there():
+    payment = TokenRewardConfig(process_adapters=("prm",))
+    plan = AdvantageConfig(estimator="grpo_process", payment=payment)
+    rows = [sample(4, steps=[(1, 1.0), (3, 0.0)]), sample(3, steps=[(0, 0.0), (2, 1.0)])]
+    got = advantages(plan, group(*rows))
+    # pool 1 0 0 1: mean 1/2, deviation sqrt(1/3); z = +-0.866; the sum of the steps ahead of each token
+    z = 0.5 / (np.sqrt(1 / 3) + 1e-6)
+    assert got[0] == pytest.approx([0, 0, -z, -z], abs=1e-6)
+    assert got[1] == pytest.approx([0, z, z], abs=1e-6)
+
+
+def test_an_outcome_beside_process_rewards_is_a_step_at_the_end():
+    payment = TokenRewardConfig(process_adapters=("prm",), reward_weights={"prm": 2.0})
+    plan = AdvantageConfig(estimator="gae", payment=payment)  # carries token rewards to the trainer
+    got = advantages(plan, group(sample(3, 1.0, steps=[(0, 0.25)]), sample(2, 0.0, steps=[(1, 0.5)])))
+    assert got == [[0.5, 0.0, 1.0], [0.0, 1.0]]
+
+
+def test_prime_takes_process_and_outcome_as_two_sources():
+    payment = TokenRewardConfig(process_adapters=("prm",), reward_weights={"outcome": 3.0})
+    plan = AdvantageConfig(estimator="prime_rloo", payment=payment)
+    rows = [sample(3, 1.0, steps=[(0, 0.5)]), sample(2, 0.0, steps=[(1, 0.25)])]
+    got = advantages(plan, group(*rows))
+    source = {
+        "prm": torch.tensor([[0.5, 0, 0], [0, 0.25, 0]]),
+        "outcome": torch.tensor([[0, 0, 1.0], [0, 0, 0]]),
+    }
+    masks = {
+        "prm": torch.tensor([[1, 0, 0], [0, 1, 0]]).bool(),
+        "outcome": torch.tensor([[0, 0, 1], [0, 1, 0]]).bool(),
+    }
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    direct = ADVANTAGE_ESTIMATORS["prime_rloo"](
+        source, mask, torch.zeros(2, dtype=torch.int64), weights={"prm": 1.0, "outcome": 3.0}, masks=masks
+    )
+    assert got[0] == pytest.approx(direct[0].tolist()) and got[1] == pytest.approx(direct[1, :2].tolist())
+
+
+def test_gdpo_normalises_every_adapter_and_needs_all_of_them():
+    plan = AdvantageConfig(estimator="gdpo", payment=TokenRewardConfig(process_adapters=()))
+
+    def two(first, second):
+        results = [
+            AdapterResult("a", OK, first),
+            AdapterResult("b", OK if second is not None else FAILED, second),
+        ]
+        return Sample(Prompt(0, np.ones(1, np.int32), {}), completion(1), Verdict(OK, first, tuple(results)))
+
+    got = advantages(plan, group(two(1.0, 10.0), two(0.0, 0.0), two(5.0, None)))
+    assert got[2] is None and got[0] == pytest.approx([-got[1][0]])
+    assert advantages(plan, group(two(1.0, 0.0), two(0.0, 1.0)))[0] == [0.0]
+
+
+def test_tokens_of_policies_that_are_too_old_leave_the_loss_and_the_rest_of_their_sample_stays():
+    plan = AdvantageConfig(estimator="dr_grpo", max_token_staleness=1)
+    mixed = completion(3)
+    mixed.versions[:] = [2, 3, 4]
+    first = Sample(Prompt(0, np.ones(1, np.int32), {}), mixed, Verdict(OK, 1.0))
+    (with_advantages,) = plan([group(first, sample(2, 0.0, version=4))], 4)
+    assert with_advantages.samples[0].loss_mask.tolist() == [False, True, True]
+    assert with_advantages.samples[0].advantages.tolist() == [0.0, 0.5, 0.5]
+    assert with_advantages.samples[1].group_tokens == 4
+
+
+def test_filtering_takes_groups_of_equal_rewards_out_of_the_loss():
+    groups = [group(sample(2, 1.0), sample(2, 1.0)), group(sample(2, 1.0), sample(2, 0.0), slot=1)]
+    assert advantages(AdvantageConfig(), *groups)[:2] == [[0, 0], [0, 0]]
+    assert advantages(AdvantageConfig(filter_groups=True), *groups)[:2] == [None, None]
+    assert advantages(AdvantageConfig(filter_groups=True), *groups)[2] is not None
+
+
+def test_two_samples_of_one_total_earned_in_different_places_are_a_signal():
+    payment = TokenRewardConfig(process_adapters=("prm",))
+    plan = AdvantageConfig(estimator="grpo_process", payment=payment, filter_groups=True)
+    got = advantages(
+        plan, group(sample(2, steps=[(0, 1.0), (1, 0.0)]), sample(2, steps=[(0, 0.0), (1, 1.0)]))
+    )
+    assert got[0] is not None and any(got[0])
+
+
+OUTCOME_ESTIMATORS = [
+    name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.outcome and name != "remax"
+]
+
+
+@given(
+    rewards=st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4), min_size=4, max_size=4
+    ),
+    name=st.sampled_from([name for name in OUTCOME_ESTIMATORS if name not in ("gdpo", "gae")]),
+    order=st.permutations(range(4)),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_minibatch(rewards, name, order):
+    """Batch-coupled estimators wait for all groups; the others may not depend on them."""
+    groups = [group(*(sample(1 + i, r) for i, r in enumerate(row)), slot=n) for n, row in enumerate(rewards)]
+    plan = AdvantageConfig(estimator=name)
+    assembler = StepAssembler(4, 0, Packer(2, 10_000), plan)
+    events = [event for n in order for event in assembler.offer(groups[n])]
+    assert isinstance(events[-1], StepComplete) and all(
+        isinstance(event, MicroBatchRound) for event in events[:-1]
+    )
+    expected = dict(enumerate(plan(groups, 0)))
+    for closed in events[-1].groups:
+        for got, wanted in zip(closed.samples, expected[closed.slot].samples, strict=True):
+            assert got.advantages == pytest.approx(wanted.advantages, abs=1e-6)
+
+
+def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_whole():
+    plan = AdvantageConfig(estimator="reinforce_plus_plus_baseline")
+    assembler = StepAssembler(3, 0, Packer(1, 8), plan)  # every sample fills a micro-batch
+    three = [group(sample(5, 1.0), sample(5, 0.0), slot=n) for n in range(3)]
+    assert assembler.offer(three[2]) == [] and assembler.offer(three[0]) == []
+    assert len(assembler.offer(three[1])) == 7  # six micro-batches and the end of the step
+
+
+def test_who_abstained_beside_a_process_reward_has_said_nothing_and_no_zero():
+    payment = TokenRewardConfig(process_adapters=("prm",))
+    plan = AdvantageConfig(estimator="grpo_process", payment=payment)
+
+    def judged(steps, status, reward=None):
+        results = (
+            AdapterResult("prm", OK, sum(r for _, r in steps), steps=steps),
+            AdapterResult("judge", status, reward),
+        )
+        return Sample(Prompt(0, np.ones(1, np.int32), {}), completion(3), Verdict(OK, 1.0, results))
+
+    silent = [judged(((0, 1.0),), RewardStatus.ABSTAINED), judged(((0, 0.0),), RewardStatus.ABSTAINED)]
+    alone = [sample(3, steps=((0, 1.0),)), sample(3, steps=((0, 0.0),))]
+    assert advantages(plan, group(*silent)) == advantages(plan, group(*alone))
+
+
+def test_a_group_that_is_filtered_out_moves_no_statistic_of_the_batch():
+    plan = AdvantageConfig(estimator="reinforce_plus_plus_baseline", filter_groups=True)
+    varied = group(sample(2, 1.0), sample(2, 0.0))
+    dull = group(sample(4, 1.0), sample(4, 1.0), slot=1)
+    assert advantages(plan, varied, dull)[:2] == advantages(plan, varied)
+    unfiltered = AdvantageConfig(estimator="reinforce_plus_plus_baseline")
+    assert advantages(unfiltered, varied, dull)[:2] != advantages(unfiltered, varied)
+
+
+def test_what_counts_as_signal_is_what_the_estimator_reads():
+    def two(first, second):
+        results = (AdapterResult("a", OK, first), AdapterResult("b", OK, second))
+        return Sample(
+            Prompt(0, np.ones(1, np.int32), {}), completion(1), Verdict(OK, max(first, second), results)
+        )
+
+    hidden = group(two(1.0, 0.0), two(1.0, 0.5))  # the best of each is the same
+    assert not AdvantageConfig(estimator="grpo").has_signal(hidden)
+    assert AdvantageConfig(estimator="gdpo").has_signal(hidden)
+    solved = group(sample(1, 1.0), sample(1, 1.0), baseline=Verdict(OK, 0.0))
+    assert AdvantageConfig(estimator="remax").has_signal(solved)  # all better than the greedy completion
+    assert not AdvantageConfig(estimator="grpo").has_signal(solved)
+    unjudged = group(sample(1, 1.0), sample(1, 0.0), baseline=Verdict(FAILED, None))
+    assert not AdvantageConfig(estimator="remax").has_signal(unjudged)  # nothing to compare with
+
+
+def test_a_group_with_fewer_rewards_than_asked_for_is_left_out():
+    three = group(sample(1, 1.0), sample(1, 0.0), sample(1))
+    assert advantages(AdvantageConfig(), three)[0] is not None
+    assert advantages(AdvantageConfig(min_valid=3), three) == [None, None, None]

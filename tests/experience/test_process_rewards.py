@@ -1,0 +1,436 @@
+"""Process rewards: from the adapter's answer to rewards of tokens, through its process and the pool, and by example."""
+
+import asyncio
+import json
+import math
+import pickle
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from async_grpo.cluster.remote_services import RemoteGeneration
+from async_grpo.generation.char_ends import char_ends
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter.result import answer_of, is_process_reward
+from async_grpo.rewards.builtin import process_reward, warmed_by
+from async_grpo.rewards.builtin.countdown import score as countdown
+from async_grpo.rewards.builtin.countdown_steps import NUMBERS_CREDIT
+from async_grpo.rewards.builtin.countdown_steps import score as countdown_steps
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification, completion
+from async_grpo.types import AdapterResult, Completion, Prompt, RewardStatus
+from reward_registry import REWARD_ADAPTERS, RewardType
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "sample-data" / "tiny-model")
+ROWS = [json.loads(line) for line in (ROOT / "sample-data" / "countdown_train.jsonl").open()]
+SAMPLE = {
+    "completion": "3+4 is 7",
+    "completion_token_ids": [9, 8, 7, 6],
+    "completion_char_ends": [2, 2, 3, 6],  # the last token is the end token, the one before ends at "3+4 is"
+}
+
+
+def answer(returned: Any, sample: dict[str, Any] = SAMPLE, declared: bool = True) -> dict[str, Any]:
+    """What becomes of an adapter's returned value."""
+
+    def adapter(sample: dict[str, Any]) -> Any:
+        return returned
+
+    return answer_of(process_reward(adapter) if declared else adapter, sample, {})
+
+
+def steps(*given: tuple[float, str, int]) -> dict[str, Any]:
+    return {"step_rewards": [{"reward": reward, unit: end} for reward, unit, end in given]}
+
+
+# From the answer to tokens --------------------------------------------------------------------------------------
+
+
+def test_ends_are_exclusive_like_those_of_slices():
+    found = answer(steps((0.5, "token_end", 1), (0.25, "token_end", 4)))
+    assert found["steps"] == [[0, 0.5], [3, 0.25]]
+    assert found["status"] == "ok" and found["reward"] == 0.75 and found["extra"] == {}
+
+
+@pytest.mark.parametrize(
+    ("char_end", "token"),
+    [(1, 0), (2, 0), (3, 2), (4, 3), (6, 3), (7, 3), (8, 3)],  # token 1 adds no character; 7 and 8 lie beyond
+)
+def test_a_character_belongs_to_the_first_token_that_has_written_it(char_end, token):
+    assert answer(steps((1.0, "char_end", char_end)))["steps"] == [[token, 1.0]]
+
+
+def test_steps_come_in_any_order_and_those_that_end_in_one_token_are_added_up():
+    found = answer(
+        steps((1.0, "token_end", 3), (0.25, "char_end", 1), (0.5, "token_end", 1), (-2.0, "char_end", 3))
+    )
+    assert found["steps"] == [[0, 0.75], [2, -1.0]] and found["reward"] == -0.25
+
+
+def test_token_rewards_are_one_step_for_each_token_also_where_they_are_zero():
+    found = answer({"token_rewards": [0, 0.5, True, Fraction(-1, 4)]})
+    assert found["steps"] == [[0, 0.0], [1, 0.5], [2, 1.0], [3, -0.25]] and found["reward"] == 1.25
+
+
+def test_an_adapter_may_give_a_reward_of_its_own_and_components():
+    found = answer({"reward": 2.0, "progress": 3} | steps((0.5, "token_end", 1)))
+    assert (found["reward"], found["extra"], found["steps"]) == (2.0, {"progress": 3.0}, [[0, 0.5]])
+
+
+def test_no_steps_are_steps_too():
+    found = answer({"step_rewards": []})
+    assert (found["status"], found["reward"], found["steps"]) == ("ok", 0.0, [])
+    empty = {"completion": "", "completion_token_ids": [], "completion_char_ends": []}
+    assert answer({"token_rewards": []}, empty)["status"] == "ok"
+    assert "1..0" in answer(steps((1.0, "token_end", 1)), empty)["reason"]
+    assert "1..0" in answer(steps((1.0, "char_end", 1)), empty)["reason"]
+
+
+def test_a_process_reward_may_abstain():
+    assert answer({"abstain": "no text"})["status"] == "abstained"
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ({"reward": 1.0}, "must return either step_rewards or token_rewards, not only ['reward']"),
+        ({"step_rewards": [], "token_rewards": [0.0] * 4}, "not both"),
+        ({"step_rewards": "abc"}, "step_rewards is a str, not a list"),
+        ({"step_rewards": None}, "step_rewards is a NoneType, not a list"),
+        ({"token_rewards": {}}, "token_rewards is a dict, not a list"),
+        ({"step_rewards": [0.5]}, "step_rewards[0] is 0.5, not {"),
+        ({"step_rewards": [{"reward": 1.0}]}, "step_rewards[0] is {'reward': 1.0}, not {"),
+        ({"step_rewards": [{"token_end": 1}]}, "step_rewards[0] is {'token_end': 1}, not {"),
+        ({"step_rewards": [{"reward": 1.0, "end": 1}]}, "'end': 1}, not {"),
+        ({"step_rewards": [{"reward": 1.0, "token_end": 1, "char_end": 1}]}, "'char_end': 1}, not {"),
+        ({"step_rewards": [{"reward": 1.0, "token_end": 1, "note": 1}]}, "'note': 1}, not {"),
+        (steps((1.0, "token_end", 1), (NAN, "token_end", 1)), "step_rewards[1]: reward=nan: only finite"),
+        (steps((INF, "char_end", 1)), "reward=inf: only finite"),
+        (steps((None, "token_end", 1)), "reward=None"),
+        (steps(("1", "token_end", 1)), "reward='1'"),
+        (steps((1.0, "token_end", 0)), "token_end=0 is not one of 1..4: the completion has 4 tokens"),
+        (steps((1.0, "token_end", 5)), "token_end=5 is not one of 1..4"),
+        (steps((1.0, "token_end", -1)), "token_end=-1 is not one of 1..4"),
+        (steps((1.0, "char_end", 0)), "char_end=0 is not one of 1..8: the completion has 8 characters"),
+        (steps((1.0, "char_end", 9)), "char_end=9 is not one of 1..8"),
+        (steps((1.0, "token_end", 1.0)), "token_end=1.0 is not one of 1..4"),
+        (steps((1.0, "token_end", True)), "token_end=True is not one of 1..4"),
+        (steps((1.0, "char_end", "3")), "char_end='3' is not one of 1..8"),
+        (
+            steps((1e308, "token_end", 1), (1e308, "token_end", 1)),
+            "the steps that end in token 0 add up to inf",
+        ),
+        (steps((1e308, "token_end", 1), (1e308, "token_end", 2)), "reward=inf: only finite"),
+        ({"token_rewards": [0.0] * 3}, "3 token_rewards for 4 tokens: there must be one for each"),
+        ({"token_rewards": [0.0] * 5}, "5 token_rewards for 4 tokens"),
+        ({"token_rewards": [0.0, 0.0, NAN, 0.0]}, "token_rewards[2]=nan: only finite"),
+        ({"reward": NAN, "step_rewards": []}, "reward=nan"),
+        ({"part": "x", "step_rewards": []}, "part='x'"),
+        (1.0, "returned a float, not a dict"),
+    ],
+)
+def test_anything_else_is_a_failure_that_names_the_value(returned, reason):
+    found = answer(returned)
+    assert (found["status"], found["reward"], found["steps"]) == ("failed", None, [])
+    assert reason in found["reason"]
+
+
+def test_a_character_cannot_be_placed_in_a_run_that_records_none():
+    sample = {key: value for key, value in SAMPLE.items() if key != "completion_char_ends"}
+    assert (
+        "the sample has no completion_char_ends; use token_end"
+        in answer(steps((1.0, "char_end", 1)), sample)["reason"]
+    )
+    assert answer(steps((1.0, "token_end", 1)), sample)["status"] == "ok"
+
+
+@pytest.mark.parametrize("name", ["step_rewards", "token_rewards"])
+def test_an_adapter_that_is_not_declared_must_not_return_steps(name):
+    found = answer({"reward": 1.0, name: []}, declared=False)
+    assert found["status"] == "failed" and found["reward"] is None
+    assert f"returned {name}, but it is not declared to: decorate it with @process_reward" in found["reason"]
+
+
+@pytest.mark.parametrize("process_first", [True, False])
+def test_the_decorators_compose_in_either_order(process_first):
+    seen: list[dict] = []
+
+    def adapter(sample: dict[str, Any]) -> dict[str, Any]:
+        seen.append(sample)
+        return {"step_rewards": []}
+
+    first, second = [process_reward, warmed_by({"a": 1})][:: 1 if process_first else -1]
+    decorated = second(first(adapter))
+    decorated.warm_up()
+    assert is_process_reward(decorated) and seen == [{"a": 1}]
+    assert not is_process_reward(warmed_by({"a": 1})(lambda sample: {}))
+
+
+def test_an_object_with_a_method_of_that_name_is_no_process_reward():
+    class Judge:
+        def process(self) -> None: ...
+
+        def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+            return {"reward": 1.0}
+
+    assert not is_process_reward(Judge()) and answer_of(Judge(), {}, {})["status"] == "ok"
+
+
+def test_an_adapter_that_rewrites_its_sample_is_measured_on_the_original():
+    @process_reward
+    def trims(sample: dict[str, Any]) -> dict[str, Any]:
+        sample["completion"] = "3"
+        sample["completion_token_ids"] = []
+        return steps((1.0, "char_end", 8))
+
+    assert answer_of(trims, SAMPLE, {})["steps"] == [[3, 1.0]]
+
+
+@given(
+    ends=st.lists(st.integers(0, 12), min_size=1, max_size=8).map(sorted),
+    given_steps=st.lists(st.tuples(st.integers(-4, 4), st.booleans(), st.integers(1, 12)), max_size=8),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_steps_are_placed_as_a_search_from_the_left_places_them(ends, given_steps):
+    sample = {"completion": "x" * 12, "completion_token_ids": [0] * len(ends), "completion_char_ends": ends}
+    returned, expected = [], [0.0] * len(ends)
+    touched = set()
+    for reward, by_token, end in given_steps:
+        if by_token:
+            token = min(end, len(ends)) - 1
+            returned.append({"reward": reward, "token_end": token + 1})
+        else:
+            token = next((t for t, char_end in enumerate(ends) if char_end >= end), len(ends) - 1)
+            returned.append({"reward": reward, "char_end": end})
+        expected[token] += reward
+        touched.add(token)
+    found = answer({"step_rewards": returned}, sample)
+    assert found["steps"] == [[token, expected[token]] for token in sorted(touched)]
+    assert found["reward"] == sum(reward for reward, _, _ in given_steps)
+
+
+# Through processes and pools ------------------------------------------------------------------------------------
+
+PAGE = RewardRegistrySource.from_text(
+    "page_with_steps",
+    "from async_grpo.rewards.builtin import process_reward\n"
+    "@process_reward\n"
+    "def judge(sample): return {'step_rewards': sample['judged'], 'progress': 2}\n"
+    "def plain(sample): return {'reward': 1.0}\n"
+    "REWARD_ADAPTERS = {'judge': judge, 'plain': plain}\n",
+)
+
+
+def test_steps_travel_from_the_adapters_process_to_the_verdict():
+    async def main() -> None:
+        pool = VerifierPool(["judge", "plain"], process_maker(PAGE))
+        await pool.start()
+        judged = steps((0.1 + 0.2, "char_end", 3), (-1.0, "token_end", 1))["step_rewards"]
+        verdict = await pool.verify(SAMPLE | {"judged": judged})
+        broken = await pool.verify(SAMPLE | {"judged": "none"})
+        await pool.close()
+        by_adapter = {result.adapter: result for result in verdict.results}
+        assert by_adapter["judge"].steps == ((0, -1.0), (2, 0.1 + 0.2))  # exactly: JSON keeps every bit
+        assert by_adapter["judge"].reward == pytest.approx(-0.7) and by_adapter["judge"].extra == {
+            "progress": 2.0
+        }
+        assert by_adapter["judge"].attempts == 1 and by_adapter["judge"].reason == ""
+        assert by_adapter["plain"].steps == ()
+        assert broken.status is RewardStatus.FAILED and broken.results[0].steps == ()
+        assert pickle.loads(pickle.dumps(verdict)) == verdict  # as an actor sends it
+
+    asyncio.run(asyncio.wait_for(main(), 50))
+
+
+# The example: countdown, step by step ---------------------------------------------------------------------------
+
+CREDIT = NUMBERS_CREDIT / 3
+
+
+def judged(
+    text: str, nums: tuple[int, ...] = (3, 4, 5), target: int = 27, **columns: Any
+) -> list[tuple[str, float]]:
+    """The text up to the end of each step, and the step's reward."""
+    found = countdown_steps({"completion": text, "nums": list(nums), "target": target, **columns})
+    return [(text[: step["char_end"]], pytest.approx(step["reward"])) for step in found["step_rewards"]]
+
+
+def test_a_right_answer_earns_for_each_number_and_for_its_close():
+    text = "so</think>\n<answer>3*(4+5)</answer><|im_end|>"
+    assert judged(text, end_token="<|im_end|>") == [
+        ("so</think>\n<answer>3", CREDIT),
+        ("so</think>\n<answer>3*(4", CREDIT),
+        ("so</think>\n<answer>3*(4+5", CREDIT),
+        ("so</think>\n<answer>3*(4+5)</answer>", 1.0),
+    ]
+
+
+WRONG = [
+    # completion, rewards of its steps in credits
+    ("</think><answer>3+4+5</answer>", [1, 1, 1]),  # the numbers, but not the value
+    ("</think><answer>3*9</answer>", [1, -1]),
+    ("</think><answer>3*3*3</answer>", [1, -1, -1]),  # each number is there once
+    ("</think><answer>03*(4+5)</answer>", [-1, 1, 1]),
+    ("</think><answer>345</answer>", [-1]),
+    ("</think><answer>27</answer>", [-1]),
+    ("</think><answer>three</answer>", []),
+    ("</think><answer></answer>", []),
+    ("</think><answer>3*(4", [1, 1]),  # cut off
+    ("3*(4+5)</think>", []),
+    ("<answer>3</answer></think>27", []),  # the thought may say what it likes
+    ("</think><answer>3</answer><answer>4</answer>", []),  # two answers: which one is meant?
+    ("</think></answer>3", []),
+    ("</think><answer>3</answer>4</answer>", [1]),
+    ("</think><answer>" + "7 " * 500, [-1] * 6),  # babble is not judged to its end
+    ("", []),
+    ("  \n ", []),
+]
+
+
+@pytest.mark.parametrize(("text", "credits"), WRONG)
+def test_other_answers_earn_and_lose_by_their_numbers_alone(text, credits):
+    assert [reward for _, reward in judged(text)] == [pytest.approx(CREDIT * credit) for credit in credits]
+
+
+def test_numbers_that_are_there_twice_may_be_used_twice():
+    assert [reward for _, reward in judged("<answer>4+4+4</answer>", (4, 4), 8)] == [0.15, 0.15, -0.15]
+
+
+def test_blanks_before_the_completion_do_not_shift_the_steps():
+    assert [text for text, _ in judged(" \n <answer>3\n*(4+5) </answer> \n")][:1] == [" \n <answer>3"]
+
+
+def test_a_row_without_a_task_is_a_failure_and_no_zero():
+    with pytest.raises(ValueError, match="needs a list `nums`"):
+        countdown_steps({"completion": "", "target": 1})
+
+
+PARTS = [
+    "3",
+    "4",
+    "5",
+    "27",
+    "+",
+    "*",
+    "(",
+    ")",
+    " ",
+    "\n",
+    "é",
+    "so",
+    "<answer>",
+    "</answer>",
+    "</think>",
+    "<|im_end|>",
+]
+ANSWERS = ["</think>\n<answer>3*(4+5)</answer>", "<answer>(5+4)*3</answer>", "<answer>3*4+5</answer>"]
+
+
+@given(st.lists(st.sampled_from(PARTS + ANSWERS), max_size=12).map("".join) | st.text(max_size=40))
+@settings(max_examples=500, deadline=None)
+def test_the_last_step_is_the_right_answer_exactly_when_countdown_says_so(text):
+    sample = {"completion": text, "nums": [3, 4, 5], "target": 27, "end_token": "<|im_end|>"}
+    found, outcome = countdown_steps(sample), countdown(sample)
+    rewards = [step["reward"] for step in found["step_rewards"]]
+    ends = [step["char_end"] for step in found["step_rewards"]]
+    assert (1.0 in rewards[-1:]) == (outcome["answer_reward"] == 1.0) == (found["answer_reward"] == 1.0)
+    assert ends == sorted(set(ends)) and all(1 <= end <= len(text) for end in ends)
+    if outcome["answer_reward"]:
+        assert text[: ends[-1]].endswith("</answer>") and rewards.pop() and ends.pop()
+        assert sum(rewards) == pytest.approx(NUMBERS_CREDIT)
+    written = [re.search(r"[0-9]+\Z", text[:end])[0] for end in ends]
+    for number, reward in enumerate(rewards):
+        fits = written[number] in ("3", "4", "5") and written[number] not in written[:number]
+        assert reward == pytest.approx(CREDIT if fits else -CREDIT)
+
+
+def test_in_its_process_the_steps_fall_on_the_tokens_of_the_tiny_model():
+    row = ROWS[0]
+    text = "é</think>\n<answer>8+15-5</answer>"
+    ids = TOKENIZER.encode(text)
+    sample = {
+        **row,
+        "completion": text,
+        "completion_token_ids": [*ids, TOKENIZER.eos_token_id],
+        "completion_char_ends": char_ends(TOKENIZER, [*ids, TOKENIZER.eos_token_id], text).tolist(),
+    }
+    sample |= {"nums": [8, 15, 5], "target": 18, "truncated": False, "group_id": 0, "sample_text": text}
+
+    async def main() -> AdapterResult:
+        worker = AdapterProcess(
+            RewardRegistrySource.from_file(ROOT / "reward_registry.py"), "countdown_steps"
+        )
+        try:
+            return await worker.score(sample, 50)
+        finally:
+            await worker.close()
+
+    result = asyncio.run(asyncio.wait_for(main(), 50))
+    assert result.status is RewardStatus.OK, result.reason
+    assert [TOKENIZER.decode(ids[: token + 1])[-1] for token, _ in result.steps] == ["8", "5", "5", ">"]
+    assert [reward for _, reward in result.steps] == pytest.approx([0.1, 0.1, 0.1, 1.0])
+    assert result.reward == pytest.approx(1.3)
+    assert result.extra == {"numbers_reward": pytest.approx(0.3), "answer_reward": 1.0}
+
+
+def test_the_shipped_page_declares_exactly_its_process_reward():
+    assert [kind for kind in RewardType if is_process_reward(REWARD_ADAPTERS[kind])] == [
+        RewardType.COUNTDOWN_STEPS
+    ]
+
+
+# Greedy completions, and the stand-ins -----------------------------------------------------------------------------
+
+
+async def test_the_wish_for_greedy_completions_reaches_the_worker():
+    class Worker:
+        worker_id = "g0"
+        calls: ClassVar[list[tuple]] = []
+
+        async def call(self, method: str, *args: Any) -> Completion:
+            self.calls.append((method, *args))
+            return completion(3)
+
+        def release(self, sequences: int = 1) -> None: ...
+
+    class Workers:
+        async def lease(self, sequences: int, tokens_each: int) -> Worker:
+            return Worker()
+
+    prompt = Prompt(0, np.array([1, 2], np.int32), {})
+    remote = RemoteGeneration(Workers())
+    assert [len(c) async for c in remote.generate(prompt, 1, greedy=True)] == [3]
+    assert [len(c) async for c in remote.generate(prompt, 2)] == [3, 3]
+    assert [(method, greedy) for method, _, greedy in Worker.calls] == [
+        ("complete", True),
+        ("complete", False),
+        ("complete", False),
+    ]
+
+
+async def test_the_fake_completes_greedily_as_a_member_of_its_own():
+    generation = FakeGeneration(length=lambda ordinal, member: 7 if member == GREEDY else 2 + member)
+    prompt = Prompt(5, None, {})
+    sampled = [len(c) async for c in generation.generate(prompt, 2)]
+    (greedy,) = [c async for c in generation.generate(prompt, 1, greedy=True)]
+    assert sorted(sampled) == [2, 3] and len(greedy) == 7
+    assert (generation.asked, generation.asked_greedily) == ([5], [5])
+    assert greedy.char_ends.tolist() == [1, 2, 3, 4, 5, 6, 7] and len(greedy.text) == 7
+
+
+async def test_the_fake_verification_may_answer_with_steps():
+    result = AdapterResult("judge", RewardStatus.OK, 1.5, steps=((0, 0.5), (1, 1.0)))
+    verdict = await FakeVerification(lambda sample: result).verify({})
+    assert (verdict.status, verdict.reward, verdict.results) == (RewardStatus.OK, 1.5, (result,))

@@ -1,0 +1,160 @@
+"""The scheduling of work over workers, against its own rules (no Ray here)."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.experience.worker_registry import WorkerRegistry
+from async_grpo.types import WorkerInfo
+
+
+def info(worker_id: str, max_sequences: int = 8, max_tokens: int = 1000) -> WorkerInfo:
+    return WorkerInfo(worker_id, "generation", max_sequences, max_tokens)
+
+
+def registry_of(*workers: WorkerInfo, grace_s: float = 5.0) -> WorkerRegistry:
+    registry = WorkerRegistry("generation", grace_s)
+    for worker in workers:
+        registry.register(worker)
+        registry.activate(worker.worker_id)
+    return registry
+
+
+async def is_waiting(task: asyncio.Task) -> bool:
+    await asyncio.sleep(0.01)
+    return not task.done()
+
+
+async def test_the_worker_with_the_least_outstanding_work_is_chosen():
+    registry = registry_of(info("a"), info("b"))
+    first = await registry.acquire(4, 10)
+    second = await registry.acquire(4, 10)
+    assert {first.worker_id, second.worker_id} == {"a", "b"}
+    registry.release(first.lease_id, 1)
+    third = await registry.acquire(1, 10)  # 3 outstanding against 4
+    assert third.worker_id == first.worker_id
+
+
+async def test_tokens_count_as_much_as_sequences():
+    registry = registry_of(info("long", max_sequences=100), info("short", max_sequences=100))
+    long = await registry.acquire(1, 900)
+    short = await registry.acquire(2, 10)
+    assert short.worker_id != long.worker_id
+    assert (await registry.acquire(1, 10)).worker_id == short.worker_id  # 3 sequences, but far fewer tokens
+
+
+async def test_each_finished_sequence_makes_room_for_the_next():
+    registry = registry_of(info("a", max_sequences=4))
+    lease = await registry.acquire(4, 10)
+    waiting = asyncio.create_task(registry.acquire(2, 10))
+    registry.release(lease.lease_id, 1)
+    assert await is_waiting(waiting)  # one free, two needed
+    registry.release(lease.lease_id, 1)
+    assert (await waiting).worker_id == "a"
+
+
+async def test_first_come_first_served_so_that_a_large_group_does_not_starve():
+    registry = registry_of(info("a", max_sequences=4))
+    lease = await registry.acquire(3, 10)
+    large = asyncio.create_task(registry.acquire(4, 10))
+    small = asyncio.create_task(registry.acquire(1, 10))
+    assert await is_waiting(small)  # it would fit, but it came later
+    registry.release(lease.lease_id, 3)
+    registry.release((await large).lease_id, 4)
+    assert (await small).sequences == 1
+
+
+async def test_a_group_larger_than_every_worker_is_refused_with_the_way_out():
+    registry = registry_of(info("a", max_sequences=24))
+    with pytest.raises(ConfigurationError, match=r"32 sequences.*takes 24.*--max_num_seqs"):
+        await registry.acquire(32, 10)
+
+
+async def test_a_worker_gets_no_work_before_it_holds_the_weights():
+    registry = WorkerRegistry("generation", 5.0)
+    registry.register(info("a"))
+    waiting = asyncio.create_task(registry.acquire(1, 10))
+    assert await is_waiting(waiting)
+    registry.activate("a")
+    assert (await waiting).worker_id == "a"
+
+
+async def test_a_lost_worker_takes_its_leases_with_it_and_loads_never_go_negative():
+    registry = registry_of(info("a"))
+    lease = await registry.acquire(8, 10)
+    registry.deregister("a", "died")
+    registry.deregister("a", "died")  # told twice
+    registry.release(lease.lease_id, 8)
+    assert registry.outstanding() == (0, 0)
+    registry.register(info("a"))
+    registry.activate("a")
+    registry.release(lease.lease_id, 8)  # late news of the old lease
+    assert registry.outstanding() == (0, 0)
+
+
+async def test_without_any_worker_the_wait_ends_and_names_the_last_one():
+    registry = registry_of(info("a"), grace_s=0.5)
+    registry.deregister("a", "killed by signal 9")
+    with pytest.raises(WorkerLost, match="no generation worker.*killed by signal 9"):
+        await asyncio.wait_for(registry.acquire(1, 10), 5)
+
+
+async def test_a_group_that_has_become_too_large_is_refused_while_it_waits_and_blocks_nobody():
+    registry = registry_of(info("large", max_sequences=8), info("small", max_sequences=2))
+    await registry.acquire(8, 10)
+    waiting, behind = (asyncio.create_task(registry.acquire(n, 10)) for n in (8, 1))
+    await asyncio.sleep(0)
+    registry.deregister("large", "died")
+    with pytest.raises(ConfigurationError, match="8 sequences at once fit no generation worker"):
+        await asyncio.wait_for(waiting, 5)
+    assert (await asyncio.wait_for(behind, 5)).worker_id == "small"
+
+
+async def test_a_caller_that_goes_away_leaves_the_queue():
+    registry = registry_of(info("a", max_sequences=2))
+    lease = await registry.acquire(2, 10)
+    gone, next_one = (asyncio.create_task(registry.acquire(n, 10)) for n in (2, 1))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    registry.release(lease.lease_id, 1)
+    assert (await asyncio.wait_for(next_one, 1)).sequences == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    capacities=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    requests=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 50)), max_size=25),
+    seed=st.integers(0, 10**6),
+)
+def test_whatever_comes_no_worker_is_overfilled_and_everything_is_served(capacities, requests, seed):
+    async def scenario() -> None:
+        draw = random.Random(seed)  # not hypothesis' own: how often it is asked depends on the event loop
+        registry = registry_of(*(info(f"w{i}", capacity) for i, capacity in enumerate(capacities)))
+        wanted = [(s, t) for s, t in requests if s <= max(capacities)]
+        waiting = [asyncio.create_task(registry.acquire(s, t)) for s, t in wanted]
+        held: dict[str, int] = {f"w{i}": 0 for i in range(len(capacities))}
+        leases, served = [], 0
+        while served < len(wanted):
+            await asyncio.sleep(0)
+            for task in [task for task in waiting if task.done()]:
+                waiting.remove(task)
+                lease = task.result()
+                held[lease.worker_id] += lease.sequences
+                assert held[lease.worker_id] <= capacities[int(lease.worker_id[1:])]
+                leases.append(lease)
+                served += 1
+            assert registry.outstanding()[0] >= sum(held.values())
+            if leases:
+                lease = leases[draw.randrange(len(leases))]
+                registry.release(lease.lease_id, 1)
+                lease.sequences -= 1
+                held[lease.worker_id] -= 1
+                if not lease.sequences:
+                    leases.remove(lease)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -1,0 +1,57 @@
+"""What the pages show is what one gets: the code of docs/rewards.md runs as it stands there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from async_grpo.__main__ import main
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def code_under(heading: str) -> str:
+    """The first Python block of a section, with the page's dots for "what is there already" taken out."""
+    section = (ROOT / "docs" / "rewards.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1].replace("...,", "")
+
+
+def test_the_first_reward_works_on_the_page_and_from_a_file(tmp_path, capsys):
+    page, rows, results = (tmp_path / name for name in ("page.py", "rows.jsonl", "results.jsonl"))
+    page.write_text("from enum import Enum\n\n\n" + code_under("Your first reward, in ten lines"))
+    rows.write_text('{"completion": "HELLO", "answer": ""}\n{"completion": "Hello you", "answer": ""}\n')
+    for name in (
+        ["--reward-fns", "shout", "--reward-registry", str(page)],
+        ["--reward-fns", f"{page}:shout"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(rows), *name, "--output", str(results)])
+        assert ended.value.code == 0
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+        assert [line["reward"] for line in lines] == [1.0, 0.0], lines
+
+
+def test_the_first_judge_is_one():
+    registry = {}
+    exec(code_under("Your first judge").replace("RewardType.JUDGE", "'judge'"), registry)
+    judge = registry["REWARD_ADAPTERS"]["judge"]
+    endpoint = judge.endpoint()
+    assert "api.example.com" in str(endpoint) and judge.price_per_million_tokens == (0.15, 0.60)
+
+
+async def test_the_process_reward_pays_its_sentences():
+    source = RewardRegistrySource.from_text(
+        "page", code_under("Process rewards") + "\nREWARD_ADAPTERS = {'sentences': sentences}\n"
+    )
+    text = "First 2 apples. Then none. So 2."
+    sample = {"completion": text, "completion_token_ids": list(range(len(text)))}
+    sample["completion_char_ends"] = list(range(1, len(text) + 1))
+    worker = AdapterProcess(source, "sentences")
+    try:
+        result = await worker.score(sample, 30)
+    finally:
+        await worker.close()
+    assert result.steps == ((14, 0.1), (25, 0.0), (31, 0.1)) and result.reward == pytest.approx(0.2)

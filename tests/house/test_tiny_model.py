@@ -1,0 +1,284 @@
+"""The tiny model: its tokenizer, its folder, its warm-up, and the plain GRPO loop that judges it."""
+
+import ast
+import importlib
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+ROOT = Path(__file__).parents[2]
+SAMPLE_DATA = ROOT / "sample-data"
+sys.path[:0] = [str(SAMPLE_DATA), str(ROOT / "benchmarks")]
+tiny_model = importlib.import_module("create_tiny_model")
+plain_grpo = importlib.import_module("plain_grpo")
+
+TOKENIZER = tiny_model.build_tokenizer(1024)
+RESPONSE = re.compile(r"^<think>.*?</think>\n<answer>(.*?)</answer>$", re.DOTALL)
+SMALL = ["--num-layers", "1", "--hidden-size", "64", "--num-heads", "2", "--num-kv-heads", "1"]
+SMALL += ["--intermediate-size", "64", "--warmup-steps", "3", "--batch-size", "4"]
+
+
+def build_small(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: determinism and the thread count are settings of the whole process."""
+    train = str(SAMPLE_DATA / "countdown_train.jsonl")
+    command = [
+        sys.executable,
+        str(SAMPLE_DATA / "create_tiny_model.py"),
+        "--train",
+        train,
+        "--output",
+        str(output),
+    ]
+    return subprocess.run([*command, *SMALL, *options], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "model"
+    result = build_small(folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(
+    small_folder: Path, tmp_path: Path
+) -> None:
+    for name, seed in (("again", "0"), ("other", "1")):
+        assert build_small(tmp_path / name, "--seed", seed).returncode == 0
+    first, again, other = (
+        (folder / "model.safetensors").read_bytes()
+        for folder in (small_folder, tmp_path / "again", tmp_path / "other")
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("folder", ["small", "shipped"])
+def test_the_folder_loads_as_a_tied_float32_chat_model(folder: str, small_folder: Path) -> None:
+    path = small_folder if folder == "small" else SAMPLE_DATA / "tiny-model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert model.config.architectures == ["Qwen2ForCausalLM"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert model.config.hidden_size // model.config.num_attention_heads >= 32
+    assert model.config.max_position_embeddings >= 512
+    assert model.num_parameters() <= (100_000 if folder == "small" else 2_000_000)
+    ends = GenerationConfig.from_pretrained(path).eos_token_id
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert len(tokenizer) == model.config.vocab_size
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_format_tags_are_single_tokens_that_decoding_keeps() -> None:
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    assert all(
+        len(TOKENIZER.encode(tag)) == 1 for tag in [*tags, "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    )
+    assert len(TOKENIZER.encode("4096")) == 4
+    text = "</think>\n<answer>1+2</answer>"
+    assert TOKENIZER.decode(TOKENIZER.encode(text + "<|im_end|>"), skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-heads", "4"], "at least 32"),
+        (["--num-kv-heads", "3"], "no multiple"),
+        (["--train", "missing.jsonl"], "missing.jsonl does not exist"),
+        (["--operators", "+"], "has no solution with the operators '+'"),
+    ],
+)
+def test_an_impossible_model_ends_with_code_2_and_says_why(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    result = build_small(tmp_path / "model", *options)
+    assert result.returncode == 2
+    assert message in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+NUMS = st.lists(st.integers(1, 9), min_size=2, max_size=3).map(tuple)
+
+
+@settings(max_examples=30, deadline=None)
+@given(nums=NUMS, operators=st.sampled_from(["+-", "+-*", "+-*/"]), seed=st.integers(0, 99))
+def test_warmup_expressions_use_each_number_once_and_mean_what_they_claim(
+    nums: tuple[int, ...], operators: str, seed: int
+) -> None:
+    expressions = tiny_model.all_expressions(tuple(sorted(nums)), operators)
+    text = random.Random(seed).choice(list(expressions))
+    assert sorted(map(int, re.findall(r"\d+", text))) == sorted(nums)
+    # An independent reading of the text: Python's own parser, each integer made an exact fraction.
+    exact = re.sub(r"\d+", lambda number: f"Fraction({number[0]})", text)
+    assert eval(exact, {"Fraction": Fraction}) == expressions[text]
+    assert set(text) <= set("0123456789()") | set(operators)
+
+
+def test_warmup_expressions_reach_every_value_that_brackets_can_reach() -> None:
+    reached = set()
+    for (a, b, c), p, q in itertools.product(itertools.permutations((2, 3, 7)), "+-*", "+-*"):
+        reached |= {eval(f"({a}{p}{b}){q}{c}"), eval(f"{a}{p}({b}{q}{c})")}
+    expressions = tiny_model.all_expressions((2, 3, 7), "+-*")
+    assert set(expressions.values()) == reached
+    assert {"2-3+7", "2-(3+7)", "2-(3-7)", "(2-3)*7"} <= set(expressions)
+    assert not {"(2-3)+7", "2+(3+7)", "(2*3)+7"} & set(expressions)
+
+
+def test_warmup_answers_are_correct_or_random_as_asked_and_always_well_formed() -> None:
+    problems = [tiny_model.Problem((2, 3, 7), 13), tiny_model.Problem((1, 5, 9), 46)]
+    by_text = {f"{'+'.join(sorted(map(str, p.nums)))}={p.target}": p for p in problems}
+    for fraction in (1.0, 0.0):
+        examples = tiny_model.warmup_examples(problems, TOKENIZER, "+-*", "+-", fraction, random.Random(0))
+        hits, answers = [], ""
+        for _ in range(40):
+            prompt, response = (TOKENIZER.decode(ids) for ids in next(examples))
+            shown, target = re.search(r"user\n([\d ]+)=(\d+)<", prompt).groups()
+            problem = by_text[f"{'+'.join(sorted(shown.split()))}={target}"]
+            answer = RESPONSE.match("<think>" + response.removesuffix("<|im_end|>"))[1]
+            value, nums = plain_grpo.evaluate_expression(ast.parse(answer, mode="eval"))
+            assert sorted(nums) == sorted(problem.nums) and response.endswith("<|im_end|>")
+            hits.append(value == problem.target)
+            answers += answer
+        assert all(hits) if fraction else sum(hits) < 20
+        assert ("*" in answers) == (fraction == 1.0)
+
+
+def test_only_response_tokens_carry_labels() -> None:
+    batch = tiny_model.collate([([1, 2], [3, 4]), ([5], [6])], pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 3, 4], [-100, 6, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("</think>\n<answer>3*4+1</answer>", (1.0, 1.0)),
+        ("</think>\n<answer>4*3-1</answer>", (0.0, 1.0)),
+        ("</think> <answer>3*4+1</answer>", (1.0, 0.0)),
+        ("</think>\n<answer>13</answer>", (0.0, 1.0)),
+        ("</think>\n<answer>3**4*1</answer>", (0.0, 1.0)),
+        ("</think>\n<answer>3*4+1*1</answer>", (0.0, 1.0)),
+        ("</think>\n<answer>__import__('os')</answer>", (0.0, 1.0)),
+        ("</think>\n<answer>(3*4</answer>", (0.0, 1.0)),
+        ("no answer", (0.0, 0.0)),
+    ],
+)
+def test_the_plain_reward_knows_correct_from_well_formed(
+    completion: str, expected: tuple[float, float]
+) -> None:
+    assert plain_grpo.score(completion, {"nums": [1, 3, 4], "target": 13}) == expected
+
+
+def test_sampled_logprobs_equal_those_of_an_unpadded_forward(small_folder: Path) -> None:
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(small_folder),
+        AutoTokenizer.from_pretrained(small_folder),
+    )
+    rows = [
+        {"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "a much longer prompt: 7 8 9=24")
+    ]
+    torch.manual_seed(0)
+    rollout = plain_grpo.sample(model, tokenizer, rows, max_new_tokens=6)
+    for index, row in enumerate(rows):
+        completion = rollout.token_ids[index, -rollout.mask.shape[1] :][rollout.mask[index]]
+        prompt = torch.tensor(row["input_token_ids"])
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, completion[:, None]).squeeze(1)
+        torch.testing.assert_close(
+            rollout.logprobs[index][rollout.mask[index]], expected, atol=1e-5, rtol=1e-5
+        )
+
+
+class ScriptedModel:
+    """Says the given token of each row at each step, whatever it reads."""
+
+    def __init__(self, like: Any, steps: list[list[int]]) -> None:
+        self.config, self.generation_config, self.steps = like.config, like.generation_config, iter(steps)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        tokens = torch.tensor(next(self.steps))
+        logits = torch.nn.functional.one_hot(tokens, self.config.vocab_size) * 1e4
+        return SimpleNamespace(logits=logits[:, None])
+
+
+def test_a_completion_ends_at_its_first_end_token_and_that_token_counts(small_folder: Path) -> None:
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(small_folder),
+        AutoTokenizer.from_pretrained(small_folder),
+    )
+    end, other_end = model.generation_config.eos_token_id
+    one, two = tokenizer.encode("12")
+    scripted = ScriptedModel(model, [[one, one], [end, two], [two, other_end], [two, two]])
+    rollout = plain_grpo.sample(scripted, tokenizer, [{"input_token_ids": [one]}] * 2, max_new_tokens=9)
+    assert rollout.mask.tolist() == [[True, True, False], [True, True, True]]
+    pad = tokenizer.pad_token_id
+    assert rollout.token_ids[:, 1:].tolist() == [[one, end, pad], [one, two, other_end]]
+    assert rollout.texts == ["1", "12"]
+
+
+def test_group_advantages_are_standardised_within_each_group() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5])
+    # mean 1/4, ddof-1 deviation sqrt((9/16 + 3/16) / 3) = 1/2
+    expected = torch.tensor([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
+    torch.testing.assert_close(plain_grpo.group_advantages(rewards, 4), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_plain_loop_trains_and_logs_every_step(
+    staleness: int, small_folder: Path, tmp_path: Path
+) -> None:
+    rows = (SAMPLE_DATA / "countdown_heldout.jsonl").read_text("utf-8").splitlines()[:8]
+    data, output = tmp_path / "data.jsonl", tmp_path / "log.jsonl"
+    data.write_text("\n".join(rows) + "\n", "utf-8")
+    plain_grpo.main(
+        small_folder, data, data, output, steps=3, prompts_per_step=2, group_size=4, max_new_tokens=4,
+        staleness=staleness, eval_every=3, eval_repeats=1,
+    )  # fmt: skip
+    records = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert ["heldout_accuracy" in record for record in records] == [True, False, False, True]
+    assert all(0 <= record["accuracy"] <= 1 and record["seconds"] > 0 for record in records[1:])
+
+
+def test_the_loss_gradient_of_a_fresh_batch_is_reinforce_with_a_token_mean(small_folder: Path) -> None:
+    """With old = new log-probs the clipped objective's gradient is -sum(A * grad logp) / tokens."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(small_folder),
+        AutoTokenizer.from_pretrained(small_folder),
+    )
+    rows: list[dict[str, Any]] = [
+        {"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "4 5=9")
+    ]
+    torch.manual_seed(0)
+    rollout = plain_grpo.sample(model, tokenizer, rows, max_new_tokens=5)
+    advantages = torch.tensor([1.5, -0.5])
+    plain_grpo.policy_loss(model, rollout, advantages).backward()
+    actual = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    total = torch.zeros(())
+    for index, row in enumerate(rows):
+        completion = rollout.token_ids[index, -rollout.mask.shape[1] :][rollout.mask[index]]
+        prompt = torch.tensor(row["input_token_ids"])
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        total = total - advantages[index] * logits.log_softmax(-1).gather(1, completion[:, None]).sum()
+    (total / rollout.mask.sum()).backward()
+    torch.testing.assert_close(actual, model.model.embed_tokens.weight.grad, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,50 @@
+"""The metrics file: strict JSON, and tokens counted against the right stretch of training."""
+
+import json
+
+from async_grpo.metrics.writer import METRICS_FILE, MetricsWriter, console_line
+
+
+def line(step: int, timeline: list, intervals: list, **more) -> dict:
+    return {
+        "step": step,
+        "time_per_batch": 1.0,
+        "token_timeline": timeline,
+        "compute_intervals": intervals,
+        **more,
+    }
+
+
+def test_tokens_of_a_step_may_have_been_made_while_the_step_before_it_trained(tmp_path):
+    """Step 2's tokens (moments 11 to 13) were generated during step 1's micro-batches, of which there were three."""
+    writer = MetricsWriter(tmp_path, num_steps=2)
+    writer.write(line(1, [(1.0, 5)], [(10.0, 11.5), (11.5, 12.5), (12.5, 13.5)]))
+    writer.write(line(2, [(11.0, 10), (12.0, 10), (13.0, 10), (15.0, 7)], [(20.0, 21.0)]))
+    writer.close()
+    first, second = map(json.loads, (tmp_path / METRICS_FILE).read_text().splitlines())
+    assert (first["tokens_generated"], first["tokens_generated_while_training"]) == (5, 0)
+    assert (second["tokens_generated"], second["tokens_generated_while_training"]) == (37, 30)
+    assert "token_timeline" not in second and "compute_intervals" not in second
+
+
+def test_samples_go_to_their_own_file_with_the_step_that_trained_them(tmp_path):
+    writer = MetricsWriter(tmp_path, num_steps=1, samples_file=tmp_path / "samples.jsonl")
+    writer.write(line(1, [], [], samples=[{"completion": "a"}, {"completion": "b"}]))
+    writer.close()
+    samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples == [{"step": 1, "completion": "a"}, {"step": 1, "completion": "b"}]
+    assert "samples" not in json.loads((tmp_path / METRICS_FILE).read_text())
+
+
+def test_the_console_says_how_many_samples_were_not_scored():
+    shown = console_line(
+        {
+            "step": 1,
+            "time_per_batch": 1.0,
+            "num_reward_failed": 2,
+            "num_reward_timed_out": 1,
+            "samples_in_batch": 64,
+        },
+        9,
+    )
+    assert "NOT SCORED 3 of 64" in shown

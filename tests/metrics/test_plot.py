@@ -1,0 +1,572 @@
+"""`plot.py` and `async_grpo.metrics.figures`: real files, real pictures, an `scp` of our own on PATH."""
+
+import json
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from typer.testing import CliRunner
+
+import plot
+from async_grpo.errors import ConfigurationError
+from async_grpo.metrics import reader as metrics_files
+from async_grpo.metrics.figures import draw, moving_average, plot_runs
+from async_grpo.metrics.reader import (
+    DEFAULT_X_KEY,
+    FetchFailed,
+    Run,
+    default_names,
+    fetch,
+    info_table,
+    load_runs,
+    read_run,
+    wall_seconds,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+def write(path: Path, steps: list[Any], end: str = "\n") -> Path:
+    path.write_text("\n".join(json.dumps(step) for step in steps) + end)
+    return path
+
+
+def learning_steps(n: int = 12, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            DEFAULT_X_KEY: 64 * (i + 1),
+            "avg_reward": i / n,
+            "avg_max_reward_in_group": (i + 1) / n,
+            "avg_output_tokens": 300.0 + i,
+            "avg_kl_div": 1e-4 * i,
+            **more,
+        }
+        for i in range(n)
+    ]
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    return write(
+        tmp_path / "metrics.jsonl", learning_steps(note="text", wait={"trainer": {"experience": 2.5}})
+    )
+
+
+def cli(*args: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    hidden = ("DISPLAY", "WAYLAND_DISPLAY", "MPLBACKEND")
+    env = {key: value for key, value in os.environ.items() if key not in hidden} | environment
+    command = [sys.executable, str(ROOT / "plot.py"), *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def drawn(runs: list[Run], variables: list[str], window: int | None = None, legend: bool = False) -> Figure:
+    figure = Figure()
+    draw(figure, runs, variables, "x", window, legend)
+    return figure
+
+
+def xy(axes: Axes) -> list[list[tuple[float, float]]]:
+    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("plots.gif", r"plots\.gif: the name must end in \.svg, \.png, \.pdf"),
+        ("absent/x.png", r"absent/x\.png: No such file"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_named(
+    metrics: Path, tmp_path: Path, output: str, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot write .*{message}"):
+        plot_runs([metrics], ["avg_reward"], DEFAULT_X_KEY, tmp_path / output)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])
+def test_the_suffix_of_the_output_chooses_its_format(metrics: Path, tmp_path: Path, suffix: str) -> None:
+    output = tmp_path / f"plots{suffix}"
+    plot_runs([metrics], ["avg_reward"], DEFAULT_X_KEY, output)
+    assert output.read_bytes().startswith(MAGIC[suffix.lower()])
+
+
+def test_the_command_draws_the_default_variables_and_works_from_any_folder(
+    metrics: Path, tmp_path: Path
+) -> None:
+    done = cli("plot", metrics.name, "-o", "plots.svg", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    svg = (tmp_path / "plots.svg").read_text()
+    for label in ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div", DEFAULT_X_KEY):
+        assert f"<!-- {label} -->" in svg
+
+
+def picture(output: Path, *args: object) -> bytes:
+    done = CliRunner().invoke(plot.app, ["plot", *map(str, args), "-v", "avg_reward", "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    return output.read_bytes()
+
+
+def test_dashes_and_underscores_are_alike_in_option_names(metrics: Path, tmp_path: Path) -> None:
+    dashes = picture(tmp_path / "a.png", metrics, "--x-key", "avg_kl_div", "-s", "--smooth-window", 3)
+    underscores = picture(tmp_path / "b.png", metrics, "--x_key", "avg_kl_div", "-s", "--smooth_window", 3)
+    short = picture(tmp_path / "c.png", metrics, "-x", "avg_kl_div", "--smooth", "--smooth-window", 3)
+    assert dashes == underscores == short
+
+
+def test_nothing_is_smoothed_unless_asked(metrics: Path, tmp_path: Path) -> None:
+    raw = picture(tmp_path / "raw.png", metrics)
+    assert raw == picture(tmp_path / "window.png", metrics, "--smooth-window", 4)
+    ten = picture(tmp_path / "ten.png", metrics, "-s")
+    assert ten != raw and ten == picture(tmp_path / "again.png", metrics, "-s", "--smooth-window", 10)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["plot", "{file}", "-v", "reward", "-o", "x.png"], ["'reward'", "unknown", "avg_reward, total_"]),
+        (["plot", "{file}", "--nonsense", "-o", "x.png"], ["--nonsense"]),
+        (["plot", "absent.jsonl", "-o", "x.png"], ["absent.jsonl", "No such file"]),
+        (["plot", "{file}"], ["display", "-o FILE"]),
+        (["info", "absent.jsonl"], ["absent.jsonl", "No such file"]),
+    ],
+)
+def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(
+    metrics: Path, tmp_path: Path, args: list[str], words: list[str]
+) -> None:
+    done = cli(*[arg.format(file=metrics) for arg in args], cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_picture_is_written_whatever_backend_a_notebook_exported(metrics: Path, tmp_path: Path) -> None:
+    # matplotlib refuses to import with this name where matplotlib_inline is not installed.
+    backend = "module://matplotlib_inline.backend_inline"
+    done = cli("plot", metrics, "-o", tmp_path / "x.png", MPLBACKEND=backend)
+    assert done.returncode == 0, done.stderr
+    done = cli("plot", metrics, MPLBACKEND=backend)
+    assert done.returncode == 2 and "pass -o FILE" in done.stderr
+
+
+def test_without_output_a_window_is_shown_if_the_backend_has_one(
+    metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib.pyplot as plt
+
+    shown: list[int] = []
+    monkeypatch.setattr(plt, "get_backend", lambda: "TkAgg")
+    monkeypatch.setattr(plt, "show", lambda: shown.append(len(plt.gcf().axes)))
+    plot_runs([metrics], ["avg_reward", "avg_kl_div"], DEFAULT_X_KEY, None)
+    plt.close("all")
+    assert shown == [2]
+
+
+def test_plotting_imports_no_heavy_library() -> None:
+    heavy = "{'torch', 'ray', 'vllm', 'transformers', 'matplotlib'}"
+    code = f"import sys, async_grpo.metrics.figures; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr
+
+
+# Which keys are drawn -----------------------------------------------------------------------------
+
+
+def test_default_variables_that_no_file_has_are_skipped_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path / "a.jsonl", [{DEFAULT_X_KEY: 1, "avg_reward": 0.5, "avg_kl_div": None}])
+    plot_runs([file], None, DEFAULT_X_KEY, tmp_path / "a.svg")
+    assert caplog.messages == [
+        "skipped, not in any file: avg_max_reward_in_group, avg_output_tokens, avg_kl_div"
+    ]
+    assert "<!-- avg_kl_div -->" not in (tmp_path / "a.svg").read_text()
+
+
+def test_a_file_without_any_default_variable_is_an_error_that_lists_its_keys(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{DEFAULT_X_KEY: 1, "loss": 0.5}])
+    with pytest.raises(ConfigurationError, match=f"-v KEY, one of: loss, {DEFAULT_X_KEY}"):
+        plot_runs([file], None, DEFAULT_X_KEY, tmp_path / "a.svg")
+
+
+def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [
+        write(tmp_path / "old.jsonl", [{"x": 1, "y": 2}, {"x": 2, "y": 3}]),
+        write(tmp_path / "new.jsonl", [{"x": 1, "y": 5, "z": 7}, {"x": 2, "y": 6, "z": 8}]),
+    ]
+    plot_runs(files, ["y", "z"], "x", tmp_path / "a.png")
+    assert caplog.messages == ["z: nothing to draw in old.jsonl"]
+    y_axes, z_axes = drawn(load_runs(files), ["y", "z"]).axes
+    assert [pairs for pairs in xy(y_axes) if pairs] == [[(1, 2), (2, 3)], [(1, 5), (2, 6)]]
+    assert [pairs for pairs in xy(z_axes) if pairs] == [[(1, 7), (2, 8)]]
+
+
+@pytest.mark.parametrize(
+    ("variable", "x_key", "names", "message"),
+    [
+        (
+            "note",
+            DEFAULT_X_KEY,
+            None,
+            "'note' for a variable holds no number; keys with numbers: avg_kl_div, ",
+        ),
+        ("avg_reward", "steps", None, "'steps' for the x axis of .* is unknown; keys with numbers: avg_kl"),
+        ("avg_reward", "note", None, "'note' for the x axis of .* holds no number"),
+        ("avg_reward", DEFAULT_X_KEY, ["a", "b"], "2 names for 1 files"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_the_keys_that_can(
+    metrics: Path, tmp_path: Path, variable: str, x_key: str, names: list[str] | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plot_runs([metrics], [variable], x_key, tmp_path / "a.png", names)
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_run_without_the_x_key_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / "a.jsonl", [{"x": 1, "y": 2}]),
+        write(tmp_path / "b.jsonl", [{"step": 1, "y": 2}]),
+    ]
+    with pytest.raises(ConfigurationError, match=r"'x' for the x axis of .*b\.jsonl is unknown.*: step, y"):
+        plot_runs(files, ["y"], "x", tmp_path / "a.png")
+
+
+def test_keys_that_never_meet_are_an_error_and_not_an_empty_picture(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"x": 1}, {"y": 2}, {"x": None, "y": 3}])
+    with pytest.raises(ConfigurationError, match="no step has numbers for both 'y' and 'x'"):
+        plot_runs([file], ["y"], "x", tmp_path / "a.png")
+
+
+def test_nested_objects_are_plotted_by_their_dotted_key(metrics: Path, tmp_path: Path) -> None:
+    plot_runs([metrics], ["wait.trainer.experience"], DEFAULT_X_KEY, tmp_path / "a.svg")
+    assert "<!-- wait.trainer.experience -->" in (tmp_path / "a.svg").read_text()
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def test_a_malformed_line_is_an_error_with_file_and_line_number(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for broken in ('{"x": 1', "[1, 2]", "nonsense", "\xff"):
+        file.write_bytes(f'{{"x": 1}}\n\n{broken}\n{{"x": 2}}\n'.encode("latin-1"))
+        with pytest.raises(ConfigurationError, match=r"a\.jsonl, line 3: "):
+            read_run(file)
+
+
+LINES = [json.dumps({"x": i, "text": "größer {"}, ensure_ascii=False).encode() + b"\n" for i in range(4)]
+
+
+@given(cut=st.integers(len(LINES[0]), sum(map(len, LINES))))
+def test_a_file_that_is_still_written_gives_exactly_its_finished_steps(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    file = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    file.write_bytes(b"".join(LINES)[:cut])
+    ends = (
+        np.cumsum([len(line) for line in LINES]) - 1
+    )  # a step is finished with its brace, before its newline
+    assert [step["x"] for step in read_run(file).steps] == list(range(int((ends <= cut).sum())))
+
+
+def test_an_unfinished_last_line_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"x": 1}\n{"x": 2}\n{"x": 3, "avg_re')
+    assert len(read_run(file).steps) == 2
+    assert caplog.messages == [f"{file}: the last line (3) is unfinished and was skipped"]
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", '{"x": 1'])
+def test_a_file_without_a_finished_step_is_an_error(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigurationError, match="no finished step"):
+        read_run(file)
+
+
+def test_windows_line_ends_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"x": 1}\r\n{"x": 2}\r\n')
+    assert [step["x"] for step in read_run(file).steps] == [1, 2]
+
+
+def test_names_are_the_shortest_path_endings_that_differ() -> None:
+    assert default_names([Path("/runs/a/m.jsonl")]) == ["m.jsonl"]
+    assert default_names([Path("r/a/m.jsonl"), Path("s/a/m.jsonl"), Path("k.jsonl")]) == [
+        "r/a/m.jsonl",
+        "s/a/m.jsonl",
+        "k.jsonl",
+    ]
+
+
+# Drawing ------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_number_makes_a_gap_and_an_absent_key_does_not() -> None:
+    values = [1, None, 2, float("nan"), 3, True, 4, "text", 5, float("inf"), 6, 10**400, 7, -1e308]
+    steps: list[dict[str, object]] = [{"x": i, "y": value} for i, value in enumerate(values)]
+    steps[2:2] = [{"x": 99}]
+    x_T, y_T = Run("a", "a", steps).series("x", "y")
+    assert x_T.tolist() == list(range(14))
+    np.testing.assert_array_equal(y_T[::2], [1, 2, 3, 4, 5, 6, 7])
+    assert np.isnan(y_T[1::2]).all()
+
+
+def test_a_number_between_two_gaps_is_marked_so_that_it_can_be_seen() -> None:
+    steps: list[dict[str, object]] = [{"x": i, "y": y} for i, y in enumerate([1, None, 2, 3, None, 4])]
+    (axes,) = drawn([Run("a", "a", steps)], ["y"]).axes
+    assert axes.lines[0].get_markevery() == [0, 5]
+
+
+def test_a_run_of_one_step_leaves_ink(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    file = write(tmp_path / "a.jsonl", [{"x": 1, "y": 2}])
+    plot_runs([file], ["y"], "x", tmp_path / "a.png")
+    red, _, blue = np.moveaxis(imread(tmp_path / "a.png")[..., :3], -1, 0)
+    assert (blue - red > 0.3).sum() > 10  # axes and text are grey, only the run is blue
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_subplots_fill_up_to_two_columns_and_no_empty_frame_remains(count: int) -> None:
+    keys = [f"k{i}" for i in range(count)]
+    steps: list[dict[str, object]] = [{"x": x, **dict.fromkeys(keys, x)} for x in range(3)]
+    figure = drawn([Run("a", "a", steps)], keys)
+    assert [axes.get_title() for axes in figure.axes] == keys
+    assert {axes.get_xlabel() for axes in figure.axes} == {"x"}
+    assert len({round(axes.get_position().x0, 2) for axes in figure.axes}) == min(2, count)
+    assert all(axes.get_xscale() == axes.get_yscale() == "linear" for axes in figure.axes)
+
+
+@pytest.mark.parametrize(("names", "files", "legend"), [([], 1, False), (["run"], 1, True), ([], 2, True)])
+def test_a_legend_appears_for_several_runs_or_given_names(
+    metrics: Path, tmp_path: Path, names: list[str], files: int, legend: bool
+) -> None:
+    plot_runs([metrics] * files, ["avg_reward"], DEFAULT_X_KEY, tmp_path / "a.svg", names)
+    svg = (tmp_path / "a.svg").read_text()
+    assert ('id="legend_1"' in svg) == legend
+    assert svg.count(f"<!-- {(names or [metrics.name])[0]} -->") == (files if legend else 0)
+
+
+@pytest.mark.parametrize("count", [2, 10, 14])
+def test_every_run_keeps_one_colour_of_its_own(count: int) -> None:
+    runs = [Run(str(i), str(i), [{"x": 1, "y": i, "z": i}, {"x": 2, "y": i, "z": i}]) for i in range(count)]
+    figure = drawn(runs, ["y", "z"], window=2, legend=True)
+    first, second = ([tuple(line.get_color()) for line in axes.lines] for axes in figure.axes)
+    legend = [tuple(line.get_color()) for line in figure.legends[0].get_lines()]
+    assert first == second == [colour for colour in legend for _ in range(2)]  # raw and smoothed
+    assert len(set(legend)) == count
+
+
+def test_smoothing_fades_the_raw_line_and_draws_the_average_over_it() -> None:
+    steps: list[dict[str, object]] = [{"x": i, "y": y} for i, y in enumerate([0, 3, 9])]
+    (axes,) = drawn([Run("a", "a", steps)], ["y"], window=3).axes
+    raw, smooth = axes.lines
+    assert raw.get_alpha() < 0.5 and smooth.get_alpha() is None
+    assert smooth.get_linewidth() > raw.get_linewidth()
+    assert raw.get_ydata().tolist() == [0, 3, 9]
+    assert smooth.get_ydata().tolist() == [1.5, 4, 6]
+
+
+def test_dollars_underscores_and_brackets_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    x_key, key, names = r"a $x^$", r"_y $\frac$", [r"_$\sqrt$", "[b]"]  # none of them is a valid formula
+    file = write(tmp_path / "a.jsonl", [{x_key: 1, key: 2}] * 2)
+    plot_runs([file, file], [key], x_key, tmp_path / "a.svg", names)
+    svg = (tmp_path / "a.svg").read_text()
+    assert all(f"<!-- {text} -->" in svg for text in (x_key, key, *names))
+
+
+# Smoothing ----------------------------------------------------------------------------------------
+
+
+@given(
+    values=st.lists(NUMBERS | st.just(float("nan")), max_size=12),
+    window=st.integers(min_value=1, max_value=30),
+)
+def test_the_moving_average_is_that_of_a_plain_loop(values: list[float], window: int) -> None:
+    width = min(window, len(values))
+    expected = []
+    for t, value in enumerate(values):
+        near = [
+            v for i, v in enumerate(values) if t - width // 2 <= i <= t + (width - 1) // 2 and not np.isnan(v)
+        ]
+        expected.append(float("nan") if np.isnan(value) else sum(near) / len(near))
+    np.testing.assert_allclose(moving_average(np.array(values), window), expected, rtol=1e-9, atol=1e-6)
+
+
+@given(values=st.lists(NUMBERS, min_size=1))
+def test_a_window_of_one_changes_nothing(values: list[float]) -> None:
+    assert moving_average(np.array(values), 1).tolist() == values
+
+
+@given(values=st.lists(NUMBERS, min_size=1), window=st.integers(1, 100))
+def test_no_average_lies_outside_the_values(values: list[float], window: int) -> None:
+    smooth_T = moving_average(np.array(values), window)
+    assert min(values) - 1e-6 <= smooth_T.min() and smooth_T.max() <= max(values) + 1e-6
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_below_one_is_refused(metrics: Path, tmp_path: Path, window: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"at least 1 step, not {window}"):
+        plot_runs([metrics], ["avg_reward"], DEFAULT_X_KEY, tmp_path / "a.png", smooth_window=window)
+
+
+# Remote files -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that begins PATH, with an `scp` that records its arguments and then runs `scp.sh`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "scp"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{folder}/argv"\n. "{folder}/scp.sh"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def test_remote_files_are_fetched_by_scp_and_named_by_their_remote_path(
+    scp: Path, metrics: Path, tmp_path: Path
+) -> None:
+    # `$6` is host:path and `$7` the local copy: 4 words of options and "--" stand before them.
+    (scp / "scp.sh").write_text(f'cp "{tmp_path}/${{6##*/}}" "$7"')
+    output = tmp_path / "a.svg"
+    done = cli(
+        "plot",
+        "runs/b/metrics.jsonl",
+        "runs/a/metrics.jsonl",
+        "--remote",
+        "me@[fe80::1%eth0]",
+        "-o",
+        output,
+    )
+    assert done.returncode == 0, done.stderr
+    *options, separator, source, target = (scp / "argv").read_text().splitlines()
+    assert options == ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    assert (separator, source) == ("--", "me@[fe80::1%eth0]:runs/a/metrics.jsonl")
+    assert "<!-- a/metrics.jsonl -->" in output.read_text()
+    assert not Path(target).parent.exists()
+
+
+def test_a_failing_scp_ends_with_exit_code_1_and_its_own_words(scp: Path, tmp_path: Path) -> None:
+    (scp / "scp.sh").write_text('echo "no route to host" >&2; : > "$7"; exit 255')
+    done = cli("plot", "m.jsonl", "-r", "host", "-o", tmp_path / "a.png")
+    assert done.returncode == 1
+    assert done.stderr == "error: scp could not fetch host:m.jsonl (exit code 255): no route to host\n"
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_an_scp_that_delivers_nothing_is_a_failure_and_an_empty_file_an_error(
+    scp: Path, tmp_path: Path
+) -> None:
+    (scp / "scp.sh").write_text("exit 0")
+    with pytest.raises(FetchFailed, match="exit code 0"):
+        load_runs([Path("m.jsonl")], remote="host")
+    (scp / "scp.sh").write_text(': > "$7"')
+    with pytest.raises(ConfigurationError, match=r"host:m\.jsonl holds no finished step"):
+        load_runs([Path("m.jsonl")], remote="host")
+
+
+def test_an_scp_that_hangs_is_stopped(scp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_files, "FETCH_TIMEOUT_S", 0.3)
+    (scp / "scp.sh").write_text("exec sleep 60")
+    with pytest.raises(FetchFailed, match=r"host:m\.jsonl within 0\.3 s"):
+        fetch("host", "m.jsonl", tmp_path / "copy")
+
+
+def test_a_missing_scp_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FetchFailed, match="scp did not start"):
+        fetch("host", "m.jsonl", tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "remote", ["host", "me@host.example.org", "me@10.0.0.1", "[::1]", "a_b@[fe80::1%eth0]"]
+)
+def test_hosts_that_scp_can_reach_are_accepted(scp: Path, tmp_path: Path, remote: str) -> None:
+    (scp / "scp.sh").write_text('echo "{}" > "$7"')
+    assert fetch(remote, "~/my runs/m.jsonl", tmp_path / "copy").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    "remote",
+    ["", "-oProxyCommand=x", "me@-host", "-me@host", "a b", "host\n", "h;ls", "$(ls)", "::1", "h:p", "a@b@c"],
+)
+def test_a_doubtful_host_never_reaches_scp(scp: Path, tmp_path: Path, remote: str) -> None:
+    with pytest.raises(ConfigurationError, match="user@"):
+        fetch(remote, "m.jsonl", tmp_path / "copy")
+    assert not (scp / "argv").exists()
+
+
+@pytest.mark.parametrize("path", ["m;ls", "$(ls)", "`ls`", "a\nb", "a|b", "a>b", "*", ""])
+def test_a_remote_path_that_a_shell_would_interpret_never_reaches_scp(
+    scp: Path, tmp_path: Path, path: str
+) -> None:
+    with pytest.raises(ConfigurationError, match="shell"):
+        fetch("host", path, tmp_path / "copy")
+    assert not (scp / "argv").exists()
+
+
+# info ---------------------------------------------------------------------------------------------
+
+
+def test_info_tells_steps_x_range_wall_time_and_what_cannot_be_plotted(tmp_path: Path) -> None:
+    long_key = "adapter_latency_seconds." + "x" * 90
+    steps = learning_steps(3, note="text", **{long_key: 1.5})
+    for step, second in zip(steps, (0, 30, 61), strict=True):
+        step["timestamp"] = f"2025-01-01T10:{second // 60:02d}:{second % 60:02d}"
+    done = cli("info", write(tmp_path / "a.jsonl", steps))
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"{tmp_path}/a.jsonl: 3 steps\n" in done.stdout
+    assert f"{DEFAULT_X_KEY}: 64 to 192\n" in done.stdout
+    assert "last step: 0:01:01\n" in done.stdout
+    assert f" {long_key} " in done.stdout
+    assert done.stdout.endswith("not plottable (no numbers): note, timestamp\n")
+
+
+def test_info_lists_first_last_min_max_and_non_numbers_of_each_key() -> None:
+    values: list[object] = [3, 1.25, None, 1e7, "text", -2]
+    steps: list[dict[str, object]] = [{"[red]y": value, "text": "a"} for value in values]
+    table = info_table(Run("a", "a", [{"z": 1e-5}, *steps, {"z": float("nan")}]))
+    rows = list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))
+    assert rows == [
+        ("z", "1e-05", "nan", "1e-05", "1e-05", "1"),
+        ("[red]y", "3", "-2", "-2", "10000000", "2"),
+    ]
+    console = Console(file=StringIO(), width=80, record=True)
+    console.print(table)
+    assert "[red]y" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "seconds"),
+    [
+        ("2025-03-01T10:00:00", "2025-03-01T11:00:00.500000", 3600.5),
+        ("2025-01-01T00:00:00Z", "2025-01-01T02:00:00+02:00", 0.0),
+        (1735689600, 1735689612.25, 12.25),
+        ("yesterday", "today", None),
+        (None, None, None),
+    ],
+)
+def test_wall_time_comes_from_iso_text_or_epoch_seconds(first: object, last: object, seconds: object) -> None:
+    steps: list[dict[str, object]] = [{"timestamp": first}, {"x": 1}, {"timestamp": last}, {"x": 2}]
+    assert wall_seconds(Run("a", "a", steps)) == seconds
+    assert wall_seconds(Run("a", "a", [{"x": 1}])) is None

@@ -1,0 +1,120 @@
+"""Programs that live and die together: real processes, real signals."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.processes.supervisor import Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def supervisor(tmp_path) -> Iterator[Supervisor]:
+    made = Supervisor(tmp_path / "logs")
+    yield made
+    made.stop()
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+SLEEP = python("import time; time.sleep(600)")
+
+
+def test_the_end_of_the_main_program_is_the_end(supervisor):
+    supervisor.start("other", SLEEP, os.environ)
+    main = supervisor.start("main", python("raise SystemExit(7)"), os.environ)
+    assert supervisor.wait(main) == 7
+
+
+def test_the_death_of_another_program_is_reported_with_its_last_words(supervisor):
+    main = supervisor.start("main", SLEEP, os.environ)
+    supervisor.start(
+        "other", python("import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)"), os.environ
+    )
+    with pytest.raises(WorkerLost, match=r"other ended with exit code 1\n    \| error: out of luck"):
+        supervisor.wait(main)
+
+
+def test_a_kill_is_reported_by_its_signal(supervisor):
+    main = supervisor.start("main", SLEEP, os.environ)
+    other = supervisor.start("other", SLEEP, os.environ)
+    other.process.kill()
+    with pytest.raises(WorkerLost, match="other was killed by SIGKILL"):
+        supervisor.wait(main)
+
+
+def test_a_program_that_refuses_its_settings_is_the_user_s_mistake(supervisor):
+    main = supervisor.start("main", SLEEP, os.environ)
+    supervisor.start("other", python("raise SystemExit(2)"), os.environ)
+    with pytest.raises(ConfigurationError, match="other ended with exit code 2"):
+        supervisor.wait(main)
+
+
+def test_a_program_that_ends_well_was_told_to(supervisor):
+    supervisor.start("other", python("pass"), os.environ)
+    main = supervisor.start("main", python("import time; time.sleep(1)"), os.environ)
+    assert supervisor.wait(main) == 0
+
+
+def test_a_wait_for_a_word_has_a_deadline(supervisor):
+    silent = supervisor.start("silent", SLEEP, os.environ)
+    with pytest.raises(DeadlineExceeded, match="silent did not say 'ready' in 0 s"):
+        supervisor.wait_for_text(silent, "ready", deadline_s=0.3)
+
+
+def is_subreaper() -> bool:
+    answer = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(answer))  # PR_GET_CHILD_SUBREAPER
+    return bool(answer.value)
+
+
+def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(supervisor, tmp_path):
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    stubborn = f"{ignore}; print('deaf', flush=True); time.sleep(600)"
+    orphan_maker = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
+    supervisor.start("orphan maker", python(orphan_maker), os.environ)
+    deaf = supervisor.start("deaf", python(stubborn), os.environ)
+    supervisor.wait_for_text(deaf, "deaf", 30)
+    time.sleep(1)
+    supervisor.stop()
+    assert psutil.Process().children(recursive=True) == []
+    assert not is_subreaper()  # or whatever is orphaned from now on would stay with this process as a zombie
+
+
+def test_everything_dies_with_a_supervisor_that_is_killed_or_interrupted_twice(tmp_path):
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from async_grpo.processes.supervisor import Supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+supervisor = Supervisor(Path({str(tmp_path)!r}))
+program = supervisor.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+print(program.process.pid, flush=True)
+try:
+    supervisor.wait(program)
+finally:
+    supervisor.stop()
+"""
+    for signals in ([signal.SIGKILL], [signal.SIGINT, signal.SIGINT]):
+        run = subprocess.Popen(
+            python(code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        )
+        child = psutil.Process(int(run.stdout.readline()))
+        for number in signals:
+            run.send_signal(number)
+            time.sleep(0.2)
+        run.wait(30)
+        _, alive = psutil.wait_procs([child], timeout=10)
+        assert not alive, signals

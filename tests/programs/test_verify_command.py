@@ -1,0 +1,555 @@
+"""`async-grpo verify`: what it counts against plain loops, in real processes, with rewards that misbehave."""
+
+import asyncio
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.__main__ import COMMANDS, main
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.bench.bench import BenchRow, Groups, check_rows, read_rows, run_bench
+from async_grpo.rewards.bench.scorecard import LABEL, MAX_EXAMPLES, Report, histogram
+from async_grpo.types import AdapterResult, RewardStatus, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
+
+PAGE = textwrap.dedent(
+    """
+    import os, time
+    from async_grpo.rewards.builtin import process_reward
+    from async_grpo.rewards.adapter.decorators import post_process
+
+    def share_of_the_group(group):
+        total = sum(member["reward"] for member in group if member["status"] == "ok")
+        return [{"reward": member["reward"] / total, "size": len(group)} if member["reward"] else None for member in group]
+
+    @post_process(share_of_the_group)
+    def shares(sample):
+        return len(sample["completion"])
+
+    def exact(sample):
+        return {"reward": float(sample["completion"] == sample["answer"]), "length": len(sample["completion"])}
+
+    def exact_length(sample):
+        return len(sample["completion"])
+
+    def kind(sample):
+        return 0.75 if sample["completion"] else {"abstain": "nothing [bold]was[/bold] said"}
+
+    def numbers_only(sample):
+        return float(int(sample["completion"]) == int(sample["answer"]))
+
+    def hangs_at_three(sample):
+        if sample["completion"] == "3":
+            open(sample.get("mark", os.devnull), "w").close()
+            time.sleep(60)
+        return 1.0
+
+    def forgets(sample):
+        with open(__import__("tempfile").gettempdir() + "/" + sample["mark"], "a") as file:
+            file.write("x")
+            return file.tell() % 2
+
+    @process_reward
+    def per_character(sample):
+        return {"token_rewards": [0.5] * len(sample["completion_token_ids"])}
+    """
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes a page and rows, and gives back the path of the rows and the beginning of the rewards' names."""
+    (tmp_path / "mine.py").write_text(PAGE)
+
+    def write(*rows: dict | str) -> str:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+        return str(tmp_path / "rows.jsonl")
+
+    return write
+
+
+def rewards(tmp_path: Path, *names: str) -> str:
+    return ",".join(f"{tmp_path}/mine.py:{name}" for name in names)
+
+
+def verify(*arguments: str) -> int:
+    before = set(psutil.Process().children(recursive=True))  # other tests may keep a process of theirs
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *map(str, arguments)])
+    assert set(psutil.Process().children(recursive=True)) <= before
+    return ended.value.code
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- rows ---
+
+
+def test_a_row_gets_every_column_that_a_run_would_give_it(files):
+    path = files(
+        {"completion": "ab", "answer": "x", "input": "p", "level": 3, "label": True},
+        {"completion": "", "input": "p", "label": 0.25, "truncated": True},
+        "",
+        {"completion": "c", "completion_token_ids": [7, 8], "group_id": 5, "label": None},
+    )
+    one, two, four = read_rows(path)
+    assert (one.line, two.line, four.line) == (1, 2, 4)
+    assert one.sample == {
+        "completion": "ab",
+        "answer": "x",
+        "input": "p",
+        "level": 3,
+        "sample_text": "pab",
+        "truncated": False,
+        "group_id": two.sample["group_id"],
+        "completion_token_ids": [97, 98],
+        "completion_char_ends": [1, 2],
+    }
+    assert (one.label, two.label, four.label) == (1.0, 0.25, None)
+    assert two.sample["truncated"] and four.sample["group_id"] == 5 and "label" not in one.sample
+    assert four.sample["completion_token_ids"] == [7, 8] and "completion_char_ends" not in four.sample
+    assert check_rows(path) == Counter(rows=3, with_label=2, without_tokens=2)
+
+
+def test_rows_without_a_prompt_are_groups_of_their_own(files):
+    path = files({"completion": "a"}, {"completion": "a"}, {"completion": "a", "group_id": 1})
+    assert len({row.group for row in read_rows(path)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[" * 100_000, "line 2: not JSON"),
+        ("[1]", "line 2: a row must be an object, not list"),
+        ({"answer": 1}, "line 2: the column completion must be text, not None"),
+        ({"completion": ["a"]}, r"line 2: the column completion must be text, not \['a'\]"),
+        ({"completion": "", "input": 7}, "line 2: the column input must be text, not 7"),
+        (
+            {"completion": "", "label": "yes"},
+            "line 2: the column label must be true, false or a number, not 'yes'",
+        ),
+        ({"completion": "", "label": math.inf}, "line 2: the column label"),
+        (
+            {"completion": "", "completion_token_ids": [True]},
+            "line 2: the column completion_token_ids must be a list",
+        ),
+        (
+            {"completion": "", "group_id": [1]},
+            r"line 2: the column group_id must be a whole number or text, not \[1\]",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(files, row, message):
+    path = files({"completion": "a"}, row)
+    with pytest.raises(ConfigurationError, match=f"{path}, {message}"):
+        check_rows(path)
+    with pytest.raises(ConfigurationError, match=message):
+        list(read_rows(path))
+
+
+def test_many_bad_rows_are_named_together_and_nothing_is_scored(files, tmp_path, capsys):
+    path = files(*["broken"] * 13)
+    assert verify(path, "--reward-fns", rewards(tmp_path, "exact")) == 2
+    error = capsys.readouterr().err
+    assert (
+        "line 1: not JSON" in error
+        and "line 10:" in error
+        and "line 11:" not in error
+        and "and 3 more" in error
+    )
+
+
+def test_a_file_that_is_not_utf_8_is_refused(files):
+    path = Path(files("x"))
+    path.write_bytes(b'{"completion": "\xff"}\n')
+    with pytest.raises(ConfigurationError, match="line 1: not JSON"):
+        check_rows(path)
+
+
+# --- counting, against plain loops ---
+
+results = st.one_of(
+    st.floats(-2, 2).map(lambda reward: (OK, reward)),
+    st.sampled_from([(OK, 0.0), (OK, 0.5), (OK, 1.0), (FAILED, None), (TIMED_OUT, None), (ABSTAINED, None)]),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(results, results, results, results, st.none() | st.floats(0, 1)), max_size=25))
+def test_the_report_agrees_with_plain_loops(rows):
+    report = Report(["a", "b"], threshold=0.5, with_label=True)
+    calls: dict[str, list] = {"a": [], "b": []}
+    pairs: dict[tuple[str, str], list[int]] = {("a", "b"): [], ("a", LABEL): [], ("b", LABEL): []}
+    correction_logprobs, unsteady, examples = Counter(), Counter(), set()
+    for line, (a1, b1, a2, b2, label) in enumerate(rows, start=1):
+        runs = [[AdapterResult(name, *one, latency_s=2.0, queue_s=1.5) for name, one in run]
+                for run in ([("a", a1), ("b", b1)], [("a", a2), ("b", b2)])]  # fmt: skip
+        report.add(line, f"completion {line}", label, runs)
+        calls["a"] += [a1, a2]
+        calls["b"] += [b1, b2]
+        unsteady.update(a=a1 != a2, b=b1 != b2)
+        opinions = {"a": a1[1], "b": b1[1], LABEL: label}
+        for pair, differing in pairs.items():
+            one, other = (opinions[name] for name in pair)
+            if one is not None and other is not None:
+                correction_logprobs[pair] += 1
+                if (one >= 0.5) is not (other >= 0.5):
+                    differing.append(line)
+    for name, card in report.scorecards.items():
+        found = [reward for status, reward in calls[name] if status is OK]
+        assert list(card.rewards) == found and card.num_calls == len(calls[name])
+        assert card.mean == (pytest.approx(sum(found) / len(found)) if found else None)
+        assert card.statuses == Counter(status for status, _ in calls[name])
+        assert card.num_unscored == sum(status in (FAILED, TIMED_OUT) for status, _ in calls[name])
+        assert card.num_unsteady == unsteady[name]
+        assert card.latency_s(0.5) == (0.5 if rows else 0.0)
+    for comparison in report.comparisons:
+        differing = pairs[comparison.names]
+        assert (comparison.num_compared, comparison.num_differing) == (
+            correction_logprobs[comparison.names],
+            len(differing),
+        )
+        examples |= set(differing[:MAX_EXAMPLES])
+    assert set(report.examples) == examples
+
+
+@given(
+    st.lists(st.floats(-1.7e308, 1.7e308) | st.sampled_from([0.0, 0.1, 1.0]), max_size=60), st.integers(1, 9)
+)
+def test_a_histogram_counts_every_value_once(values, max_bars):
+    bars = histogram(values, max_bars)
+    assert sum(count for _, count in bars) == len(values) and len(bars) <= max(max_bars, 0)
+    if len(set(values)) <= max_bars:
+        assert [count for _, count in bars] == [values.count(value) for value in sorted(set(values))]
+
+
+def test_equal_ranges_hold_what_lies_in_them():
+    values = [-3.0, 5.0, *(n / 10 for n in range(40))]
+    bars = histogram(values, 4)
+    expected = [
+        sum(low <= value < high or value == high == 5 for value in values)
+        for low, high in pairwise([-3, -1, 1, 3, 5])
+    ]
+    assert [count for _, count in bars] == expected and bars[0][0] == "-3 to -1"
+    far_apart, close_together = [-1.7e308, 0.0, 1.7e308], [number * 5e-324 for number in range(4)]
+    assert [count for _, count in histogram(far_apart, 2)] == [1, 2]
+    assert sum(count for _, count in histogram(close_together, 3)) == 4
+
+
+async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way():
+    under_way, most, seen = 0, 0, []
+    chance = random.Random(7)
+    count_of_calls: Counter[int] = Counter()
+
+    async def score(sample: dict) -> Verdict:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(chance.random() * 0.01)
+        under_way -= 1
+        count_of_calls[sample["number"]] += 1
+        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
+
+    rows = [BenchRow(n, {"completion": "", "number": n}, None, True) for n in range(40)]
+    report = Report(["a"], 0.5, False)
+    await run_bench(
+        score,
+        iter(rows),
+        report,
+        repeat=3,
+        in_flight=5,
+        on_row=lambda row, verdicts: seen.append((row.line, len(verdicts))),
+    )
+    assert seen == [(n, 3) for n in range(40)] and most == 5
+    assert (
+        set(count_of_calls.values()) == {3} and report.scorecards["a"].num_calls == 120 and report.seconds > 0
+    )
+
+
+async def test_what_goes_wrong_with_a_row_is_raised_as_it_is():
+    def rows():
+        yield BenchRow(1, {"completion": ""}, None, True)
+        raise ConfigurationError("rows.jsonl, line 2: it was changed meanwhile")
+
+    async def score(sample: dict) -> Verdict:
+        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
+
+    with pytest.raises(ConfigurationError, match="line 2: it was changed"):
+        await run_bench(score, rows(), Report(["a"], 0.5, False))
+
+
+async def test_a_group_that_is_never_complete_is_said_and_not_left_out(files):
+    async def score(sample: dict) -> Verdict:
+        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
+
+    async def look(samples: list[dict], verdicts: list[Verdict]) -> list[Verdict]:
+        return list(verdicts)
+
+    path = files({"completion": "", "group_id": 1}, {"completion": "", "group_id": 1})
+    groups, rows = Groups(path, look), list(read_rows(path))
+    with pytest.raises(ConfigurationError, match="changed while they were scored: a group is not complete"):
+        await run_bench(score, rows[:1], Report(["a"], 0.5, False), groups=groups)
+
+
+# --- the command ---
+
+
+def test_the_command_tells_scores_and_disagreements_and_writes_every_result(files, tmp_path, capsys):
+    nine = ({"completion": str(n % 3), "answer": "1", "label": n % 3 == 1} for n in range(9))
+    path = files(*nine, {"completion": "", "answer": ""})
+    output = tmp_path / "out.jsonl"
+    names = rewards(tmp_path, "exact", "kind")
+    assert verify(path, "--reward-fns", names, "--repeat=2", "--output", output, "--workers=1") == 0
+    said = capsys.readouterr().out
+    lines = [line.split() for line in said.splitlines() if line.startswith((" exact ", " kind "))]
+    assert [line[:6] + line[-1:] for line in lines[:2]] == [
+        ["exact", "20", "0", "0", "0", "0.4", "yes"],
+        ["kind", "18", "0", "0", "2", "0.75", "yes"],
+    ]
+    assert lines[2:] == [
+        ["exact", "kind", "9", "6", "66.7%"],
+        ["exact", "label", "9", "0", "0.0%"],
+        ["kind", "label", "9", "6", "66.7%"],
+    ]
+    assert "abstained, line 10, 2 in all: nothing [bold]was[/bold] said" in said
+    assert "line 1: exact 0, kind 0.75, label 0: '0'" in said
+    written = rows_of(output)
+    assert [row["line"] for row in written] == list(range(1, 11)) and written[1]["label"] == 1.0
+    assert [run["reward"] for run in written[1]["results"]["exact"]] == [1.0, 1.0]
+    assert written[1]["results"]["exact"][0]["extra"] == {"length": 1.0}
+    assert [run["status"] for run in written[9]["results"]["kind"]] == ["abstained"] * 2
+    assert (written[9]["status"], written[9]["reward"], written[9]["completion"]) == ("ok", 1.0, "")
+
+
+def test_a_reward_that_fails_on_some_row_is_exit_code_1_with_reason_and_line(files, tmp_path, capsys):
+    path = files(*({"completion": text, "answer": "3"} for text in ("1", "two", "3", "four")))
+    names = rewards(tmp_path, "exact", "numbers_only", "hangs_at_three")
+    assert verify(path, "--reward-fns", names, "--timeout-s=0.5") == 1
+    said = capsys.readouterr()
+    assert "failed, line 2: ValueError: invalid literal for int() with base 10: 'two'" in said.out.replace(
+        "\\'", "'"
+    )
+    assert "timed_out, line 3: no answer within 0.5 s" in said.out
+    assert "numbers_only failed or timed out 2 times; hangs_at_three failed or timed out 1 times" in said.err
+
+
+def test_a_reward_that_answers_otherwise_the_second_time_is_not_steady(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    path = files({"completion": "", "mark": "a"}, {"completion": "", "mark": "b"})
+    assert verify(path, "--reward-fns", rewards(tmp_path, "forgets"), "--repeat=2") == 0
+    said = capsys.readouterr().out
+    assert (
+        "no: 2" in said
+        and "not steady, line 1: 1, then 0" in said
+        and "not steady, line 2: 1, then 0" in said
+    )
+
+
+def test_without_token_ids_a_process_reward_counts_characters(files, tmp_path, capsys):
+    path = files({"completion": "abcd"}, {"completion": "abcd", "completion_token_ids": [5, 6]})
+    output = tmp_path / "out.jsonl"
+    assert verify(path, "--reward-fns", rewards(tmp_path, "per_character"), "--output", output) == 0
+    assert [row["reward"] for row in rows_of(output)] == [2.0, 1.0]
+    assert (
+        "1 rows have no completion_token_ids: there, each character counts as a token"
+        in capsys.readouterr().out
+    )
+
+
+def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys):
+    """Against a plain loop: groups that lie apart in the file, larger than what is scored at a time, and rows alone."""
+    chance = random.Random(3)
+    rows = [
+        {"completion": "x" * chance.randrange(4), "group_id": chance.choice("ab"), "label": n % 2}
+        for n in range(600)
+    ]
+    rows[100:100] = [{"completion": "xx"}, {"completion": "xxx"}, {"completion": "xx", "group_id": None}]
+    path, output = files(*rows), tmp_path / "out.jsonl"
+    totals = Counter()
+    for row in rows:
+        totals[row.get("group_id")] += len(row["completion"])
+    expected = [
+        (len(row["completion"]) / totals[row["group_id"]] if row.get("group_id") else 1.0)
+        if row["completion"]
+        else 0.0
+        for row in rows
+    ]
+    names = rewards(tmp_path, "shares", "exact_length")
+    assert verify(path, "--reward-fns", names, "--repeat=2", "--threshold=0.9", "--output", output) == 0
+    written = rows_of(output)
+    assert [row["line"] for row in written] == list(range(1, 604))
+    assert [[run["reward"] for run in row["results"]["shares"]] for row in written] == [
+        [one] * 2 for one in expected
+    ]
+    assert [row["results"]["shares"][0]["extra"].get("size") for row in written[100:103]] == [1.0] * 3
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    disagree = sum(
+        (one >= 0.9) != (len(row["completion"]) >= 0.9) for one, row in zip(expected, rows, strict=True)
+    )
+    assert ["shares", "exact_length", "603", str(disagree), f"{disagree / 603:.1%}"] in lines
+
+
+def test_the_vote_of_the_shipped_page_is_counted_and_passes_its_check(files, tmp_path, capsys):
+    said = [("q", "7"), ("r", "1"), ("q", "5"), ("q", "7"), ("r", "2"), ("r", "2")]
+    path = files(*({"input": prompt, "completion": f"\\boxed{{{answer}}}"} for prompt, answer in said))
+    output = tmp_path / "out.jsonl"
+    assert verify(path, "--reward-fns=majority", "--output", output, "--check") == 0
+    assert [row["reward"] for row in rows_of(output)] == [1, 0, 0, 1, 1, 1]
+    assert "check of majority: passed" in capsys.readouterr().out
+
+
+def test_text_that_no_terminal_can_show_is_spelt_out(files, tmp_path, capsys):
+    path = files(
+        {"completion": "\ud800\x1b[31m", "answer": "1", "label": 1}, {"completion": "1", "answer": "1"}
+    )
+    output = tmp_path / "out.jsonl"
+    verify(path, "--reward-fns", rewards(tmp_path, "exact"), "--output", output)
+    said = capsys.readouterr().out
+    assert r"'\ud800\x1b[31m'" in said and "\x1b" not in said
+    assert rows_of(output)[0]["completion"] == "\ud800\x1b[31m"
+
+
+def test_a_check_says_what_breaks_the_contract(files, tmp_path, capsys):
+    path = files({"completion": "1", "answer": "1"}, {"completion": "2", "answer": "1"})
+    assert verify(path, "--reward-fns", rewards(tmp_path, "exact"), "--check") == 0
+    assert "check of exact: passed" in capsys.readouterr().out
+    assert verify(path, "--reward-fns", rewards(tmp_path, "numbers_only"), "--check") == 1
+    said = capsys.readouterr()
+    assert "sample 0: an empty completion has failed: ValueError" in said.out
+    assert "numbers_only did not pass its check" in said.err
+    assert verify(path, "--reward-fns", rewards(tmp_path, "kind"), "--check", "--threshold=0.9") == 0
+    assert "check of kind: skipped, it calls no row right" in capsys.readouterr().out
+    path = files({"completion": "1", "label": False})  # the reward calls it right, but it is not
+    assert verify(path, "--reward-fns", rewards(tmp_path, "kind"), "--check") == 0
+    assert "check of kind: skipped, it calls no row right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reward-fns=mathd", "--workers=0"], "--workers must be above 0, not 0"),
+        (["--reward-fns=mathd", "--repeat=-1"], "--repeat must be above 0"),
+        (["--reward-fns=mathd", "--timeout-s=nan"], "--timeout-s must be above 0"),
+        (["--reward-fns=,"], "no reward function is named"),
+        (["--reward-fns=unheard_of"], "unknown reward function unheard_of"),
+        (["--reward-fns=format", "--reward-options=weigth=1"], "takes the option weigth"),
+        (
+            ["--reward-fns=mathd", "--output=/no/such/folder/x"],
+            "--output /no/such/folder/x cannot be written",
+        ),
+        (["--reward-fns=mathd", "--reward-registry=/no/page.py"], "cannot read the page of rewards"),
+        ([], "Missing option '--reward-fns'"),
+    ],
+)
+def test_impossible_options_are_exit_code_2(files, capsys, arguments, message):
+    assert verify(files({"completion": "1", "answer": "1"}), *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_or_empty_file_is_exit_code_2_and_the_output_never_overwrites_it(files, tmp_path, capsys):
+    path = files({"completion": "1", "answer": "1"})
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    old.write_text("of another day")
+    for output in ([], ["--output", new], ["--output", old]):
+        assert verify(tmp_path / "none", "--reward-fns=mathd", *output) == 2
+        assert "error: cannot read the completions" in capsys.readouterr().err
+    assert not new.exists() and old.read_text() == "of another day"
+    assert verify(path, "--reward-fns=mathd", "--output", path) == 2
+    assert verify(files(""), "--reward-fns=mathd") == 2
+    said = capsys.readouterr().err
+    assert "is the file of completions itself" in said and "holds no completions" in said
+
+
+def test_a_judge_is_asked_over_the_network(files, tmp_path, capsys):
+    asked = []
+
+    class Scorer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
+            asked.extend(sample["completion"] for sample in samples)
+            scores = [{"reward": float(sample["completion"] == "2")} for sample in samples]
+            body = json.dumps({"protocol": 1, "scores": scores}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scorer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page = tmp_path / "judged.py"
+    page.write_text(
+        "from async_grpo.rewards.judges import HTTPScorer\n"
+        f"judge = HTTPScorer(url='http://127.0.0.1:{server.server_port}')\n"
+    )
+    path = files(*({"completion": str(n), "answer": "2"} for n in range(5)))
+    output = tmp_path / "out.jsonl"
+    try:
+        assert verify(path, f"--reward-fns={page}:judge", "--output", output, "--check") == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [row["reward"] for row in rows_of(output)] == [0, 0, 1, 0, 0] and sorted(asked) == list("01234")
+    assert "check of judge: skipped" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_bench_and_its_processes(files, tmp_path):
+    mark = tmp_path / "called"
+    path = files(*({"completion": "3", "mark": str(mark)} for _ in range(4)))
+    names = rewards(tmp_path, "hangs_at_three")
+    command = [sys.executable, "-m", "async_grpo", "verify", path, "--reward-fns", names]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
+        deadline = time.monotonic() + 60
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = psutil.Process(bench.pid).children(recursive=True)
+        bench.send_signal(signal.SIGINT)
+        bench.communicate(timeout=60)
+    assert bench.returncode not in (0, None)
+    assert children and not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_help_tells_everything_and_brings_in_nothing_heavy():
+    code = (
+        "import sys\nfrom async_grpo.__main__ import main\n"
+        "for command in (['--help'], ['verify', '--help'], ['cache', '--help']):\n"
+        "    try:\n        main(command)\n    except SystemExit as ended:\n        assert ended.code == 0\n"
+        "print(sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    for word in (
+        *COMMANDS,
+        "FILE",
+        "--reward-fns",
+        "--repeat",
+        "--output",
+        "--check",
+        "PATH",
+        "--prune-adapter",
+    ):
+        assert word in done.stdout

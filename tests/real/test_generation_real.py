@@ -1,0 +1,272 @@
+"""`GenerationWorker` on a real vLLM engine: log-probs, versions, updates in flight, and the proof that they land."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM
+
+from async_grpo.errors import ConfigurationError, WeightsDidNotLand
+from async_grpo.modeling.load import context_length, model_fingerprint, stop_token_ids
+from async_grpo.types import FinishReason, SharedRunSettings
+from async_grpo.weights.manifest import Manifest, record
+from async_grpo.weights.package import SELF_TEST, WeightPackage, prove_landed
+from async_grpo.weights.perturbation import perturbed
+from async_grpo.weights.publisher import TOLERANCES, Canary
+
+pytestmark = pytest.mark.real
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "sample-data" / "tiny-model"
+CANARY = Canary.text(256, 48)
+
+
+class EngineThread:
+    """An engine in an event loop of its own, so that one engine serves a whole module of tests."""
+
+    def __init__(self, worker_class: type, settings: SharedRunSettings) -> None:
+        from async_grpo.generation.options import EngineConfig
+
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+        async def start() -> object:
+            return worker_class.start(EngineConfig(str(MODEL), max_num_seqs=64, enforce_eager=True), settings)
+
+        self.worker = self.run(start(), 180)
+
+    def run(self, coroutine: Coroutine, timeout_s: float = 60):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.worker.close)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def settings_for(temperature: float = 0.7) -> SharedRunSettings:
+    return SharedRunSettings(
+        run_name="test",
+        model_fingerprint=model_fingerprint(MODEL),
+        vocab_size=300,
+        dtype="float32",
+        temperature=temperature,
+        stop_token_ids=stop_token_ids(MODEL),
+        max_total_tokens=min(256, context_length(MODEL)),
+        max_completion_tokens=200,
+        samples_per_question=4,
+        transport="object_store",
+        logprob_roles=(),
+        seed=0,
+        char_ends=True,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    changes = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    yield
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+@pytest.fixture(scope="module")
+def engine(environment) -> Iterator[EngineThread]:
+    from async_grpo.generation.generation_worker import GenerationWorker
+
+    thread = EngineThread(GenerationWorker, settings_for())
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def hf_logprobs(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """The reference: transformers' own forward."""
+    with torch.no_grad():
+        logits = model(torch.tensor(ids, dtype=torch.int64)[None]).logits[0].float() / temperature
+    chosen = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
+    return np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
+
+
+def send(engine: EngineThread, tensors: dict[str, torch.Tensor], version: int) -> tuple[Manifest, np.ndarray]:
+    received = engine.run(engine.worker.update_weights(version, [memoryview(save(tensors))]))
+    return received, engine.run(engine.worker.prompt_logprobs(CANARY))
+
+
+def package(
+    tensors: dict[str, torch.Tensor], model: torch.nn.Module, version: int = SELF_TEST
+) -> WeightPackage:
+    manifest = {name: record(tensor) for name, tensor in tensors.items()}
+    return WeightPackage(version, manifest, [], CANARY, hf_logprobs(model, CANARY), TOLERANCES["float32"])
+
+
+def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_after_a_sync(engine, model):
+    prompt = CANARY[:12]
+    for version in (0, 1):
+        send(engine, weights(model), version)
+        completion = engine.run(engine.worker.complete(prompt))
+        expected = hf_logprobs(model, np.concatenate([prompt, completion.token_ids]), temperature=0.7)[
+            len(prompt) :
+        ]
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
+        assert set(completion.versions) == {version}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+
+
+def test_what_a_sync_delivers_is_received_tensor_by_tensor_and_computes_the_same(engine, model):
+    with perturbed(model):
+        tensors = weights(model)
+        receipt = send(engine, tensors, 5)
+        assert prove_landed(package(tensors, model), {"g0": receipt}) < 1e-4
+
+
+def test_dropping_any_single_tensor_is_refused(engine, model):
+    """Every tensor in turn stays at its old value in the engine while all others change: the self-test must see it."""
+    old = weights(model)
+    with perturbed(model):
+        new = weights(model)
+        wanted = package(new, model)
+        for name in new:
+            _, computed = send(engine, {**new, name: old[name]}, SELF_TEST)
+            with pytest.raises(WeightsDidNotLand, match="computes other log-probs"):
+                prove_landed(wanted, {"g0": (wanted.manifest, computed)})
+
+
+def test_a_tensor_that_is_not_even_sent_is_named(engine, model):
+    tensors = weights(model)
+    name = list(tensors)[3]
+    receipt = send(engine, {n: t for n, t in tensors.items() if n != name}, 7)
+    with pytest.raises(WeightsDidNotLand, match=f"missing: {name}"):
+        prove_landed(package(tensors, model), {"g0": receipt})
+    send(engine, tensors, 8)
+
+
+def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engine, model):
+    stopless = engine.worker._sampling_params(4)
+    stopless.stop_token_ids, stopless.ignore_eos = [], True
+
+    async def generate_across_an_update() -> tuple[np.ndarray, int]:
+        from async_grpo.generation.generation_worker import _versions
+
+        prompt = {"prompt_token_ids": CANARY[:4].tolist()}
+        request = asyncio.ensure_future(engine.worker._last_output(prompt, stopless))
+        await asyncio.sleep(0.15)
+        await engine.worker.update_weights(11, [memoryview(save(weights(model)))])
+        output = (await request).outputs[0]
+        return _versions(output, len(output.token_ids)), len(output.token_ids)
+
+    engine.run(engine.worker.update_weights(10, [memoryview(save(weights(model)))]))
+    versions, length = engine.run(generate_across_an_update())
+    assert length == 200 and set(versions) == {10, 11} and list(versions) == sorted(versions)
+
+
+def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
+    ids = settings_for().stop_token_ids
+    assert len(ids) == 2  # <|im_end|> and <|endoftext|>
+    params = engine.worker._sampling_params(4)
+    assert tuple(sorted(params.stop_token_ids)) == ids
+    params.allowed_token_ids = [ids[0]]
+    prompt = {"prompt_token_ids": CANARY[:4].tolist()}
+    for stop in ids:
+        params.allowed_token_ids = [stop]
+        completion = engine.worker._completion(
+            engine.run(engine.worker._last_output(prompt, params)).outputs[0]
+        )
+        assert completion.token_ids.tolist() == [stop] and completion.finish_reason is FinishReason.STOP
+        assert completion.text == ""  # the end token is no part of the answer
+
+
+def test_a_completion_that_runs_out_of_room_is_marked_as_truncated(engine):
+    completions = [engine.run(engine.worker.complete(CANARY[:16])) for _ in range(2)]
+    for completion in completions:
+        stopped = int(completion.token_ids[-1]) in settings_for().stop_token_ids
+        assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused(engine):
+    with pytest.raises(ConfigurationError, match="256 tokens leaves no room"):
+        engine.run(engine.worker.complete(np.ones(256, np.int32)))
+
+
+def test_a_greedy_completion_is_the_same_every_time_and_the_likeliest_token_at_every_place(engine, model):
+    send(engine, weights(model), 20)
+    prompt = CANARY[:8]
+    first, second = (engine.run(engine.worker.complete(prompt, greedy=True)) for _ in range(2))
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    sampled = {tuple(engine.run(engine.worker.complete(prompt)).token_ids) for _ in range(4)}
+    assert len(sampled) > 1
+    ids = torch.tensor(np.concatenate([prompt, first.token_ids]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(-1, torch.tensor(first.token_ids, dtype=torch.int64)[:, None])[:, 0]
+    assert (logits.max(-1).values - chosen).max() < 1e-3  # up to ties
+
+
+def test_every_token_says_where_it_ends_in_the_text(engine):
+    decode = engine.worker.tokenizer.decode
+    for completion in [engine.run(engine.worker.complete(CANARY[:8])) for _ in range(3)]:
+        ends, text = completion.char_ends, completion.text
+        assert ends.dtype == np.int32 and ends.shape == completion.token_ids.shape and ends[-1] == len(text)
+        for t, end in enumerate(ends):
+            prefix = decode(completion.token_ids[: t + 1], skip_special_tokens=False)
+            assert text[:end] == prefix[:end] and (end == len(prefix) or not text.startswith(prefix))
+
+
+def test_a_cancelled_call_is_aborted_in_the_engine(engine):
+    async def cancel_one() -> int:
+        call = asyncio.ensure_future(engine.worker.complete(CANARY[:8]))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        return engine.worker.engine.get_num_unfinished_requests()
+
+    assert engine.run(cancel_one()) == 0
+
+
+def test_the_timeline_counts_every_generated_token(engine):
+    engine.worker.take_stats()
+    completions = [engine.run(engine.worker.complete(CANARY[:8])) for _ in range(3)]
+    timeline = engine.worker.take_stats()["token_timeline"]
+    assert sum(tokens for _, tokens in timeline) == sum(map(len, completions))
+
+
+def test_without_the_fix_for_tied_heads_the_proof_refuses(environment, model):
+    from async_grpo.generation.generation_worker import GenerationWorker
+
+    class Broken(GenerationWorker):
+        worker_extension = "lossy_extension.WithoutTheFix"
+
+    broken = EngineThread(Broken, settings_for())
+    try:
+        with perturbed(model):
+            tensors = weights(model)
+            receipt = send(broken, tensors, SELF_TEST)
+            check = package(tensors, model)
+            assert receipt[0] == check.manifest  # it arrived bit by bit
+            with pytest.raises(WeightsDidNotLand, match="a tied head"):
+                prove_landed(check, {"g0": receipt})
+    finally:
+        broken.close()

@@ -1,0 +1,164 @@
+"""The whole chain on real parts (Ray, vLLM, FSDP on two ranks, verifier processes): one run, looked at from all sides."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "sample-data"
+STEPS = 4
+
+
+def command(folder: Path, **changes) -> list[str]:
+    options = {
+        "model-name-or-path": DATA / "tiny-model",
+        "data-path": DATA / "countdown_train.jsonl",
+        "output-dir": folder,
+        "run-name": folder.name,
+        "reward-fns": "countdown,format",
+        "batch-size": 8,
+        "samples-per-question": 8,
+        "num-training-batches": STEPS,
+        "max-tokens-per-gpu": 512,
+        "max-generation-tokens": 24,
+        "learning-rate": 1e-3,
+        "num-warmup-steps": 0,
+        "kl-coef": 0.001,
+        "nproc-per-node": 2,
+        "start-timeout-s": 240,
+        "experience-timeout-s": 120,
+    } | changes
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "async_grpo", "run", "--enforce-eager", *arguments]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes of the run in `folder` that outlived it: by the mark in their environment, or orphaned adapters."""
+    left = []
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        line = " ".join(process.info["cmdline"] or [])
+        try:
+            marked = process.environ().get("RUN_MARK") == str(folder)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            marked = False
+        if marked or ("async_grpo.rewards.isolation.child" in line and process.info["ppid"] == 1):
+            left.append(line[:150])
+    return left
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
+    folder = tmp_path_factory.mktemp("run")
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text(
+        "".join((DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)[:16])
+    )
+    options = {"eval-data-path": held_out, "dump-samples-filename": "samples.jsonl"}
+    environment = {**os.environ, "SECRET_TOKEN": "must-not-appear-anywhere", "RUN_MARK": str(folder)}
+    done = subprocess.run(
+        command(folder, **options), capture_output=True, text=True, timeout=380, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield folder, done.stdout
+
+
+@pytest.fixture
+def lines(run) -> list[dict]:
+    return [json.loads(line) for line in (run[0] / "training_metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_has_its_line_and_counts_are_conserved(lines):
+    assert (
+        [line["step"] for line in lines]
+        == list(range(1, STEPS + 1))
+        == [line["policy_version"] for line in lines]
+    )
+    for line in lines:
+        assert (
+            line["samples_in_batch"]
+            == 64
+            == sum(line[f"num_reward_{s}"] for s in ("ok", "failed", "timed_out", "abstained"))
+        )
+    assert lines[-1]["total_samples_accumulated"] == 64 * STEPS
+
+
+def test_the_known_metric_keys_are_there(lines):
+    known = (
+        "iteration total_samples_accumulated samples_in_batch avg_reward avg_output_tokens total_non_masked_tokens "
+        "num_non_masked_tokens avg_loss lr backward_loss avg_pg_clip avg_kl_div avg_modified_reward num_modified_samples "
+        "avg_delimiter_not_found avg_non_modified_reward avg_max_reward_in_group perc_with_0_advantage "
+        "perc_truncated_samples grad_norm time_per_batch samples_per_second peak_memory_usage_GB entropy batch_done "
+        "model_norm model_delta_norm update_ratio_min update_ratio_p25 update_ratio_p50 update_ratio_p75 update_ratio_max "
+        "timestamp"
+    ).split()
+    assert not set(known) - set(lines[0])
+
+
+def test_training_is_one_step_off_policy_never_more(lines):
+    assert lines[0]["staleness_mean"] == 0.0
+    assert all(0.5 < line["staleness_mean"] <= 1 and line["staleness_max"] <= 1 for line in lines[1:])
+
+
+def test_engine_and_trainer_agree_on_the_log_probs_of_fresh_samples(lines):
+    """In step 1 both hold version 0: what is left between them is rounding, far below 1e-4."""
+    assert lines[0]["mismatch_kl"] < 1e-8 and abs(lines[0]["ratio_max"] - 1) < 1e-4
+    assert all(line["canary_error"] < 1e-4 for line in lines)
+
+
+def test_the_policy_moved_and_the_reference_did_not(lines):
+    assert lines[0]["avg_kl_div"] < 1e-8 < lines[-1]["avg_kl_div"]
+    assert all(line["grad_norm"] > 0 and line["model_delta_norm"] > 0 for line in lines)
+
+
+def test_the_checkpoint_is_the_trained_policy_in_the_hugging_face_format(run):
+    (checkpoint,) = (run[0] / "hf_format").iterdir()
+    assert checkpoint.name == f"samples_{64 * STEPS}"
+    trained = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(DATA / "tiny-model").state_dict()
+    assert trained.keys() == initial.keys()
+    assert all(
+        not torch.equal(trained[name], initial[name])
+        for name in ("model.embed_tokens.weight", "model.norm.weight")
+    )
+    assert (checkpoint / "generation_config.json").exists() and (checkpoint / "tokenizer.json").exists()
+
+
+def test_every_sample_is_on_disk_with_its_reward_and_the_policy_that_wrote_it(run):
+    samples = [json.loads(line) for line in (run[0] / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 64 * STEPS
+    assert all(
+        sample["status"] == "ok" and sample["step"] - 1 - sample["oldest_version"] in (0, 1)
+        for sample in samples
+    )
+
+
+def test_held_out_questions_are_evaluated_before_and_after(run):
+    evaluations = [json.loads(line) for line in (run[0] / "eval_metrics.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in evaluations] == [0, STEPS] and evaluations[0]["eval_num_samples"] == 16
+
+
+def test_parameters_are_recorded_and_secrets_are_not(run):
+    params = json.loads((run[0] / "training_params.json").read_text())
+    assert params["samples_per_question"] == 8 and len(params["reward_registry_sha256"]) == 64
+    for path in run[0].rglob("*"):
+        if path.is_file():
+            assert b"must-not-appear-anywhere" not in path.read_bytes(), path
+
+
+def test_the_console_shows_one_line_per_step(run):
+    assert [line.split(" | ")[0] for line in run[1].splitlines() if line.startswith("step")] == [
+        f"step {i}/{STEPS}" for i in range(1, STEPS + 1)
+    ]
+
+
+def test_nothing_is_left_running(run):
+    assert left_behind(run[0]) == []

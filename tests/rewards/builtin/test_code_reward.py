@@ -1,0 +1,193 @@
+"""The code reward: what counts as code, as a test and as passed, and how it runs in the process of its adapter."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+from sandboxes import STANDING, needs_network_off
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.builtin.code import code_of, same_output, score
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.sandbox.run import Sandbox
+from async_grpo.types import RewardStatus
+
+ROOT = Path(__file__).parents[3]
+pytestmark = needs_network_off
+
+
+def fenced(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+DOUBLE = "print(2 * int(input()))"
+
+
+def test_the_reward_is_the_share_of_tests_passed():
+    tests = [
+        {"input": "2", "output": "4"},
+        {"input": "3", "output": "7"},
+        {"input": "-1\n", "output": "-2\n\n"},
+    ]
+    result = score({"completion": fenced(DOUBLE), "tests": tests})
+    assert result["reward"] == pytest.approx(2 / 3)
+    assert (result["passed"], result["total"], result["timed_out"]) == (2.0, 3.0, 0.0)
+    assert result["network_blocked"] == 1.0 and result["files_hidden"] == float("landlock" in STANDING)
+
+
+def test_all_or_nothing_gives_no_part():
+    tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "7"}]
+    assert score({"completion": fenced(DOUBLE), "tests": tests}, all_or_nothing=True)["reward"] == 0.0
+    assert score({"completion": fenced(DOUBLE), "tests": tests[:1]}, all_or_nothing=True)["reward"] == 1.0
+
+
+def test_both_kinds_of_tests_mix():
+    code = "def double(n):\n    return 2 * n\n\nif __name__ == '__main__':\n    print(double(int(input())))"
+    tests = [
+        {"input": "2", "output": "4"},
+        {"assert": "assert double(5) == 10"},
+        {"assert": "assert double(5) == 11"},
+    ]
+    assert score({"completion": fenced(code), "tests": tests})["passed"] == 2.0
+
+
+def test_the_prelude_goes_before_the_code():
+    row = {
+        "completion": fenced("def f(a: List[int]) -> int: return sum(a)"),
+        "tests": [{"assert": "assert f([1, 2]) == 3"}],
+    }
+    assert score(row)["reward"] == 0.0
+    assert score(row | {"prelude": "from typing import List"})["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("print(1)", "print(1)"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\nwhich prints\n```\n7\n```", "a\n"),
+        ("```\na\n```\n```text\nb\n```", "a\n"),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("```python\nthought\n```</think>\n```python\na\n```", "a\n"),
+        ("```python\nthought\n```</think> no", " no"),
+        ("```python\nhalf", "```python\nhalf"),  # cut off: no code, and no Python either
+        ("```python title=x.py\na\n```", "a\n"),
+    ],
+)
+def test_the_code_is_the_last_python_block(text, code):
+    assert code_of(text) == code
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None,
+        [],
+        "assert f() == 1",
+        [{}],
+        [{"input": "1"}],
+        [{"assert": 1}],
+        [{"assert": "a", "input": "", "output": ""}],
+        ["x"],
+    ],
+)
+def test_a_row_without_usable_tests_raises_so_that_the_sample_fails(tests):
+    with pytest.raises(ValueError, match="tests|test must"):
+        score({"completion": "print(1)", "tests": tests})
+
+
+@pytest.mark.parametrize(
+    "test", ["assert f(1=2", "assert len([1]) == 1", "assert f(lambda x: x)", "class A: pass\nassert f(A())"]
+)
+def test_tests_that_cannot_be_run_are_the_fault_of_the_row(test):
+    with pytest.raises(ValueError, match="cannot be run"):
+        score({"completion": "def f(x): return x", "tests": [{"assert": test}]})
+
+
+def test_the_comparison_forgives_white_space_at_ends_only():
+    assert same_output("1 \r\n2\n\n", "1\n2")
+    assert (
+        not same_output("1\n\n2", "1\n2") and not same_output(" 1", "1") and not same_output("1\x0b2", "1\n2")
+    )
+
+
+def test_a_text_beyond_the_limit_is_wrong():
+    assert score({"completion": "#" * 100_001, "tests": [{"input": "", "output": ""}]})["reward"] == 0.0
+
+
+def test_time_that_is_used_up_makes_the_remaining_tests_time_outs():
+    row = {"completion": "while True: pass", "tests": [{"input": "", "output": ""}] * 50}
+    started = time.monotonic()
+    result = score(row, total_seconds=0.5)
+    assert time.monotonic() - started < 10
+    assert (result["reward"], result["timed_out"]) == (0.0, 50.0)
+
+
+def test_the_metrics_say_when_the_network_was_open(monkeypatch):
+    monkeypatch.setattr(
+        "async_grpo.rewards.builtin.code.Sandbox", lambda **limits: Sandbox(**limits, levels=())
+    )
+    row = {"completion": DOUBLE, "tests": [{"input": "1", "output": "2"}]}
+    with pytest.raises(ConfigurationError, match="allow_unsandboxed"):
+        score(row)
+    assert score(row, allow_unsandboxed=True)["network_blocked"] == 0.0
+
+
+async def scored(page: str, sample: dict, options: dict) -> object:
+    worker = AdapterProcess(RewardRegistrySource.from_file(ROOT / page), "code", options)
+    try:
+        return await worker.score(sample, 50)
+    finally:
+        await worker.close()
+
+
+def test_the_reward_works_in_the_process_of_its_adapter_with_options():
+    sample = {
+        "completion": fenced(DOUBLE),
+        "tests": [{"input": "2", "output": "4"}, {"input": "2", "output": "5"}],
+    }
+    result = asyncio.run(scored("reward_registry.py", sample, {"all_or_nothing": True}))
+    assert result.status is RewardStatus.OK, result.reason
+    assert result.reward == 0.0 and result.extra["passed"] == 1.0
+
+
+def processes_below(pid: int) -> set[int]:
+    children = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        children |= {int(number) for number in path.read_text().split()}
+    return children.union(*(processes_below(child) for child in children)) if children else children
+
+
+def test_when_the_process_of_the_adapter_is_killed_the_tested_code_dies_with_it():
+    async def main() -> set[int]:
+        worker = AdapterProcess(
+            RewardRegistrySource.from_file(ROOT / "reward_registry.py"),
+            "code",
+            {"test_seconds": 100.0, "total_seconds": 100.0},
+        )
+        sample = {
+            "completion": "import time\nwhile True: time.sleep(1)",
+            "tests": [{"input": "", "output": ""}],
+        }
+        await worker.start()
+        call = asyncio.create_task(worker.score(sample, 3.0))
+        below: set[int] = set()
+        while not call.done():
+            below = max(below, processes_below(os.getpid()), key=len)
+            await asyncio.sleep(0.05)
+        assert (await call).status is RewardStatus.TIMED_OUT
+        await worker.close()
+        return below
+
+    below = asyncio.run(main())
+    assert len(below) >= 3  # the adapter's process, the forker, the tested code
+    ours = processes_below(os.getpid())  # a forker of this process may remain
+    deadline = time.monotonic() + 10
+    while (
+        left := {pid for pid in below - ours if Path(f"/proc/{pid}").exists()}
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left

@@ -1,0 +1,294 @@
+"""The countdown reward against hand arithmetic, an independent parser and a brute-force solver."""
+
+import random
+from fractions import Fraction
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.rewards.builtin.countdown import MAX_CHARACTERS, score, solves
+from async_grpo.rewards.builtin.format import score as format_score
+
+
+def completion(answer: str, thought: str = "hm") -> str:
+    return f"{thought}</think>\n<answer>{answer}</answer>"
+
+
+def answer_reward(answer: str, nums: list[int], target: int) -> float:
+    return score({"completion": completion(answer), "nums": nums, "target": target})["answer_reward"]
+
+
+RIGHT = [
+    ("(1 + 2) / 3", [3, 2, 1], 1),
+    ("3*(4+5)", [3, 4, 5], 27),
+    ("8/(3-8/3)", [8, 8, 3, 3], 24),  # 8 / (1/3): floating point says 23.999999999999989
+    ("-3 + 10", [3, 10], 7),
+    ("10--3", [3, 10], 13),
+    (" 7 ", [7], 7),
+    ("\n3+4\n", [3, 4], 7),
+    ("0+5", [0, 5], 5),
+    ("((((2))))*3", [2, 3], 6),
+]
+WRONG = [
+    ("2**3", [2, 3], 8),
+    ("7//2", [7, 2], 3),
+    ("6//2", [6, 2], 3),
+    ("2* *3", [2, 3], 8),
+    ("9**9**9", [9, 9, 9], 1),
+    ("3*(4+5) = 27", [3, 4, 5], 27),
+    ("3+4\n+5", [3, 4, 5], 12),
+    ("03+4", [3, 4], 7),
+    ("00+5", [0, 5], 5),
+    ("3.0+4", [3, 4], 7),
+    ("3_0+4", [30, 4], 34),
+    ("0x3+4", [3, 4], 7),
+    ("3e0+4", [3, 4], 7),
+    ("+3+4", [3, 4], 7),
+    ("~3+10", [3, 10], 6),
+    ("10%4", [10, 4], 2),
+    ("3(4)", [3, 4], 12),
+    ("3 4", [3, 4], 34),
+    ("(3,4)", [3, 4], 7),
+    ("int(3)+4", [3, 4], 7),
+    ("x", [7], 7),
+    ("٣+4", [3, 4], 7),  # an Arabic three: a digit for str.isdigit and int
+    ("3×4", [3, 4], 12),
+    ("4/(2-2)", [4, 2, 2], 0),
+    ("3+4", [3, 4, 5], 7),  # a number is missing
+    ("3+4+4", [3, 4], 11),  # a number is used twice
+    ("1/3*3*25", [1, 3, 3], 25),
+    ("", [7], 7),
+    ("()", [7], 7),
+    ("7" * 5000, [7], 7),
+    ("-" * 250 + "7", [7], 7),
+    ("(" * 140 + "7" + ")" * 140, [7], 8),
+    ("(" * MAX_CHARACTERS, [7], 7),
+]
+
+
+@pytest.mark.parametrize(("answer", "nums", "target"), RIGHT)
+def test_a_right_expression_earns_the_answer_reward(answer, nums, target):
+    assert answer_reward(answer, nums, target) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "nums", "target"), WRONG)
+def test_anything_else_is_a_wrong_answer_and_no_exception(answer, nums, target):
+    assert answer_reward(answer, nums, target) == 0.0
+
+
+def test_exactness_decides_and_not_a_tolerance():
+    # 1/333333 * 333334 = 1.000003: within the tolerance 1e-5 of floating-point checkers, but not 1.
+    assert not solves("333334/333333", [333334, 333333], Fraction(1))
+
+
+def test_a_hostile_answer_is_never_executed(tmp_path):
+    trap = tmp_path / "executed"
+    for answer in (
+        f"open('{trap}','w')",
+        f"__import__('os').system('touch {trap}')",
+        f"[open('{trap}','w') for x in (1,)]",
+    ):
+        assert answer_reward(answer, [1], 1) == 0.0
+    assert not trap.exists()
+
+
+# An independent reference: a recursive-descent parser over characters (the reward walks a syntax tree).
+
+
+class Reference:
+    def __init__(self, text: str) -> None:
+        self.tokens: list[int | str] = []
+        self.numbers: list[int] = []
+        self._tokenise(text)
+
+    def _tokenise(self, text: str) -> None:
+        position = 0
+        while position < len(text):
+            end = position
+            while end < len(text) and text[end] in "0123456789":
+                end += 1
+            if end > position:
+                word = text[position:end]
+                if len(word) > 12 or (len(word) > 1 and word[0] == "0"):
+                    raise ValueError
+                self.tokens.append(int(word))
+                position = end
+                continue
+            if text[position] not in "+-*/() " or text[position : position + 2] in ("**", "//"):
+                raise ValueError
+            if text[position] != " ":
+                self.tokens.append(text[position])
+            position += 1
+
+    def value(self) -> Fraction:
+        value = self._sum()
+        if self.tokens:
+            raise ValueError
+        return value
+
+    def _next(self, *choices: str) -> str | None:
+        if self.tokens and self.tokens[0] in choices:
+            return str(self.tokens.pop(0))
+        return None
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while operator := self._next("+", "-"):
+            value = value + self._product() if operator == "+" else value - self._product()
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._atom()
+        while operator := self._next("*", "/"):
+            value = value * self._atom() if operator == "*" else value / self._atom()
+        return value
+
+    def _atom(self) -> Fraction:
+        if not self.tokens:
+            raise ValueError
+        token = self.tokens.pop(0)
+        if isinstance(token, int):
+            self.numbers.append(token)
+            return Fraction(token)
+        if token == "-":
+            return -self._atom()
+        if token == "(":
+            value = self._sum()
+            if self._next(")"):
+                return value
+        raise ValueError
+
+
+def reference_value(text: str, nums: list[int]) -> Fraction | None:
+    try:
+        reference = Reference(text.strip())
+        value = reference.value()
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value if sorted(reference.numbers) == sorted(nums) else None
+
+
+@cache
+def reachable(nums: tuple[int, ...]) -> frozenset[Fraction]:
+    """Every value that + - * / can make of the numbers, each used once: all splits into two parts."""
+    if len(nums) == 1:
+        return frozenset({Fraction(nums[0])})
+    values: set[Fraction] = set()
+    for mask in range(1, 2 ** len(nums) - 1):
+        left = tuple(number for i, number in enumerate(nums) if mask >> i & 1)
+        right = tuple(number for i, number in enumerate(nums) if not mask >> i & 1)
+        for a in reachable(left):
+            for b in reachable(right):
+                values |= {a + b, a - b, a * b} | ({a / b} if b else set())
+    return frozenset(values)
+
+
+def random_expression(nums: list[int], rng: random.Random) -> str:
+    parts = [str(number) for number in nums]
+    while len(parts) > 1:
+        left, right = parts.pop(rng.randrange(len(parts))), parts.pop(rng.randrange(len(parts)))
+        text = left + rng.choice(["", " "]) + rng.choice("+-*/") + rng.choice(["", " "]) + right
+        parts.append(rng.choice(["", "", "", "-"]) + (f"({text})" if rng.random() < 0.7 else text))
+    return parts[0]
+
+
+def mutated(text: str, rng: random.Random) -> str:
+    characters = list(text)
+    for _ in range(rng.randint(1, 3)):
+        position = rng.randrange(len(characters) + 1)
+        characters[position : position + rng.randint(0, 1)] = rng.choice(["", *"0123456789+-*/() .=e_"])
+    return "".join(characters)
+
+
+def test_thousands_of_expressions_and_near_expressions_agree_with_an_independent_parser():
+    rng = random.Random(0)
+    num_right = 0
+    for _ in range(4000):
+        nums = [rng.randint(0, 12) for _ in range(rng.randint(1, 4))]
+        text = random_expression(nums, rng)
+        text = mutated(text, rng) if rng.random() < 0.5 else text
+        value = reference_value(text, nums)
+        target = value if value is not None else Fraction(rng.randint(0, 20))
+        assert solves(text, nums, target) == (value is not None), (text, nums, target)
+        assert not solves(text, nums, target + Fraction(1, 10**6)), (text, nums, target)
+        if value is not None:
+            num_right += 1
+            if len(nums) == 4:
+                continue  # the solver takes long for four
+            # a minus sign in front changes at most the sign of what plain + - * / can reach
+            assert {value, -value} & reachable(tuple(sorted(nums))), (text, nums)
+    assert 1600 < num_right < 3200  # the mutants did break some
+
+
+@given(
+    text=st.text(alphabet="0123456789+-*/() ", max_size=40) | st.text(max_size=40), target=st.integers(-5, 5)
+)
+@settings(max_examples=1000, deadline=None)
+def test_no_text_raises_and_credit_needs_the_reference_to_agree(text, target):
+    earned = answer_reward(text, [1, 2], target)
+    expected = reference_value(text, [1, 2]) == target and "</" not in text
+    assert earned == float(expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"nums": [3, 4, 5], "target": 27}, 1.0),
+        ({"nums": ["3", "4", "5"], "target": "27"}, 1.0),
+        ({"nums": [3.0, 4, 5], "target": 27.0}, 1.0),
+        ({"nums": [3, 4, 5], "answer": 27}, 1.0),
+        ({"nums": [3, 4, 5], "answer": "27"}, 1.0),
+        ({"nums": [3, 4, 5], "answer": "27", "target": 26}, 0.0),  # `target` goes before `answer`
+    ],
+)
+def test_the_row_may_hold_numbers_or_text(row, expected):
+    assert score({"completion": completion("3*(4+5)"), **row})["answer_reward"] == expected
+
+
+@pytest.mark.parametrize(
+    "row", [{"target": 7}, {"nums": [], "target": 7}, {"nums": [7]}, {"nums": ["x"], "target": 7}]
+)
+def test_a_row_without_a_task_raises_so_that_the_sample_fails(row):
+    with pytest.raises(ValueError):
+        score({"completion": completion("7"), **row})
+
+
+FORMATS = [
+    # completion after the prefilled "<think>", well-formedness, answer reward for 3+4 = 7
+    ("so</think>\n<answer>3+4</answer>", 1.0, 1.0),
+    ("so</think>\n<answer>3+4</answer><|im_end|>", 1.0, 1.0),
+    ("so</think>\n<answer>3+4</answer><|im_end|>\n", 1.0, 1.0),
+    ("an <answer>?</think>\n<answer>3+4</answer>", 1.0, 1.0),  # the thought may mention the tag
+    ("so</think>\n<answer>5</answer>", 1.0, 0.0),
+    ("so</think> <answer>3+4</answer>", 0.6, 1.0),  # 0.1 for the thought, 0.5 for the answer
+    ("so</think>\n\n<answer>3+4</answer>", 0.6, 1.0),
+    ("so</think>\n<answer>3+4</answer> as asked", 0.6, 1.0),
+    ("a</think>b</think>\n<answer>3+4</answer>", 0.6, 1.0),
+    ("<answer>3+4</answer>", 0.5, 1.0),
+    ("so</think>\n<answer>3+4</answer> <answer>3+4</answer>", 0.1, 0.0),  # two blocks: which one is meant?
+    ("so</think>\n<answer>9</answer> <answer>3+4</answer>", 0.1, 0.0),
+    ("so</think>\n<answer><answer>3+4</answer>", 0.1, 0.0),
+    ("so</think>\n</answer>3+4<answer>", 0.1, 0.0),
+    ("so</think> 7", 0.1, 0.0),
+    ("seven", 0.0, 0.0),
+    ("", 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "format_reward", "expected_answer"), FORMATS)
+def test_the_reward_is_a_tenth_of_the_format_plus_the_answer(text, format_reward, expected_answer):
+    sample = {"completion": text, "nums": [3, 4], "target": 7, "end_token": "<|im_end|>"}
+    result = score(sample)
+    assert result["format_reward"] == pytest.approx(format_reward)
+    assert result["answer_reward"] == expected_answer
+    assert result["reward"] == pytest.approx(0.1 * format_reward + expected_answer)
+    assert format_score(sample) == {
+        "reward": pytest.approx(0.1 * format_reward),
+        "format_reward": format_reward,
+    }
+
+
+def test_the_format_reward_has_a_weight():
+    assert format_score({"completion": completion("1")}, weight=0.5)["reward"] == 0.5

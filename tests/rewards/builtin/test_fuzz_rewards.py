@@ -1,0 +1,185 @@
+"""A little of the fuzzing of `benchmarks.fuzz_rewards`, and proof that it would notice."""
+
+import random
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from async_grpo.rewards.builtin import countdown, mathd
+from benchmarks import fuzz_rewards
+from benchmarks.fuzz_checkers import Arithmetic, judged, readings, solves
+from benchmarks.fuzz_rewards import attack
+from benchmarks.fuzz_texts import countdown_cases, math_cases
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_thousands_of_hostile_texts_neither_break_nor_fool_the_rewards():
+    """In a process of its own: the audit hook that watches for executed text can never be removed."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.fuzz_rewards",
+        "--countdown",
+        "5000",
+        "--math",
+        "150",
+        "--seed",
+        "7",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    lines = [line for line in done.stdout.splitlines() if " violations, " in line]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(lines) == 4 and all(" 0 violations, " in line for line in lines)
+    assert all(int(line.split(" texts, ")[1].split()[0]) > 0 for line in lines)  # each accepted something
+
+
+def violations(score, cases, count: int = 400) -> list[str]:
+    return attack(score, cases, count).violations
+
+
+def test_a_reward_that_forgets_a_rule_is_noticed():
+    def careless(row):
+        answer = row["completion"].rpartition("<answer>")[2].partition("</answer>")[0]
+        try:
+            return {
+                "reward": float(countdown.value_of(countdown.parse(answer)) == row["target"])
+            }  # any numbers will do
+        except countdown.NotArithmetic:
+            return {"reward": 0.0}
+
+    assert any(
+        "accepted" in violation for violation in violations(careless, countdown_cases(random.Random(1)), 4000)
+    )
+    assert not violations(countdown.score, countdown_cases(random.Random(1)), 4000)
+
+
+def test_a_reward_that_accepts_a_neighbour_is_noticed():
+    def lenient(row):
+        values = readings(row["completion"].rpartition("boxed{")[2].rpartition("}")[0])
+        (gold,) = readings(row["answer"])
+        return {"reward": float(any(abs(value - gold) <= 1 for value in values))}
+
+    assert any(
+        "accepted" in violation
+        for violation in violations(lenient, math_cases(random.Random(1), Fraction(0)))
+    )
+    assert not violations(mathd.score, math_cases(random.Random(1), Fraction(0)))
+
+
+def test_an_exception_and_executed_text_are_noticed(monkeypatch):
+    def fragile(row):
+        return {"reward": 1.0 / row["completion"].isascii()}
+
+    def evaluates(row):
+        fuzz_rewards.watch("compile", (row["completion"].encode(errors="replace"), "<string>"))
+        return {"reward": 0.0}
+
+    assert any(
+        "ZeroDivisionError" in violation
+        for violation in violations(fragile, countdown_cases(random.Random(1)))
+    )
+    assert any(
+        "executed" in violation for violation in violations(evaluates, countdown_cases(random.Random(1)))
+    )
+    monkeypatch.setattr(fuzz_rewards, "LIMIT_S", 0.0)
+    assert any(
+        " s on " in violation
+        for violation in violations(countdown.score, countdown_cases(random.Random(1)), 10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1+2*3", 7), ("(1+2)*3", 9), ("10-4-3", 3), ("-(2)--3", 1), ("8/(3-8/3)", 24), ("2*-3", -6)],
+)
+def test_the_checker_for_arithmetic_computes(text, value):
+    assert Arithmetic(text).value == value
+
+
+@pytest.mark.parametrize("text", ["", "1+", "(1", "1)", "1 2", "01", "1**2", "1//2", "+1", "1.5", "٣", "1/0"])
+def test_the_checker_for_arithmetic_refuses(text):
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        Arithmetic(text)
+
+
+def test_the_checker_for_countdown_wants_one_answer_behind_the_thought():
+    assert solves("so</think>\n<answer>3+4</answer>", [4, 3], 7)
+    for text in (
+        "<answer>3+4</answer><answer>3+4</answer>",
+        "</answer><answer>3+4",
+        "3+4",
+        "<answer>3+4</think>7</answer>",
+    ):
+        assert not solves(text, [3, 4], 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1\\frac{1}{2}", {Fraction(1, 2), Fraction(3, 2)}),
+        ("50\\%", {Fraction(50), Fraction(1, 2)}),
+        ("x = -\\frac34\\text{ cm}", {Fraction(-3, 4)}),
+        ("1,234.50", {Fraction(2469, 2)}),
+        ("1,234", {Fraction(1234), Fraction(1234, 1000)}),
+        ("2 \\cdot (1.5 - .5)", {Fraction(2)}),
+        ("1 000", {Fraction(1000)}),
+        ("7x = 80", set()),
+        ("\\pi", set()),
+        ("1/0", set()),
+    ],
+)
+def test_the_checker_for_latex_reads_numbers(text, values):
+    assert readings(text) == values
+
+
+def test_the_checker_for_boxes_says_when_it_cannot_tell():
+    assert judged("\\boxed{2}", Fraction(2), Fraction(0)) is True
+    assert judged("\\boxed{3}", Fraction(2), Fraction(0)) is False
+    assert (
+        judged("\\boxed{\\pi}", Fraction(2), Fraction(0)) is None
+        and judged("\\boxed{3", Fraction(2), Fraction(0)) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "text", "gold"),
+    [
+        ("mathd", "7x = 80", "80"),
+        ("mathd", "10 = 80", "80"),
+        ("mathd", "5\\text{ or }6", "5"),
+        ("mathd", "5\\text{ or 6}", "5"),
+        ("sympy", "7x = 80", "80"),
+        ("sympy", "5\\text{ or }6", "5"),
+        ("math_verify", "\u0663 -303.5", "-303.5"),  # an Arabic three
+        ("math_verify", "1 2", "3"),
+        ("math_verify", "-96 03", "-99"),
+        ("math_verify", "5 \x00 52", "52"),
+    ],
+)
+def test_what_fuzzing_found_stays_found(adapter, text, gold):
+    score, _ = fuzz_rewards.MATH[adapter]
+    assert score({"completion": f"$\\boxed{{{text}}}$", "answer": gold})["reward"] == 0.0
+
+
+def test_an_unreadable_box_is_wrong_whatever_stands_around_it():
+    score, _ = fuzz_rewards.MATH["math_verify"]
+    for text in (
+        "The answer is 5. $\\boxed{%%}$",
+        "\\boxed{\\foo} so the answer is 5",
+        "$5$ \\boxed{\\frac{-10}{2}\\%} 5",
+    ):
+        assert score({"completion": text, "answer": "5"})["reward"] == 0.0, text
+    for text in ("\\boxed{6} and $\\boxed{5}$", "\\boxed{6}, \\boxed{5}"):
+        assert score({"completion": text, "answer": "\\{5, 6\\}"})["reward"] == 1.0, text
+    assert score({"completion": "\\boxed{6}. No: $\\boxed{5}$", "answer": "5"})["reward"] == 1.0
+
+
+def test_units_and_labels_are_forgiven_as_before():
+    for text in ("5\\text{ cm}", "5 \\mbox{ cm}^2", "5\\text{ cm}^{3}", "x = 5", "AB=5"):
+        assert mathd.score({"completion": f"\\boxed{{{text}}}", "answer": "5"})["reward"] == 1.0, text

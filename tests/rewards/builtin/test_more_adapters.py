@@ -1,0 +1,387 @@
+"""The rewards by pattern, literal answer, length, vote and schema: by hand, and against plain loops."""
+
+import json
+import math
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.rewards.adapter.result import answer_of, read_change
+from async_grpo.rewards.builtin import exact, json_schema, length, majority, regex
+from reward_registry import REWARD_ADAPTERS, RewardType
+
+
+def reward(adapter, completion: str, *options, **row) -> float:
+    return adapter.score({"completion": completion, **row}, *options)["reward"]
+
+
+# regex
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "search", "expected"),
+    [
+        ("12 apples", r"\d+ \w+", False, 1.0),
+        ("about 12 apples", r"\d+ \w+", False, 0.0),
+        ("about 12 apples", r"\d+ \w+", True, 1.0),
+        ("so</think>\n yes \n", "yes|no", False, 1.0),
+        ("yes</think> maybe", "yes", True, 0.0),  # the thought does not count
+        ("a\nb", "a.b", False, 0.0),
+        ("a\nb", "(?s)a.b", False, 1.0),
+        ("", "x*", False, 1.0),
+    ],
+)
+def test_the_pattern_decides(text, pattern, search, expected):
+    assert reward(regex, text, pattern, search) == expected
+
+
+def test_the_pattern_of_the_row_goes_before_the_option():
+    assert reward(regex, "b", "a", pattern="b") == 1.0
+    assert reward(regex, "a", "a", pattern=None) == 1.0
+
+
+@pytest.mark.parametrize("pattern", [None, "", 7, "(", "a{2,1}", "(?P<n>a)(?P<n>b)"])
+def test_no_pattern_or_a_broken_one_raises_so_that_the_sample_fails(pattern):
+    with pytest.raises(ValueError, match="pattern|regular expression"):
+        reward(regex, "a", pattern)
+
+
+def test_endless_backtracking_is_a_time_out_and_not_a_hang(monkeypatch):
+    monkeypatch.setattr(regex, "SECONDS", 0.1)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="takes more than"):
+        reward(regex, "a" * 40 + "!", "(a+)+")
+    assert time.monotonic() - started < 10
+    assert reward(regex, "aaa", "(a+)+") == 1.0  # and nothing is left of it
+
+
+def test_the_end_token_and_a_text_beyond_the_limit():
+    assert reward(regex, "yes<eos>", "yes", end_token="<eos>") == 1.0
+    assert reward(regex, "a" * 100_001, "a*") == 0.0
+
+
+# exact
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "expected"),
+    [
+        (r"it is \boxed{B}", {"answer": "B"}, 1.0),
+        (r"\boxed{A} no \boxed{B}", {"answer": "A"}, 0.0),
+        ("so</think>\n<answer> Paris </answer>", {"answer": "paris"}, 1.0),
+        ("so</think> The  Hague\n", {"answers": ["Den Haag", "the hague"]}, 1.0),
+        ("Den Haag", {"answers": ["The Hague"]}, 0.0),
+        ("B</think> A", {"answer": "B"}, 0.0),
+        ("1,234", {"answer": 1234}, 1.0),
+        ("1234", {"answer": "... #### 1,234"}, 1.0),
+        ("\uff22", {"answer": "B"}, 1.0),  # a full-width letter
+        ("STRASSE", {"answer": "Straße"}, 1.0),
+        ("", {"answer": "B"}, 0.0),
+        (r"\boxed{}", {"answer": "B"}, 0.0),
+        ("AB", {"answer": "A"}, 0.0),
+    ],
+)
+def test_the_answer_is_literally_one_of_those_accepted(text, row, expected):
+    assert reward(exact, text, **row) == expected
+
+
+def test_white_space_and_capitals_count_if_asked():
+    assert reward(exact, "The  Hague", False, answer="the hague") == 0.0
+    assert reward(exact, "the hague", False, answer="The Hague") == 1.0
+    assert reward(exact, "the hague", True, True, answer="The Hague") == 0.0
+    assert reward(exact, "The  Hague", True, True, answer="The Hague") == 1.0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{}, {"answer": ""}, {"answers": []}, {"answers": "A"}, {"answers": ["A", ""]}, {"answers": [None]}],
+)
+def test_a_row_without_an_answer_raises(row):
+    with pytest.raises(ValueError, match="answer"):
+        reward(exact, "", **row)
+
+
+# length
+
+
+@pytest.mark.parametrize(("max_tokens", "cache_tokens"), [(100, 20), (4096, 1024), (7, 7), (3, 1)])
+def test_overlong_is_equation_13_of_dapo(max_tokens, cache_tokens):
+    for num_tokens in range(2 * max_tokens):
+        if num_tokens <= max_tokens - cache_tokens:
+            expected = 0.0
+        elif num_tokens <= max_tokens:
+            expected = ((max_tokens - cache_tokens) - num_tokens) / cache_tokens
+        else:
+            expected = -1.0
+        assert length.overlong(num_tokens, max_tokens, cache_tokens) == expected
+
+
+def test_cosine_goes_from_r_0_to_r_L_and_is_r_e_at_the_end():
+    for right, at_zero, at_max in ((True, 2.0, 1.0), (False, -10.0, 0.0)):
+        curve = [length.cosine(num_tokens, 1000, right) for num_tokens in range(1000)]
+        assert curve[0] == at_zero and curve[999] == pytest.approx(at_max, abs=1e-4)
+        assert curve[500] == pytest.approx((at_zero + at_max) / 2) and curve[250] == pytest.approx(
+            at_max + (at_zero - at_max) * (1 + math.sqrt(0.5)) / 2
+        )
+        assert curve == sorted(curve, reverse=right)
+        assert length.cosine(1000, 1000, right) == length.cosine(5000, 1000, right) == -10.0
+
+
+def test_the_length_is_counted_in_tokens_and_the_judge_says_what_is_right():
+    row = {"completion_token_ids": [1] * 50, "completion": r"\boxed{27}", "answer": "27"}
+    assert length.score(row, "cosine", 100, 20) == {"reward": 1.5, "num_tokens": 50.0, "right": 1.0}
+    wrong = length.score(row | {"answer": "26"}, "cosine", 100, 20, "mathd")
+    assert (wrong["reward"], wrong["right"]) == (-5.0, 0.0)
+    task = {"completion": "so</think> <answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27}
+    assert length.score(row | task, "cosine", 100, 20, "countdown")["right"] == 1.0  # though not well formed
+    assert length.score(row, "overlong", 60, 20)["reward"] == -0.5
+
+
+def test_impossible_options_and_rows_that_the_judge_cannot_judge_raise():
+    row = {"completion_token_ids": [1], "completion": "x"}
+    for options in (("linear",), ("overlong", 10, 20), ("overlong", 10, 0), ("cosine", 10, 5, "os")):
+        with pytest.raises(ValueError, match="needs a schedule"):
+            length.score(row, *options)
+    with pytest.raises(ValueError, match="answer"):
+        length.score(row, "cosine", 10, 5)
+
+
+# majority
+
+
+def member(text: str | None, status: str = "ok", answer: str | None = None) -> dict:
+    completion = "I do not know." if text is None else f"so $\\boxed{{{text}}}$"
+    return {
+        "sample": {"completion": completion, "answer": answer},
+        "status": status,
+        "reward": 0.0,
+        "extra": {},
+        "steps": [],
+        "reason": "",
+    }
+
+
+def rewards(group: list[dict]) -> list[float | None]:
+    return [change and change["reward"] for change in majority.post_process_scores(group)]
+
+
+def test_those_who_say_what_most_say_earn_the_reward():
+    assert rewards([member(text) for text in ("7", "12", "7", None, "8")]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_notation_does_not_split_the_vote():
+    assert rewards([member(text) for text in (r"\dfrac12", "0.5", "1/2", "7", "7")]) == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+
+
+def test_without_a_single_answer_nobody_earns_anything():
+    assert rewards([member(None), member(None)]) == [0.0, 0.0]
+
+
+def test_what_failed_has_no_vote_and_stays_failed():
+    assert rewards(
+        [member("7", "failed"), member("7", "timed_out"), member("8"), member("9"), member("8")]
+    ) == [None, None, 1.0, 0.0, 1.0]
+
+
+@given(
+    st.lists(st.sampled_from(["7", "8", "12", "x", None]), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_vote_is_a_plain_count_and_does_not_depend_on_the_order(texts, rng):
+    best, most = None, 0
+    for text in ["7", "8", "x", "12"]:  # ties: the shortest, then by the alphabet
+        count = 0
+        for other in texts:
+            count += other == text
+        if count > most:
+            best, most = text, count
+    expected = [float(text is not None and text == best) for text in texts]
+    assert rewards([member(text) for text in texts]) == expected
+    order = list(range(len(texts)))
+    rng.shuffle(order)
+    assert rewards([member(texts[i]) for i in order]) == [expected[i] for i in order]
+
+
+def test_the_true_reward_and_the_share_of_the_majority_are_logged_beside_it():
+    adapter, group = REWARD_ADAPTERS[RewardType.MAJORITY], []
+    for text in ("7", "8", "8"):
+        sample = member(text, answer="7")["sample"]
+        group.append(answer_of(adapter, sample, {}) | {"sample": sample})
+    changes = adapter.post_process_scores(group)
+    final = [
+        read_change(change, {k: v for k, v in before.items() if k != "sample"})
+        for change, before in zip(changes, group, strict=True)
+    ]
+    assert [answer["reward"] for answer in final] == [0.0, 1.0, 1.0]
+    assert [answer["extra"]["true_reward"] for answer in final] == [1.0, 0.0, 0.0]
+    assert all(
+        answer["extra"]["share"] == pytest.approx(2 / 3) and answer["extra"]["voted"] == 1.0
+        for answer in final
+    )
+    assert "true_reward" not in majority.score({"completion": "x"})
+
+
+# json_schema
+
+SCHEMA = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "parsed"),
+    [
+        ('{"name": "a", "n": 1}', 1.0, 1.0),
+        ('so</think>\n {"name": "a"} \n', 1.0, 1.0),
+        ('Here:\n```json\n{"name": "a"}\n```\nDone.', 1.0, 1.0),
+        ('```\n{"name": 1}\n```\n```json\n{"name": "a"}\n```', 1.0, 1.0),
+        ('{"n": 1}', 0.0, 1.0),
+        ('{"name": 1}', 0.0, 1.0),
+        ('{"name": "a", "n": 1.5}', 0.0, 1.0),
+        ("[]", 0.0, 1.0),
+        ('{"name": "a"} and more', 0.0, 0.0),
+        ("{'name': 'a'}", 0.0, 0.0),
+        ('{"name": "a",}', 0.0, 0.0),
+        ('{"name": "a", "x": NaN}', 0.0, 0.0),
+        ('{"name": "a", "x": -Infinity}', 0.0, 0.0),
+        ('{"name": "a", "x": 1e999}', 0.0, 0.0),
+        ('{"name": "a", "name": "b"}', 0.0, 0.0),
+        ('{"name": "a", "x": ' + "9" * 5000 + "}", 0.0, 0.0),
+        ('{"name": "a\nb"}', 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ('{"name": "' + "[" * 500 + '"}', 1.0, 1.0),  # brackets in a string are no depth
+        ('{"name": "\\"' + "{" * 500 + '"}', 1.0, 1.0),
+        ('{"name": "a", "x": ' + "[" * 99 + "]" * 99 + "}", 1.0, 1.0),
+        ('{"name": "a", "x": ' + "[" * 100 + "]" * 100 + "}", 0.0, 0.0),
+        ("[" * 100_000, 0.0, 0.0),
+        ('{"a":' * 30_000, 0.0, 0.0),
+        ('"' + "\\" * 99_999, 0.0, 0.0),
+        ('{"name": "' + "a" * 200_000 + '"}', 0.0, 0.0),
+    ],
+)
+def test_only_strict_json_that_fits_the_schema_is_worth_anything(text, expected, parsed):
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        result = json_schema.score({"completion": text, "schema": schema})
+        assert result == {"reward": expected, "parsed": parsed}
+
+
+def test_the_schema_of_the_row_goes_before_the_option_and_its_draft_is_respected():
+    assert reward(json_schema, "1", {"type": "string"}, schema={"type": "integer"}) == 1.0
+    assert reward(json_schema, "1", '{"type": "string"}') == 0.0
+    draft = {"items": [{"type": "integer"}], "additionalItems": False}  # two keywords that are gone since
+    assert (
+        reward(json_schema, "[1, 2]", schema=draft | {"$schema": "http://json-schema.org/draft-07/schema#"})
+        == 0.0
+    )
+    with pytest.raises(ValueError, match="no JSON schema"):
+        reward(json_schema, "[1, 2]", schema=draft)
+
+
+@pytest.mark.parametrize(
+    "schema", [None, 7, "", "{", {"type": "nothing"}, {"required": "name"}, [], {"pattern": "("}]
+)
+def test_what_is_no_schema_raises_so_that_the_sample_fails(schema):
+    with pytest.raises(ValueError, match="schema"):
+        reward(json_schema, '{"a": "("}', schema=schema)
+
+
+def test_a_reference_into_the_network_is_not_followed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.3)
+        schema = {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"}
+        with pytest.raises(ValueError, match="refers to what is not in it"):
+            reward(json_schema, "1", schema=schema)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    inside = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}
+    assert reward(json_schema, "1", schema=inside) == 1.0 and reward(json_schema, '"1"', schema=inside) == 0.0
+
+
+def test_a_pattern_in_the_schema_that_does_not_end_is_a_time_out(monkeypatch):
+    monkeypatch.setattr(json_schema, "SECONDS", 0.1)
+    with pytest.raises(TimeoutError):
+        reward(json_schema, json.dumps("a" * 40 + "!"), schema={"pattern": "^(a+)+$"})
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_what_python_writes_is_read_back_and_measured(value):
+    text = json.dumps(value)
+    assert json_schema.parse(text) == value
+
+    def depth(part) -> int:
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    assert json_schema.depth_of(text) == depth(value)
+
+
+@given(st.text(alphabet='[]{}",:0123456789.eE+-\\ntrufalsN "', max_size=60) | st.text(max_size=40))
+@settings(max_examples=500, deadline=None)
+def test_no_text_raises(text):
+    assert reward(json_schema, text, True) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("adapter", [regex, json_schema])
+def test_outside_the_main_thread_it_raises_instead_of_hanging(adapter):
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            reward(adapter, "1", pattern="1", schema=True)
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(20)
+    assert caught
+
+
+def test_the_page_has_all_of_them_and_passes_their_options_on():
+    row = {
+        "completion": "AB",
+        "answer": "ab",
+        "pattern": "b",
+        "schema": True,
+        "completion_token_ids": [1] * 10,
+    }
+
+    def paid(kind: RewardType, **options) -> float:
+        return answer_of(REWARD_ADAPTERS[kind], row, options)["reward"]
+
+    assert paid(RewardType.EXACT) == 1.0 and paid(RewardType.EXACT, case=True) == 0.0
+    assert paid(RewardType.REGEX) == 0.0
+    assert (
+        answer_of(
+            REWARD_ADAPTERS[RewardType.REGEX], row | {"pattern": None}, {"pattern": "B", "search": True}
+        )["reward"]
+        == 1.0
+    )
+    assert paid(RewardType.LENGTH, max_tokens=10, cache_tokens=4) == -1.0
+    assert paid(RewardType.LENGTH, schedule="cosine", judge="exact", max_tokens=20) == 1.5
+    assert paid(RewardType.JSON_SCHEMA) == 0.0

@@ -1,0 +1,937 @@
+"""The client of remote judges against servers that go wrong in every way: no hang, bounded memory, exact counts."""
+
+import asyncio
+import contextlib
+import gc
+import gzip
+import json
+import logging
+import pickle
+import random
+import time
+import traceback
+import tracemalloc
+from email.utils import formatdate
+
+import hostile_server as hostile
+import pytest
+from hostile_server import HostileServer, reply, status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.rewards.http.breaker import Breaker
+from async_grpo.rewards.http.deadline import after
+from async_grpo.rewards.http.endpoint import check_url
+from async_grpo.rewards.http.hedging import ENOUGH, Latencies, first_answer
+from async_grpo.rewards.http.http_client import (
+    BadReply,
+    Endpoint,
+    EndpointClient,
+    JudgeError,
+    JudgeRefused,
+    JudgeTimeout,
+    JudgeUnavailable,
+)
+from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.http.replicas import Replicas
+from async_grpo.rewards.http.retry import backoff_delay, retry_after_s
+
+GRACE_S = 1.0  # how much later than its deadline a call may end, on a busy machine
+GOOD = reply({"score": 0.5})
+GZIPPED_CHUNKS = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+class Book:
+    """`RateLimiter` that lets everything through and writes down what it was asked."""
+
+    def __init__(self) -> None:
+        self.acquired: list[tuple] = []
+        self.released: list[tuple] = []
+
+    async def acquire(self, key, limits, *, tokens=0.0, lane="train") -> int:
+        self.acquired.append((key, tokens, lane))
+        return len(self.acquired)
+
+    async def release(self, key, permit, *, used_tokens=None) -> None:
+        self.released.append((permit, used_tokens))
+
+    @property
+    def out(self) -> int:
+        return len(self.acquired) - len(self.released)
+
+
+@contextlib.asynccontextmanager
+async def client_of(*urls: str, rate_limiter=None, **settings):
+    settings = {"backoff_s": 0.01, "timeout_s": 2.0, **settings}
+    client = EndpointClient("judge", Endpoint(urls=urls, **settings), rate_limiter or Book())
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def ask(client: EndpointClient, patience_s: float = 5.0, payload=None, **options):
+    return await client.post("/judge", payload or {"n": 1}, deadline=time.monotonic() + patience_s, **options)
+
+
+def counted(client: EndpointClient) -> dict[str, int]:
+    return {kind: count for kind, count in client.stats()["outcomes"].items() if count}
+
+
+# A good judge
+
+
+async def test_a_good_reply_is_returned_and_the_request_is_what_a_judge_expects(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    async with (
+        HostileServer(GOOD) as server,
+        client_of(server.url + "/v1/", api_key_env="JUDGE_KEY") as client,
+    ):
+        assert await ask(client, payload={"text": "héllo"}) == {"score": 0.5}
+        request = server.requests[0]
+        assert (request.path, request.json) == ("/v1/judge", {"text": "héllo"})
+        assert request.headers["authorization"] == "Bearer sk-secret"
+        assert request.headers["content-type"] == "application/json"
+        stats = client.stats()
+        assert counted(client) == {"ok": 1} and stats["requests"] == 1 and stats["in_flight"] == 0
+        assert 0 < stats["latency_p50_s"] == stats["latency_p95_s"] < 5
+
+
+async def test_compressed_replies_are_read_and_connections_are_used_again():
+    async with HostileServer(hostile.gzipped({"score": 2})) as server, client_of(server.url) as client:
+        for _ in range(5):
+            assert await ask(client) == {"score": 2}
+        assert server.connections == 1
+
+
+async def test_cookies_of_a_judge_are_not_kept():
+    async with (
+        HostileServer(reply({"score": 1}, set_cookie="track=1; Path=/")) as server,
+        client_of(server.url) as client,
+    ):
+        for _ in range(2):
+            await ask(client)
+        assert "cookie" not in server.requests[1].headers
+
+
+def patience_s(outcome: str) -> float:
+    """Short where a timeout is what is waited for; long where a busy machine must not make one."""
+    return 0.8 if outcome == "timeout" else 8.0
+
+
+def sized(length: str) -> hostile.Behaviour:
+    """12 bytes under a wrong `Content-Length`."""
+    return hostile.raw(hostile.message(200, b'{"score": 1}', content_length=length), then_close=True)
+
+
+# Every way to go wrong. After one request of these a good reply follows, so that a retry would succeed.
+
+RETRIED = {
+    "429": (status(429), "429"),
+    "425": (status(425), "429"),
+    "408": (status(408), "timeout"),
+    "500": (status(500), "5xx"),
+    "503 with a date": (status(503, retry_after="Thu, 01 Jan 1970 00:00:00 GMT"), "5xx"),
+    "a silent end": (hostile.close(), "connection"),
+    "a reset": (hostile.reset(), "connection"),
+    "another protocol": (hostile.garbage(), "connection"),
+    "silence": (hostile.silence(), "timeout"),
+    "slow bytes": (hostile.slow_loris(), "timeout"),
+    "slow headers": (hostile.slow_headers(), "timeout"),
+    "headers without end": (hostile.endless_headers(), "connection"),
+    "a truncated body": (hostile.truncated(), "bad_reply"),
+    "a truncated gzip": (hostile.cut_gzip({"score": 1}), "bad_reply"),
+    "a body without end": (hostile.endless(), "bad_reply"),
+    "a gzip bomb": (hostile.gzip_bomb(64), "bad_reply"),
+    "data after the gzip": (
+        hostile.endless(first=gzip.compress(b"{}"), head=GZIPPED_CHUNKS),
+        "bad_reply",
+    ),
+    "an unknown encoding": (reply({}, content_encoding="br"), "bad_reply"),
+    "a gzip in a gzip": (reply({}, content_encoding="gzip, gzip"), "bad_reply"),
+    "NaN": (hostile.raw(hostile.message(200, b'{"score": NaN}')), "bad_reply"),
+    "Infinity": (hostile.raw(hostile.message(200, b'{"score": -Infinity}')), "bad_reply"),
+    "1e999": (hostile.raw(hostile.message(200, b'{"score": 1e999}')), "bad_reply"),
+    "a number of 5000 digits": (hostile.raw(hostile.message(200, b'{"n": ' + b"9" * 5000 + b"}")), "bad_reply"),
+    "100000 brackets": (hostile.raw(hostile.message(200, b"[" * 100_000)), "bad_reply"),
+    "no UTF-8": (hostile.raw(hostile.message(200, b'{"s": "\xff\xfe"}')), "bad_reply"),
+    "HTML": (hostile.html(), "bad_reply"),
+    "an empty body": (hostile.raw(hostile.message(200, b"")), "bad_reply"),
+    "a list": (reply([1, 2]), "bad_reply"),
+    "null": (reply(None), "bad_reply"),
+    "another status of success": (reply({"score": 1}, code=202), "bad_reply"),
+    "a length too short": (sized("5"), "bad_reply"),
+    "a length too long": (sized("99"), "bad_reply"),
+    "a senseless length": (sized("many"), "connection"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RETRIED)
+async def test_a_passing_fault_is_counted_and_retried(kind):
+    behaviour, outcome = RETRIED[kind]
+    book = Book()
+    async with (
+        HostileServer(behaviour, GOOD) as server,
+        client_of(
+            server.url, timeout_s=patience_s(outcome), max_body_bytes=2**20, rate_limiter=book
+        ) as client,
+    ):
+        assert await ask(client, 20) == {"score": 0.5}
+        assert counted(client) == {outcome: 1, "ok": 1}
+        assert client.stats()["retries"] == 1
+        assert client.stats()["requests"] == len(server.requests) == len(book.acquired) == 2
+        assert book.out == 0 and client.stats()["in_flight"] == 0
+
+
+@pytest.mark.parametrize("kind", RETRIED)
+async def test_a_lasting_fault_ends_by_the_deadline_with_an_error_of_ours(kind):
+    behaviour, outcome = RETRIED[kind]
+    book = Book()
+    async with (
+        HostileServer(behaviour) as server,
+        client_of(
+            server.url, attempts=3, timeout_s=patience_s(outcome) / 2, max_body_bytes=2**16, rate_limiter=book
+        ) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises(JudgeError) as caught:
+            await ask(client, 5.0)
+        assert time.monotonic() - started < 5.0 + GRACE_S
+        attempts = 2 if outcome == "bad_reply" else 3
+        assert type(caught.value) is (BadReply if outcome == "bad_reply" else JudgeUnavailable)
+        assert "judge: " in str(caught.value) and f"attempt {attempts} of 3" in str(caught.value)
+        assert counted(client) == {outcome: attempts} and len(server.requests) == attempts
+        assert book.out == 0
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 422, 301, 307])
+async def test_what_is_refused_is_not_asked_again(code):
+    async with HostileServer(status(code), GOOD) as server, client_of(server.url) as client:
+        with pytest.raises(JudgeRefused, match=str(code)):
+            await ask(client)
+        assert counted(client) == {"refused": 1} and len(server.requests) == 1
+
+
+async def test_a_redirect_is_not_followed_and_its_host_is_named_without_the_rest():
+    async with (
+        HostileServer(GOOD) as other,
+        HostileServer(hostile.redirect(f"{other.url}/login?token=private")) as server,
+        client_of(server.url) as client,
+    ):
+        with pytest.raises(JudgeRefused, match=r"redirects to 127\.0\.0\.1") as caught:
+            await ask(client)
+        assert not other.requests and "private" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["stalled", "dead"])
+async def test_a_judge_that_nobody_answers_for_does_not_hang_the_call(kind):
+    address = hostile.stalled_listener if kind == "stalled" else hostile.dead_address
+    with address() as url:
+        async with client_of(url, timeout_s=0.2, attempts=2) as client:
+            with pytest.raises(JudgeUnavailable, match="attempt 2 of 2"):
+                await ask(client)
+            assert counted(client) == {"timeout" if kind == "stalled" else "connection": 2}
+
+
+async def test_the_deadline_ends_a_request_that_its_own_timeout_would_not():
+    async with HostileServer(hostile.silence()) as server, client_of(server.url, timeout_s=60) as client:
+        started = time.monotonic()
+        with pytest.raises(JudgeTimeout, match="the deadline"):
+            await ask(client, 0.3)
+        assert 0.3 <= time.monotonic() - started < 0.3 + GRACE_S
+
+
+async def test_a_deadline_that_has_passed_sends_nothing():
+    async with HostileServer(GOOD) as server, client_of(server.url) as client:
+        with pytest.raises(JudgeTimeout):
+            await ask(client, -1.0)
+        assert not server.requests and client.stats()["requests"] == 0
+
+
+async def test_a_slow_complaint_does_not_hide_what_was_complained_about():
+    """The status is there; the body trickles for ever: it is still a 429 with its Retry-After."""
+    head = b"HTTP/1.1 429 Slow Down\r\ncontent-length: 100000\r\nretry-after: 1\r\n\r\n"
+
+    async def behave(request, connection):
+        await connection.write(head)
+        await asyncio.sleep(3600)
+
+    async with HostileServer(behave, GOOD) as server, client_of(server.url, timeout_s=5) as client:
+        assert await ask(client) == {"score": 0.5}
+        assert counted(client) == {"429": 1, "ok": 1}
+
+
+# Memory
+
+HUNGRY = {
+    "a body without end": hostile.endless(),
+    "a gzip bomb": hostile.gzip_bomb(512),
+    "data after the gzip": hostile.endless(first=gzip.compress(b"{}"), head=GZIPPED_CHUNKS),
+    "a complaint without end": hostile.endless(head=b"HTTP/1.1 500 Oh\r\ntransfer-encoding: chunked\r\n\r\n"),
+    "headers without end": hostile.endless_headers(),
+}
+
+
+@pytest.mark.parametrize("kind", HUNGRY)
+async def test_memory_stays_bounded_whatever_is_sent(kind):
+    """1 MiB is allowed for a body; the peak may hold it twice, and some buffers of 64 KiB."""
+    async with (
+        HostileServer(HUNGRY[kind]) as server,
+        client_of(server.url, attempts=2, max_body_bytes=2**20, timeout_s=5) as client,
+    ):
+        gc.collect()
+        tracemalloc.start()
+        try:
+            with pytest.raises(JudgeError):
+                await ask(client, 20)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert len(server.requests) == 2 and peak < 8 * 2**20, f"{peak / 2**20:.1f} MiB"
+
+
+# Waiting
+
+
+async def test_a_judge_that_asks_for_time_gets_it():
+    async with (
+        HostileServer(status(429, retry_after="0.7"), GOOD) as server,
+        client_of(server.url) as client,
+    ):
+        await ask(client)
+        first, second = (request.at for request in server.requests)
+        assert second - first >= 0.7
+
+
+async def test_a_judge_that_names_a_date_is_not_asked_before_it():
+    """A date has whole seconds."""
+    date = int(time.time()) + 2
+    async with (
+        HostileServer(status(429, retry_after=formatdate(date, usegmt=True)), GOOD) as server,
+        client_of(server.url) as client,
+    ):
+        await ask(client, 10)
+        assert time.time() - time.monotonic() + server.requests[1].at >= date - 0.01
+
+
+async def test_everybody_leaves_a_judge_alone_that_asked_for_time():
+    async with (
+        HostileServer(status(429, retry_after="0.6"), GOOD) as server,
+        client_of(server.url) as client,
+    ):
+        first = asyncio.ensure_future(ask(client))
+        while not client.stats()["outcomes"]["429"]:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(first, *(ask(client) for _ in range(5)))
+        assert min(request.at for request in server.requests[1:]) - server.requests[0].at >= 0.6
+
+
+@pytest.mark.parametrize("wanted", ["3600", "1e300", "Fri, 31 Dec 9999 23:59:59 GMT"])
+async def test_a_pause_beyond_the_deadline_is_not_waited_for(wanted):
+    async with (
+        HostileServer(status(503, retry_after=wanted)) as server,
+        client_of(server.url) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailable, match="before the deadline"):
+            await ask(client, 30)
+        assert time.monotonic() - started < 1 and len(server.requests) == 1
+
+
+async def test_another_replica_takes_over_while_one_is_left_alone():
+    async with (
+        HostileServer(status(429, retry_after="60")) as busy,
+        HostileServer(GOOD) as free,
+        client_of(busy.url, free.url) as client,
+    ):
+        for _ in range(6):
+            assert await ask(client) == {"score": 0.5}
+        assert len(busy.requests) == 1 and len(free.requests) == 6
+
+
+async def test_without_a_word_on_when_attempts_back_off_exponentially():
+    """At most 0.05 + 0.1 + 0.2 + 0.4 s for four pauses, each drawn evenly: their mean over 20 calls is 0.375 s."""
+    async with (
+        HostileServer(status(429)) as server,
+        client_of(server.url, backoff_s=0.05, attempts=5) as client,
+    ):
+        started = time.monotonic()
+        outcomes = await asyncio.gather(*(ask(client, 10) for _ in range(20)), return_exceptions=True)
+        assert all(isinstance(outcome, JudgeUnavailable) for outcome in outcomes)
+        assert len(server.requests) == 100 and client.stats()["retries"] == 80
+        assert 0.375 <= time.monotonic() - started < 10
+
+
+@given(st.integers(1, 5000), st.floats(0.001, 10), st.floats(0.001, 100), st.integers())
+def test_a_pause_is_drawn_from_zero_to_the_doubled_bound(failures, backoff_s, backoff_max_s, seed):
+    delay = backoff_delay(failures, backoff_s, backoff_max_s, random.Random(seed))
+    bound = min(backoff_max_s, backoff_s * 2 ** min(failures - 1, 100))
+    assert delay == pytest.approx(random.Random(seed).random() * bound)
+
+
+@given(st.text())
+def test_any_retry_after_is_some_number_of_seconds(value):
+    assert retry_after_s(value, now=0.0) >= 0
+
+
+# Replicas
+
+
+async def test_the_least_busy_replica_is_asked():
+    """One takes 50 times as long: with 4 calls at a time it holds at most 2 of them, and the other does the work."""
+    async with (
+        HostileServer(hostile.after(0.5, GOOD)) as slow,
+        HostileServer(hostile.after(0.01, GOOD)) as quick,
+        client_of(slow.url, quick.url, rate_limiter=Limiter(), limits=Limits(concurrency=4)) as client,
+    ):
+        await asyncio.gather(*(ask(client) for _ in range(40)))
+        assert slow.most_running <= 2 and len(slow.requests) <= 6
+        assert len(slow.requests) + len(quick.requests) == client.stats()["requests"] == 40
+
+
+async def test_a_retry_goes_to_another_replica():
+    with hostile.dead_address() as dead:
+        async with HostileServer(GOOD) as server, client_of(dead, server.url) as client:
+            for _ in range(10):
+                assert await ask(client) == {"score": 0.5}
+            assert counted(client) == {"ok": 10, "connection": client.stats()["retries"]}
+            assert 1 <= client.stats()["retries"] <= 5
+            assert client.stats()["breakers"][server.url] == "closed"
+
+
+async def test_a_retry_goes_to_another_replica_even_if_that_is_busier():
+    """Of four calls two fail at once, and find one replica idle and the other with two calls: they go to the other."""
+    async with (
+        HostileServer(status(500)) as broken,
+        HostileServer(hostile.after(1.0, GOOD)) as slow,
+        client_of(broken.url, slow.url, timeout_s=30) as client,
+    ):
+        assert await asyncio.gather(*(ask(client, 30) for _ in range(4))) == [{"score": 0.5}] * 4
+        assert (len(broken.requests), len(slow.requests)) == (2, 4)
+
+
+async def test_a_rival_is_never_sent_where_the_request_is_already():
+    replicas = Replicas(["http://one", "http://other"], 5, 10.0)
+    assert replicas.take((), never="http://one").replica.url == "http://other"
+    assert replicas.take(("http://other",), never="http://one").replica.url == "http://other"
+    assert replicas.has_other("http://one")
+    replicas.pause(replicas.take((), never="http://one").replica, 60)
+    assert replicas.take((), never="http://one") is None and not replicas.has_other("http://one")
+
+
+def test_late_failures_do_not_keep_a_breaker_open_for_longer():
+    breaker = Breaker(failures=1, reset_s=10.0)
+    assert breaker.failed(now=0.0) and not breaker.failed(now=9.0)
+    assert breaker.ready_at == 10.0 and breaker.may_probe(now=10.0)
+
+
+async def test_a_breaker_opens_and_lets_one_probe_at_a_time_through_until_one_succeeds():
+    """Three failures open it. Ten callers wait; the first probe fails, the second, 0.3 s later, succeeds."""
+    behaviours = [status(500)] * 3 + [hostile.after(0.2, status(500)), hostile.after(0.2, GOOD), GOOD]
+    async with (
+        HostileServer(*behaviours) as server,
+        client_of(server.url, breaker_failures=3, breaker_reset_s=0.3, attempts=3) as client,
+    ):
+        with pytest.raises(JudgeUnavailable):
+            await ask(client)
+        assert client.stats()["breakers"] == {server.url: "open"}
+        assert await asyncio.gather(*(ask(client) for _ in range(10))) == [{"score": 0.5}] * 10
+        times = [request.at for request in server.requests]
+        assert len(times) == 3 + 1 + 10
+        assert times[3] - times[2] >= 0.3  # the first probe waits for the reset,
+        assert times[4] - times[3] >= 0.2 + 0.3  # the second for the first one and the reset,
+        assert times[5] - times[4] >= 0.2  # and everybody else for the second
+        assert client.stats()["breakers"] == {server.url: "closed"}
+
+
+async def test_a_probe_that_is_cancelled_leaves_the_next_one_its_place():
+    async with (
+        HostileServer(status(500), hostile.silence(), GOOD) as server,
+        client_of(server.url, breaker_failures=1, breaker_reset_s=0.1, attempts=1, timeout_s=30) as client,
+    ):
+        with pytest.raises(JudgeUnavailable):
+            await ask(client)
+        probe = asyncio.ensure_future(ask(client, 30))
+        while len(server.requests) < 2:
+            await asyncio.sleep(0.01)
+        other = asyncio.ensure_future(ask(client, 30))
+        await asyncio.sleep(0.1)
+        assert client.stats()["breakers"] == {server.url: "half-open"} and len(server.requests) == 2
+        probe.cancel()
+        assert await other == {"score": 0.5}
+
+
+async def test_a_probe_that_gets_no_permit_leaves_the_next_one_its_place():
+    limiter, limits = Limiter(), Limits(concurrency=1)
+    async with (
+        HostileServer(status(500), GOOD) as server,
+        client_of(
+            server.url,
+            breaker_failures=1,
+            breaker_reset_s=0.1,
+            attempts=1,
+            rate_limiter=limiter,
+            limits=limits,
+        ) as client,
+    ):
+        with pytest.raises(JudgeUnavailable):
+            await ask(client)
+        permit = await limiter.acquire(client.key, limits)
+        with pytest.raises(JudgeTimeout, match="no permit"):
+            await ask(client, 0.3)
+        await limiter.release(client.key, permit)
+        assert await ask(client) == {"score": 0.5}
+
+
+async def test_while_every_breaker_is_open_nothing_is_sent_and_callers_fail_by_their_deadline():
+    async with (
+        HostileServer(status(500)) as server,
+        client_of(server.url, breaker_failures=2, breaker_reset_s=30, attempts=9) as client,
+    ):
+        for patience_s in (0.3, 0.3):
+            with pytest.raises(JudgeUnavailable, match=r"no replica may be asked .* open"):
+                await ask(client, patience_s)
+        assert len(server.requests) == 2
+
+
+async def test_callers_that_wait_for_a_permit_do_not_hit_a_replica_that_went_out_of_service_meanwhile():
+    async with (
+        HostileServer(hostile.after(0.1, status(500))) as server,
+        client_of(
+            server.url,
+            breaker_failures=1,
+            breaker_reset_s=30,
+            rate_limiter=Limiter(),
+            limits=Limits(concurrency=1),
+        ) as client,
+    ):
+        outcomes = await asyncio.gather(*(ask(client, 1) for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(outcome, JudgeUnavailable) for outcome in outcomes)
+        assert len(server.requests) == 1
+
+
+async def test_refusals_and_429_do_not_open_a_breaker():
+    async with (
+        HostileServer(*[status(404), status(429)] * 4, GOOD) as server,
+        client_of(server.url, breaker_failures=2, attempts=1) as client,
+    ):
+        for _ in range(8):
+            with pytest.raises((JudgeRefused, JudgeUnavailable)):
+                await ask(client)
+        assert client.stats()["breakers"] == {server.url: "closed"}
+
+
+async def test_calls_in_a_hurry_do_not_take_a_healthy_judge_out_of_service():
+    """Replies take 0.6 s, and these calls come with 0.3 s left: that is no failure of the judge."""
+    async with (
+        HostileServer(hostile.after(0.6, GOOD)) as server,
+        client_of(server.url, breaker_failures=3, timeout_s=30) as client,
+    ):
+        await asyncio.gather(*(ask(client, 30) for _ in range(25)))
+        hurried = await asyncio.gather(*(ask(client, 0.3) for _ in range(6)), return_exceptions=True)
+        assert [type(outcome) for outcome in hurried] == [JudgeTimeout] * 6
+        assert client.stats()["breakers"] == {server.url: "closed"}
+        assert counted(client) == {"ok": 25, "timeout": 6}
+
+
+async def test_failures_that_are_not_in_a_row_do_not_open_a_breaker_and_a_probe_clears_the_count():
+    behaviours = [status(500), GOOD] * 3 + [status(500)] * 2 + [GOOD, status(500), GOOD]
+    async with (
+        HostileServer(*behaviours) as server,
+        client_of(server.url, breaker_failures=2, breaker_reset_s=0.1, attempts=1) as client,
+    ):
+        for expected in ["closed"] * 7 + ["open", "closed", "closed", "closed"]:
+            with contextlib.suppress(JudgeUnavailable):
+                await ask(client)
+            assert client.stats()["breakers"] == {server.url: expected}
+            if expected == "open":
+                replicas = client._replicas  # whoever waited for a permit takes no probe's place
+                await asyncio.sleep(0.11)
+                assert replicas.take(()) is None
+
+
+async def test_no_server_can_ask_for_more_than_five_minutes():
+    replicas = Replicas(["http://judge"], 5, 10.0)
+    replica = replicas.take(()).replica
+    replicas.pause(replica, 1e300)
+    assert 299 < replica.paused_until - time.monotonic() <= 300
+
+
+async def test_no_pause_goes_beyond_the_deadline():
+    """Half of 30 s would be waited on average: the call gives up at once instead, or draws a short one."""
+    async with (
+        HostileServer(status(500)) as server,
+        client_of(server.url, backoff_s=30, attempts=9) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailable, match="the deadline leaves no time"):
+            await ask(client, 1.0)
+        assert time.monotonic() - started < 1.0 + GRACE_S
+
+
+# Hedging
+
+
+async def warmed_up(client: EndpointClient) -> EndpointClient:
+    """Just enough latencies: none of these calls could have had a rival yet."""
+    for _ in range(ENOUGH):
+        await ask(client)
+    return client
+
+
+async def test_a_slow_request_gets_a_rival_elsewhere_and_the_first_answer_wins():
+    """Ten quick replies of each, then the first goes silent: a rival answers in its place, long before the timeout."""
+    limiter = Limiter()
+    async with (
+        HostileServer(*[reply({"from": "one"})] * 10, hostile.silence()) as one,
+        HostileServer(reply({"from": "other"})) as other,
+        client_of(
+            one.url, other.url, rate_limiter=limiter, hedge_quantile=0.95, limits=Limits(concurrency=2)
+        ) as client,
+    ):
+        await warmed_up(client)
+        assert len(one.requests) == len(other.requests) == 10
+        started = time.monotonic()
+        assert [await ask(client, 60) for _ in range(4)] == [{"from": "other"}] * 4
+        assert time.monotonic() - started < 10
+        stats = client.stats()
+        assert stats["hedges"] >= 1 and stats["outcomes"]["cancelled"] == stats["hedges"]
+        assert stats["requests"] == len(one.requests) + len(other.requests)
+        assert limiter.stats()[client.key]["in_flight"] == stats["in_flight"] == 0
+        assert limiter.stats()[client.key]["granted"] == stats["requests"]
+
+
+async def test_no_rival_without_enough_latencies_or_without_another_replica():
+    async with (
+        HostileServer(*[GOOD] * 20, hostile.after(0.4, GOOD)) as server,
+        client_of(server.url, hedge_quantile=0.5) as client,
+    ):
+        await warmed_up(client)
+        assert await ask(client) == {"score": 0.5}
+        assert client.stats()["hedges"] == 0 and client.stats()["requests"] == 21
+    async with (
+        HostileServer(GOOD, hostile.after(0.3, GOOD)) as one,
+        HostileServer(GOOD, hostile.after(0.3, GOOD)) as other,
+        client_of(one.url, other.url, hedge_quantile=0.5) as client,
+    ):
+        for _ in range(4):
+            await ask(client)
+        assert client.stats()["hedges"] == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "rival", "expected"),
+    [
+        ((0.0, "a"), (0.0, "b"), "a"),  # seconds until it returns, or raises a ValueError
+        ((0.4, "a"), (0.0, "b"), "b"),
+        ((0.2, "a"), (0.4, "b"), "a"),
+        ((0.2, "a"), (0.0, ValueError("b")), "a"),
+        ((0.2, ValueError("a")), (0.3, "b"), "b"),
+        ((0.2, ValueError("a")), (0.0, ValueError("b")), "ValueError: a"),
+        ((0.0, ValueError("a")), (0.0, "b"), "ValueError: a"),
+    ],
+)
+async def test_the_first_answer_wins_and_a_failure_leaves_it_to_the_other(start, rival, expected):
+    running = 0
+
+    async def run(seconds, result):
+        nonlocal running
+        running += 1
+        try:
+            await asyncio.sleep(seconds)
+            if isinstance(result, Exception):
+                raise result
+            return result
+        finally:
+            running -= 1
+
+    async def first(sent):
+        sent.set_result("there")
+        return await run(*start)
+
+    async def second(url):
+        assert url == "there"
+        return await run(*rival)
+
+    try:
+        result = await first_answer(first, second, 0.05)
+    except ValueError as error:
+        result = f"ValueError: {error}"
+    assert result == expected and running == 0
+
+
+async def test_cancelling_a_hedged_call_cancels_both_and_gives_both_permits_back():
+    async with (
+        HostileServer(*[GOOD] * 10, hostile.silence()) as one,
+        HostileServer(*[GOOD] * 10, hostile.silence()) as other,
+        client_of(
+            one.url, other.url, rate_limiter=(book := Book()), hedge_quantile=0.9, timeout_s=30
+        ) as client,
+    ):
+        await warmed_up(client)
+        call = asyncio.ensure_future(ask(client, 30))
+        while len(one.requests) + len(other.requests) < 22:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert book.out == 0 and counted(client) == {"ok": 20, "cancelled": 2}
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=100), st.floats(0.01, 1))
+def test_a_quantile_is_the_smallest_latency_that_enough_of_the_others_do_not_exceed(seconds, share):
+    latencies = Latencies()
+    for value in seconds:
+        latencies.add(value)
+    candidates = [x for x in seconds if sum(y <= x for y in seconds) >= share * len(seconds) - 1e-9]
+    assert latencies.quantile(share, enough=1) in (min(candidates), *seconds)
+    assert sum(y <= latencies.quantile(share, enough=1) for y in seconds) >= share * len(seconds) - 1e-9
+
+
+# Permits and tokens
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [
+        (reply({"usage": {"total_tokens": 42}}), 42.0),
+        (reply({"score": 1}), None),  # nothing is said: the estimate stands
+        (reply({"usage": {"total_tokens": "many"}}), None),
+        (reply({"usage": {"total_tokens": -5}}), None),
+        (status(429), 0.0),  # the judge did not begin
+        (status(404), 0.0),
+        (hostile.close(), 0.0),
+        (status(500), None),  # it may have
+        (hostile.silence(), None),
+    ],
+)
+async def test_the_tokens_of_a_permit_become_what_was_used(behaviour, expected):
+    book = Book()
+    async with (
+        HostileServer(behaviour) as server,
+        client_of(server.url, rate_limiter=book, attempts=1, timeout_s=0.3) as client,
+    ):
+        with contextlib.suppress(JudgeError):
+            await ask(
+                client, tokens=100, lane="eval", used_tokens=lambda answer: answer["usage"]["total_tokens"]
+            )
+    assert book.acquired == [(client.key, 100, "eval")] and book.released == [(1, expected)]
+
+
+async def test_a_cancelled_call_gives_its_permit_back_wherever_it_was():
+    limiter, limits = Limiter(), Limits(concurrency=2)
+    async with (
+        HostileServer(hostile.silence()) as server,
+        client_of(server.url, rate_limiter=limiter, limits=limits, timeout_s=30) as client,
+    ):
+        calls = [asyncio.ensure_future(ask(client, 30)) for _ in range(6)]
+        while len(server.requests) < 2:
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert limiter.stats()[client.key]["in_flight"] == 0 and limiter.stats()[client.key]["waiting"] == {}
+        assert counted(client) == {"cancelled": 2} and client.stats()["in_flight"] == 0
+
+
+async def test_the_wait_for_a_permit_ends_by_the_deadline():
+    limiter, limits = Limiter(), Limits(concurrency=1)
+    async with (
+        HostileServer(GOOD) as server,
+        client_of(server.url, rate_limiter=limiter, limits=limits) as client,
+    ):
+        await limiter.acquire(client.key, limits)
+        started = time.monotonic()
+        with pytest.raises(JudgeTimeout, match="no permit"):
+            await ask(client, 0.3)
+        assert time.monotonic() - started < 0.3 + GRACE_S and not server.requests
+
+
+async def test_a_wait_for_a_permit_or_as_the_server_asked_is_not_on_the_callers_time():
+    limits = Limits(concurrency=1)
+    asks_to_wait = status(429, **{"Retry-After": "1"})
+    async with (
+        HostileServer(asks_to_wait, GOOD) as server,
+        client_of(server.url, rate_limiter=Limiter(), limits=limits) as client,
+    ):
+        deadlines = [after(0.5, queue_s=20) for _ in range(8)]
+        calls = [client.post("/score", {}, deadline=deadline) for deadline in deadlines]
+        assert len(await asyncio.gather(*calls)) == 8
+        assert all(deadline.queue_s > 0.8 for deadline in deadlines) and len(server.requests) == 9
+    async with HostileServer(asks_to_wait, GOOD) as server, client_of(server.url) as client:
+        with pytest.raises(JudgeError):  # it would wait for longer than there is patience for
+            await client.post("/score", {}, deadline=after(0.3, queue_s=0.3))
+
+
+async def test_a_replica_that_is_out_of_order_is_waited_for_on_the_callers_time():
+    """Or nobody would hear for half an hour of a judge that is gone."""
+    settings = {"breaker_failures": 1, "breaker_reset_s": 30.0, "attempts": 2, "backoff_s": 0.01}
+    async with HostileServer(status(500)) as server, client_of(server.url, **settings) as client:
+        started = time.monotonic()
+        with pytest.raises(JudgeUnavailable):
+            await client.post("/score", {}, deadline=after(0.5, queue_s=600))
+        assert time.monotonic() - started < 0.5 + GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [
+        (GOOD, 0),
+        (hostile.silence(), 1),
+        (hostile.html(), 1),
+        (status(429), 0),
+        (status(404), 0),
+        (status(500), 1),
+    ],
+)
+async def test_requests_that_may_have_cost_something_for_nothing_are_told(behaviour, expected):
+    told = []
+    async with HostileServer(behaviour) as server, client_of(server.url, attempts=1, timeout_s=0.3) as client:
+        with contextlib.suppress(JudgeError):
+            deadline = time.monotonic() + 5
+            await client.post("/score", {}, deadline=deadline, unanswered=lambda: told.append(1))
+    assert len(told) == expected
+
+
+def test_two_judges_of_one_name_share_limits_only_at_one_address():
+    one, same, other = (
+        EndpointClient("judge", Endpoint(urls=urls), Book())
+        for urls in (("http://a", "http://b"), ("http://b", "http://a"), ("http://c",))
+    )
+    assert one.key == same.key != other.key
+
+
+async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
+    """200 calls, half of the replies faulty: what the servers saw is what the client says, to the last request."""
+    draw = random.Random(7)
+    # After a body longer than its length the connection is broken, which a client may notice only in its next request.
+    faults = [GOOD] * 40 + [fault for kind, (fault, _) in RETRIED.items() if kind != "a length too short"]
+    limiter, limits = Limiter(), Limits(concurrency=16)
+    async with (
+        HostileServer(*draw.choices(faults, k=400), GOOD) as one,
+        HostileServer(*draw.choices(faults, k=400), GOOD) as other,
+        client_of(
+            one.url, other.url, rate_limiter=limiter, limits=limits, timeout_s=1.0, breaker_failures=4,
+            breaker_reset_s=0.1, hedge_quantile=0.9, max_body_bytes=2**16,
+        ) as client,
+    ):  # fmt: skip
+        started = time.monotonic()
+        outcomes = await asyncio.gather(*(ask(client, 15) for _ in range(200)), return_exceptions=True)
+        assert time.monotonic() - started < 15 + GRACE_S
+        wrong = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, JudgeError)]
+        assert not wrong
+        stats = client.stats()
+        good = sum(not isinstance(outcome, BaseException) for outcome in outcomes)
+        assert good >= 100 and stats["outcomes"]["ok"] >= good
+        seen = len(one.requests) + len(other.requests)
+        assert stats["requests"] == sum(stats["outcomes"].values())
+        assert (
+            0 <= stats["requests"] - seen <= stats["outcomes"]["cancelled"]
+        )  # a rival may lose before it is read
+        assert limiter.stats()[client.key]["granted"] >= stats["requests"]
+        assert limiter.stats()[client.key]["in_flight"] == 0 and stats["in_flight"] == 0
+
+
+async def test_after_close_calls_fail_with_an_error_of_ours():
+    async with HostileServer(hostile.silence()) as server, client_of(server.url, timeout_s=30) as client:
+        call = asyncio.ensure_future(ask(client, 3))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        await client.close()
+        with pytest.raises(JudgeError):
+            await call
+        with pytest.raises(JudgeUnavailable, match="closed"):
+            await ask(client)
+
+
+# SharedRunSettings and secrets
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://judge/v1", "judge:8000", "http://", "http://user:secret@judge", "http://judge:99999", "http://ju dge",
+     "http://judge/v1?key=secret", "http://judge\n", "file:///etc/passwd", "http://[::1", ""],
+)  # fmt: skip
+def test_what_is_no_plain_address_is_refused_and_no_password_repeated(url):
+    with pytest.raises(ConfigurationError) as caught:
+        Endpoint(urls=(url,))
+    assert "user:secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://judge", "https://api.judge.com/v1", "http://[::1]:80/", "HTTP://10.0.0.1:1"]
+)
+def test_plain_addresses_are_taken(url):
+    check_url(url)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(urls=()), dict(urls="http://judge"), dict(urls=("http://judge", "http://judge")), dict(attempts=0),
+     dict(timeout_s=0), dict(timeout_s=float("inf")), dict(max_body_bytes=0), dict(hedge_quantile=1.0),
+     dict(breaker_failures=0), dict(breaker_reset_s=-1), dict(backoff_s=float("nan")), dict(backoff_max_s=0)],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Endpoint(**{"urls": ("http://judge",), **wrong})
+
+
+@pytest.mark.parametrize("key", ["", "  ", "sk-secret\r\nx: y", "schlüssel"])
+def test_a_missing_or_impossible_key_is_refused_when_the_client_is_made(key, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ConfigurationError, match="JUDGE_KEY") as caught:
+        EndpointClient("judge", Endpoint(urls=("http://judge",), api_key_env="JUDGE_KEY"), Book())
+    assert not key.strip() or key not in str(caught.value)
+
+
+async def test_a_payload_that_is_no_json_is_refused_before_anything_is_sent():
+    async with HostileServer(GOOD) as server, client_of(server.url) as client:
+        with pytest.raises(ValueError, match="JSON"):
+            await ask(client, payload={"score": float("nan")})
+        with pytest.raises(ValueError, match="slash"):
+            await client.post("judge", {}, deadline=time.monotonic() + 1)
+        assert not server.requests
+
+
+ECHOES = {
+    "refused": lambda key: status(401, b"x" * 180 + b" bad key " + key),  # an excerpt would cut it in two
+    "overloaded": lambda key: status(500, key),
+    "no json": lambda key: hostile.raw(hostile.message(200, b"not json " + key)),
+    "a list": lambda key: reply([key.decode()]),
+    "no json, cut": lambda key: hostile.raw(hostile.message(200, b"x" * 190 + key)),
+    "no http": lambda key: hostile.raw(key + b"\r\n\r\n", then_close=True),
+    "redirected": lambda key: hostile.redirect("http://other/?" + key.decode()),
+}
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+async def test_the_key_is_in_no_error_no_log_and_no_representation(echo, monkeypatch, caplog):
+    key = "sk-very-secret-0123456789"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    caplog.set_level(logging.DEBUG)
+    async with (
+        HostileServer(ECHOES[echo](key.encode())) as server,
+        client_of(
+            server.url, api_key_env="JUDGE_KEY", attempts=2, breaker_failures=1, breaker_reset_s=0.01
+        ) as client,
+    ):
+        with pytest.raises(JudgeError) as caught:
+            await ask(client)
+        seen = "".join(traceback.format_exception(caught.value)) + repr(client) + json.dumps(client.stats())
+        seen += caplog.text + repr(pickle.loads(pickle.dumps(caught.value))) + repr(caught.value.__context__)
+        assert server.requests[0].headers["authorization"].endswith(key)
+        assert "sk-ver" not in seen and "JUDGE_KEY" in repr(client)
+
+
+def test_every_error_is_one_of_the_library_and_survives_pickling():
+    for kind in (JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused):
+        error = pickle.loads(pickle.dumps(kind("judge: as asked")))
+        assert type(error) is kind and isinstance(error, AsyncGrpoError) and str(error) == "judge: as asked"
+    assert issubclass(JudgeTimeout, TimeoutError) and issubclass(BadReply, ValueError)

@@ -1,0 +1,231 @@
+"""Judge servers that sleep between calls, against a server that says in which order it was told and asked."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.run import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.launch.judge_servers import folder_id
+from async_grpo.launch.local_run import LocalConfig
+from async_grpo.rewards.cache.verdicts import version_of_judge
+from async_grpo.rewards.http.deadline import Deadline, after
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.judges import LLMJudge
+from async_grpo.rewards.judges.idle_sleep import IdleSleep, idle_sleep_of_the_run
+from async_grpo.types import RewardStatus
+
+SAMPLE = {"input": "y", "answer": "x", "completion": "x", "sample_text": "y x"}
+MODEL = Path(__file__).parents[3] / "sample-data" / "tiny-model"
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks vLLM's sleeping and chatting; an error when it is asked in its sleep."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asleep, self.told, self.obeys, self.wake_s = True, [], True, 0.0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.say({"is_sleeping": self.server.asleep})
+
+    def do_POST(self) -> None:
+        server = self.server
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        server.told.append(self.path)
+        if self.path == "/wake_up":
+            time.sleep(server.wake_s)
+        if self.path.startswith(("/sleep", "/wake_up")):
+            if not server.obeys:
+                return self.send_error(500)
+            server.asleep = self.path.startswith("/sleep")
+        elif server.asleep:
+            return self.send_error(400, "asked in its sleep")
+        self.say({"choices": [{"message": {"content": "Score: 10"}, "finish_reason": "stop"}], "usage": {}})
+
+    def say(self, answer: dict) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def soon() -> Deadline:
+    return after(10)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_first_call_wakes_and_a_lull_after_the_last_one_lets_sleep(server):
+    idle_sleep = IdleSleep([server.url], after_s=0.3)
+    async with idle_sleep.keep_awake(soon()):
+        async with idle_sleep.keep_awake(soon()):
+            assert not server.asleep
+        await asyncio.sleep(0.6)
+        assert not server.asleep  # one still asks
+    await until(lambda: server.asleep)
+    async with idle_sleep.keep_awake(soon()):
+        assert not server.asleep
+    assert server.told == ["/wake_up", "/sleep?level=1", "/wake_up"]
+    await idle_sleep.close()
+
+
+async def test_calls_that_follow_each_other_closely_never_let_it_sleep(server):
+    idle_sleep = IdleSleep([server.url], after_s=0.5)
+    for _ in range(20):
+        async with idle_sleep.keep_awake(soon()):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.03)
+    assert server.told == ["/wake_up"]
+    await idle_sleep.close()
+
+
+async def test_calls_from_all_sides_are_never_asked_of_a_sleeper(server):
+    """Two judges of the same servers, with lulls about as long as the patience: every score arrives."""
+    idle_sleep = IdleSleep([server.url], after_s=0.02)
+    judges = [
+        LLMJudge(url=server.url, model="judge"),
+        LLMJudge(url=server.url, model="judge", rubric="Short."),
+    ]
+    workers = [
+        JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep) for judge in judges
+    ]
+
+    moments = [random.Random(number).uniform(0, 2) for number in range(40)]
+
+    async def ask(number: int) -> RewardStatus:
+        await asyncio.sleep(moments[number])
+        result = await workers[number % 2].score(SAMPLE, 10)
+        return result.status
+
+    assert set(await asyncio.gather(*map(ask, range(40)))) == {RewardStatus.OK}
+    assert idle_sleep.num_naps >= 2
+    for worker in workers:
+        await worker.close()
+    await idle_sleep.close()
+
+
+async def test_a_server_that_cannot_be_woken_fails_the_call_and_the_next_one_tries_again(server):
+    idle_sleep = IdleSleep([server.url], after_s=60)
+    server.obeys = False
+    judge = LLMJudge(url=server.url, model="judge")
+    worker = JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep)
+    result = await worker.score(SAMPLE, 10)
+    assert result.status is RewardStatus.FAILED and "cannot be woken" in result.reason
+    server.obeys = True
+    assert (await worker.score(SAMPLE, 10)).status is RewardStatus.OK
+    await worker.close()
+    await idle_sleep.close()
+
+
+async def test_waking_longer_than_a_sample_may_take_costs_no_sample(server):
+    """Nobody gives up on a wake-up that is under way, and nobody is told to sleep or to wake meanwhile."""
+    idle_sleep = IdleSleep([server.url], after_s=0.05)
+    server.wake_s = 2.0
+    judge = LLMJudge(url=server.url, model="judge")
+    worker = JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep)
+    results = await asyncio.gather(*(worker.score(SAMPLE, 1.0) for _ in range(8)))
+    assert {result.status for result in results} == {RewardStatus.OK}
+    assert all(1.5 < result.queue_s < 8 for result in results)
+    await until(lambda: server.asleep)
+    assert server.told.count("/wake_up") == server.told.count("/sleep?level=1") == 1
+    impatient = asyncio.create_task(worker.score(SAMPLE, 0.3))
+    await until(lambda: server.told[-1] == "/wake_up")
+    impatient.cancel()
+    await asyncio.sleep(3.0)
+    assert server.told[-2:] == ["/wake_up", "/sleep?level=1"] and server.asleep  # woken, and then for nobody
+    await worker.close()
+    await idle_sleep.close()
+
+
+def test_the_run_says_by_the_environment_who_sleeps(monkeypatch):
+    assert idle_sleep_of_the_run() is None
+    monkeypatch.setenv("JUDGE_URLS", "http://127.0.0.1:1,http://127.0.0.1:2")
+    monkeypatch.setenv("JUDGE_SLEEP_S", "30")
+    idle_sleep = idle_sleep_of_the_run()
+    assert idle_sleep._urls == ("http://127.0.0.1:1", "http://127.0.0.1:2") and idle_sleep._after_s == 30
+
+
+def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(monkeypatch, tmp_path):
+    def version(port: int, model: str) -> str:
+        monkeypatch.setenv("JUDGE_URLS", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("JUDGE_MODEL_ID", model)
+        return version_of_judge(LLMJudge(url=(f"http://127.0.0.1:{port}",), model="judge"))
+
+    assert version(1, "a") == version(2, "a") != version(1, "b")
+    (tmp_path / "config.json").write_text("{}")
+    before = folder_id(tmp_path)
+    assert before == folder_id(tmp_path)
+    (tmp_path / "config.json").write_text("{ }")
+    assert folder_id(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"judge_sleep_s": 5.0}, "--judge-sleep-s without --judge-model does nothing"),
+        ({"judge_model": "/no/such"}, "/no/such: there is no such folder"),
+        ({"judge_model": str(MODEL), "judge_replicas": 0}, "--judge-replicas must be at least 1"),
+        ({"judge_model": str(MODEL), "judge_gpus": "4,5"}, "one GPU for each of the 1 servers"),
+        (
+            {"judge_model": str(MODEL), "judge_gpus": "0"},
+            r"--judge-gpus 0: '0' is none of the visible GPUs, which are 4, 5 \(CUDA_VISIBLE_DEVICES\)",
+        ),
+        (
+            {"judge_model": str(MODEL), "judge_gpus": "4,", "judge_replicas": 2},
+            "'' is none of the visible GPUs",
+        ),
+        ({"judge_model": str(MODEL), "judge_sleep_s": 0.0}, "--judge-sleep-s must be above 0"),
+        ({"judge_model": str(MODEL), "judge_gpu_memory_utilization": 1.5}, "a share above 0, not 1.5"),
+    ],
+)
+def test_settings_of_the_judge_that_cannot_work_are_refused(options, said, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigurationError, match=said):
+        LocalConfig(model_name_or_path=str(MODEL), data_path="x", reward_fns="countdown", **options)
+
+
+def test_without_gpus_a_judge_cannot_name_any(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="--judge-gpus 0, but no GPU is visible here: leave it out"):
+        LocalConfig(model_name_or_path="m", data_path="x", judge_model=str(MODEL), judge_gpus="0")
+
+
+def test_a_judge_that_shares_its_gpus_needs_none_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    shared = {"model_name_or_path": str(MODEL), "data_path": "x", "reward_fns": "countdown"}
+    assert LocalConfig(**shared, judge_model=str(MODEL), judge_replicas=2).judge_gpus_alone == 2
+    sharing = LocalConfig(**shared, judge_model=str(MODEL), judge_gpus="5, 4", judge_replicas=2)
+    assert sharing.judge_gpus_alone == 0 and sharing.shared_gpus == ["5", "4"]
+    assert LocalConfig(**shared).judge_gpus_alone == 0 and issubclass(LocalConfig, RunConfig)

@@ -1,0 +1,297 @@
+"""`JudgeServer` with programs that only look like vLLM: ready or not, killed, abandoned; nothing is ever left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.rewards.judges import server_supervisor as keeper
+from async_grpo.rewards.judges import vllm_program
+from async_grpo.rewards.judges.server import JudgeServer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Like vLLM's server it has an engine of its own, which outlives a killed server.
+PROGRAM = """
+import http.server, json, subprocess, sys, threading, os
+mode, host, port, name = sys.argv[1:]
+print("hello from", name, "on", port, flush=True)
+if mode == "dies":
+    raise MemoryError("no room for the model")
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # engine of " + port + __file__])
+if mode == "hangs":
+    engine.wait()
+asleep = [False]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if os.environ.get("VLLM_API_KEY", "") not in self.headers.get("Authorization", ""):
+            return self.send_error(401)
+        self.say({"data": [{"id": name}], "is_sleeping": asleep[0]})
+    def do_POST(self):
+        asleep[0] = self.path.startswith("/sleep") and mode != "restless"
+        self.say({})
+    def say(self, answer):
+        body = json.dumps(answer).encode()
+        self.send_response(200); self.end_headers(); self.wfile.write(body)
+    def log_message(self, *_): ...
+http.server.ThreadingHTTPServer.allow_reuse_address = True
+http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever(0.02)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes JudgeServer start the program above; the list's item says what the program does."""
+    path, mode = tmp_path / "program.py", ["works"]
+    path.write_text(PROGRAM)
+    monkeypatch.setattr(
+        vllm_program,
+        "command",
+        lambda model, host, port, name, *_: [
+            sys.executable,
+            str(path),
+            mode[0],
+            host,
+            str(port),
+            name,
+        ],
+    )
+    return mode
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    wait_until(lambda: not programs(str(tmp_path)), f"the end of {programs(str(tmp_path))}", 10.0)
+    assert set(psutil.Process().children()) <= before  # no keeper, not even a zombie
+
+
+def programs(word: str) -> list[psutil.Process]:
+    """Our programs and their engines that run now and whose command line holds the word."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if "program.py" in line and word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def keepers(owner: int | None = None) -> list[psutil.Process]:
+    """Of the judge servers of a process; of this one if none is given."""
+    alive = [one for one in psutil.Process(owner).children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in alive if "async_grpo.rewards.judges.server_supervisor" in one.cmdline()]
+
+
+def server_of(model: Path, **settings) -> JudgeServer:
+    return JudgeServer(model, log_folder=model.parent / "logs", **settings)
+
+
+def port_of(url: str) -> str:
+    return url.rsplit(":", 1)[1]
+
+
+def main_program(url: str) -> psutil.Process:
+    (process,) = [one for one in programs(port_of(url)) if "# engine of" not in " ".join(one.cmdline())]
+    return process
+
+
+def wait_until(condition, what: str, timeout_s: float = 20.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+def test_replicas_serve_on_ports_of_their_own_until_they_are_closed(model, program):
+    with server_of(model, replicas=2) as server:
+        assert len(set(server.urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in server.urls)
+        for url in server.urls:
+            assert len(programs(port_of(url))) == 2  # it and its engine
+        server.check()
+        assert server.num_deaths == 0
+    assert not [one for url in server.urls for one in programs(port_of(url))]
+    server.close()  # harmless
+    with pytest.raises(WorkerLost, match="does not run"):
+        server.check()
+
+
+def test_a_killed_replica_is_replaced_on_its_port_and_its_engine_ended(model, program, monkeypatch):
+    with server_of(model, replicas=2, restarts=1) as server:
+        url = server.urls[0]
+        engine = next(one for one in programs(port_of(url)) if "# engine of" in " ".join(one.cmdline()))
+        main_program(url).kill()
+        wait_until(lambda: server.num_deaths == 1, "the news of the death")
+        wait_until(
+            lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine's end"
+        )
+        server.check()  # not for good
+        wait_until(lambda: server._serves(url), "the new one")
+        main_program(url).kill()
+        wait_until(lambda: server.num_deaths == 2, "the news of the second death")
+        with pytest.raises(
+            WorkerLost, match=r"judge judge 0 restart 1 was killed by SIGKILL(.|\n)*hello from judge on"
+        ):
+            server.check()
+        assert server._serves(server.urls[1])  # the other one goes on
+
+
+def test_a_server_that_dies_at_the_start_says_its_last_words(model, program):
+    program[0] = "dies"
+    began = time.monotonic()
+    with pytest.raises(
+        WorkerLost, match=r"judge judge 0 ended with exit code 1(.|\n)*MemoryError: no room for the"
+    ):
+        server_of(model).start(timeout_s=60)
+    assert time.monotonic() - began < 30
+
+
+def test_a_server_that_never_serves_is_given_up_with_its_last_words(model, program):
+    program[0] = "hangs"
+    with pytest.raises(
+        DeadlineExceeded, match=r"did not serve on http.* within 2 s(.|\n)*hello from judge on"
+    ):
+        server_of(model).start(timeout_s=2)
+
+
+def test_a_taken_port_is_refused_whoever_has_it(model, program):
+    with server_of(model) as first, pytest.raises(ConfigurationError, match="port .*in use"):
+        server_of(model, port=int(port_of(first.urls[0]))).start()
+
+
+def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_path):
+    owner = tmp_path / "owner.py"
+    owner.write_text(
+        textwrap.dedent(f"""
+        import os, sys, threading, time
+        from async_grpo.rewards.judges import vllm_program
+        from async_grpo.rewards.judges.server import JudgeServer
+        vllm_program.command = lambda model, host, port, name, *_: [
+            sys.executable, {str(tmp_path / "program.py")!r}, "works", host, str(port), name]
+        server = JudgeServer({str(model)!r}, log_folder={str(tmp_path / "logs")!r})
+        starter = threading.Thread(target=server.start)  # a thread that ends is not an owner that dies
+        starter.start(); starter.join()
+        time.sleep(1.0)
+        other = os.fork()  # it inherits the pipe to the keeper, and lives on
+        if other:
+            print(server.urls[0], other, flush=True)
+        time.sleep(600)
+        """)
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, owner], stdout=subprocess.PIPE, text=True, env=environment)
+    url, other = process.stdout.readline().split()
+    assert len(programs(port_of(url))) == 2
+    (its_keeper,) = keepers(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    process.stdout.close()
+    try:
+        wait_until(lambda: not programs(port_of(url)) and not its_keeper.is_running(), "the servers' end")
+    finally:
+        os.kill(int(other), signal.SIGKILL)
+
+
+def test_a_server_with_a_key_is_asked_with_it_and_no_other_secret_travels(model, program, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "open-sesame")
+    monkeypatch.setenv("OTHER_TOKEN", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with server_of(model, api_key_env="JUDGE_KEY", environment={"COLOUR": "red"}) as server:
+        process = main_program(server.urls[0])
+        environment = process.environ()
+        assert environment["VLLM_API_KEY"] == "open-sesame" and environment["COLOUR"] == "red"
+        assert "secret" not in environment.values() and "open-sesame" not in " ".join(process.cmdline())
+        with pytest.raises(urllib.request.HTTPError, match="401"):
+            urllib.request.urlopen(server.urls[0] + "/v1/models", timeout=5)
+
+
+def test_sleep_and_wake_are_proven(model, program, monkeypatch):
+    monkeypatch.setattr(vllm_program, "on_the_cpu", lambda: False)
+    with server_of(model, sleep_mode=True) as server:
+        assert main_program(server.urls[0]).environ()["VLLM_SERVER_DEV_MODE"] == "1"
+        server.sleep()
+        server.wake()
+        with pytest.raises(ConfigurationError, match="level=3"):
+            server.sleep(level=3)
+    program[0] = "restless"
+    with server_of(model, sleep_mode=True) as server, pytest.raises(WorkerLost, match="did not obey /sleep"):
+        server.sleep()
+
+
+def test_sleep_is_refused_where_it_frees_nothing(model, monkeypatch):
+    monkeypatch.setattr(vllm_program, "on_the_cpu", lambda: True)
+    with pytest.raises(ConfigurationError, match="needs a GPU"):
+        server_of(model, sleep_mode=True)
+    with pytest.raises(ConfigurationError, match="without sleep_mode"):
+        server_of(model).sleep()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"replicas": 0}, "replicas=0"),
+        ({"restarts": -1}, "restarts=-1"),
+        ({"replicas": 2, "devices": ["0"]}, "devices=.*2 replicas"),
+        ({"devices": "0"}, "devices='0' must be a list"),
+        ({"port": 65536}, "port=65536"),
+        ({"host": "0.0.0.0"}, "whole network.*api_key_env"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
+        ({"options": {"host": "0.0.0.0"}}, "options must not hold host"),
+        ({"options": {"served_model_name": "x"}}, "served-model-name"),
+    ],
+)
+def test_impossible_settings_are_refused_with_their_values(model, settings, reason):
+    with pytest.raises(ConfigurationError, match=reason):
+        server_of(model, **settings)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        server_of(tmp_path / "nothing")
+
+
+def test_each_replica_sees_its_own_gpus(model):
+    server = server_of(model, replicas=2, devices=["4,5", "6,7"])
+    assert [program["environment"]["CUDA_VISIBLE_DEVICES"] for program in server._programs] == ["4,5", "6,7"]
+
+
+def test_the_keeper_can_be_told_to_end(model, program):
+    """By SIGTERM too, as a machine that is shut down says it."""
+    server = server_of(model)
+    server.start()
+    (process,) = keepers()
+    process.terminate()
+    process.wait(20)
+    assert not programs(port_of(server.urls[0]))
+    with pytest.raises(WorkerLost, match="does not run"):
+        server.check()
+    server.close()
+
+
+def test_a_server_is_started_in_any_thread(model, program):
+    """Signals belong to the main thread, and the kernel's parent-death signal to the thread that forked."""
+    server = server_of(model)
+    starter = threading.Thread(target=server.start)
+    starter.start()
+    starter.join()
+    time.sleep(3 * keeper.POLL_S)
+    server.check()
+    assert server.num_deaths == 0
+    server.close()

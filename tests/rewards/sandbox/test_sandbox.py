@@ -1,0 +1,408 @@
+"""The sandbox for code that nobody has read: honest programs run, and no attack that we could think of gets out."""
+
+import os
+import re
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sandboxes import STANDING, needs_landlock, needs_network_off, needs_seccomp, program
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.sandbox import landlock, run, seccomp
+from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
+from async_grpo.rewards.sandbox.run import Sandbox, SandboxError
+
+ROOT = Path(__file__).parents[3]
+SYSTEM_PYTHON = "/usr/bin/python3.11"
+pytestmark = needs_network_off
+
+
+# Programs that mean well
+
+
+def test_a_program_reads_its_input_in_every_usual_way():
+    code = """
+        import os, sys
+        first = input()
+        rest = sys.stdin.read()
+        size = os.fstat(0).st_size
+        os.lseek(0, 0, os.SEEK_SET)
+        print(first, rest.split(), size, os.read(0, size).decode().count("\\n"))
+        """
+    assert program(code, "a\nb c\n").output == b"a ['b', 'c'] 6 2\n"
+
+
+def test_threads_asyncio_deep_recursion_and_the_standard_library_work():
+    code = """
+        import asyncio, hashlib, random, sys, threading, zlib
+        found = []
+        threading.stack_size(2**26)
+        sys.setrecursionlimit(10**6)
+        def depth(n): return n and 1 + depth(n - 1)
+        thread = threading.Thread(target=lambda: found.append(depth(20000)))
+        thread.start()
+        thread.join()
+        async def wait():
+            await asyncio.sleep(0.001)
+            return await asyncio.to_thread(len, "abc")
+        print(found, asyncio.run(wait()), 0 <= random.random() < 1, __name__)
+        """
+    run = program(code)
+    assert run.ended_well and run.output == b"[20000] 3 True __main__\n"
+
+
+def test_the_same_program_prints_the_same_in_every_run_and_every_process():
+    code = "print({str(n) for n in range(50)})"
+    with ThreadPoolExecutor(1) as pool:  # each thread has a forker of its own
+        assert program(code).output == program(code).output == pool.submit(program, code).result().output
+
+
+def test_an_exit_status_other_than_zero_is_no_success():
+    assert program("print(1)\nraise SystemExit(0)").ended_well
+    for code in ("print(1)\nraise SystemExit(3)", "print(1)\n1 / 0", "def", "import os\nos.abort()"):
+        assert not program(code).ended_well
+
+
+# Programs that do not
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time\ntime.sleep(100)", "import signal\nsignal.pause()"]
+)
+def test_what_does_not_end_is_ended_on_the_clock(code):
+    started = time.monotonic()
+    run = program(code, sandbox=Sandbox(cpu_s=60, wall_s=0.3))
+    assert run.timed_out and not run.ended_well and time.monotonic() - started < 10
+
+
+def test_processor_time_is_counted_by_the_kernel():
+    code = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
+    started = time.monotonic()
+    run = program(code, sandbox=Sandbox(cpu_s=0.2, wall_s=120))
+    assert run.timed_out and not run.ended_well and time.monotonic() - started < 100
+
+
+@needs_seccomp
+def test_a_fork_bomb_does_not_get_to_its_second_process():
+    code = """
+        import os
+        try:
+            while True:
+                os.fork()
+        except OSError as error:
+            print(type(error).__name__)
+        """
+    assert program(code).output == b"PermissionError\n"
+
+
+def test_memory_is_limited():
+    run = program("print(1)\ntry:\n    x = bytearray(10**10)\nexcept MemoryError:\n    print('no')")
+    assert run.output == b"1\nno\n"
+    assert not program("x = []\nwhile True: x.append(' ' * 10**6 + str(len(x)))").ended_well
+
+
+def test_threads_are_limited():
+    code = """
+        import threading, time
+        threading.stack_size(2**16)
+        threads = [threading.Thread(target=time.sleep, args=(1.5,)) for _ in range({})]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        """
+    assert program(code.format(50)).ended_well
+    assert not program(code.format(200)).ended_well
+
+
+def test_output_beyond_the_limit_is_wrong_and_costs_nobody_memory():
+    sandbox = Sandbox(output_bytes=10_000)
+    run = program("print('x' * 9_999)", sandbox=sandbox)
+    assert run.ended_well and len(run.output) == 10_000
+    for code in ("print('x' * 10_000)", "while True: print('x' * 1000)"):
+        run = program(code, sandbox=sandbox)
+        assert not run.ended_well and not run.timed_out and not run.output
+
+
+def test_the_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("SECRET", "sesame")
+    run = program("import os\nprint(dict(os.environ), os.getenv('SECRET'), len(os.listdir('.')))")
+    assert run.output == b"{} None 0\n" if "landlock" in run.levels else b"sesame" not in run.output
+
+
+CONNECT = """
+    import socket
+    try:
+        socket.create_connection(("127.0.0.1", {port}), 5).sendall(b"hello")
+        print("connected")
+    except OSError:
+        print("no network")
+    """
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        yield server
+
+
+@pytest.mark.parametrize(
+    "levels", [("seccomp",), ("namespaces",), ("uid", "namespaces", "landlock", "seccomp")]
+)
+def test_code_cannot_connect_to_a_listener_on_this_machine(listener, levels):
+    if not set(levels) & NETWORK_LEVELS & STANDING:
+        pytest.skip(f"no {levels} here")
+    run = program(CONNECT.format(port=listener.getsockname()[1]), sandbox=Sandbox(levels=levels))
+    assert run.output == b"no network\n"
+    with pytest.raises(TimeoutError):
+        listener.accept()
+
+
+def test_without_a_level_that_blocks_the_network_nothing_is_run_unless_allowed(listener, monkeypatch):
+    def slowly(*args, **kwargs):
+        result = read(*args, **kwargs)
+        time.sleep(0.5)  # in which code that was not stopped where it runs would get out
+        return result
+
+    read = run._read
+    monkeypatch.setattr(run, "_read", slowly)
+    code = CONNECT.format(port=listener.getsockname()[1])
+    with pytest.raises(ConfigurationError, match="allow_unsandboxed"):
+        program(code, sandbox=Sandbox(levels=("uid",)))
+    with pytest.raises(TimeoutError):
+        listener.accept()
+    done = program(code, sandbox=Sandbox(levels=(), allow_unsandboxed=True))
+    assert done.output == b"connected\n" and done.levels == frozenset()  # so the listener can be reached
+
+
+@pytest.mark.parametrize("levels", [("seccomp",), ("landlock", "namespaces"), ("landlock", "seccomp")])
+def test_code_cannot_change_a_file_outside_its_folder(levels, tmp_path):
+    if not set(levels) <= STANDING:
+        pytest.skip(f"no {levels} here")
+    tmp_path.chmod(0o777)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    victim.chmod(0o666)
+    code = f"""
+        import os
+        victim = {str(victim)!r}
+        attempts = [
+            lambda: open(victim, "w"), lambda: open(victim, "r+"), lambda: open(victim + "2", "x"),
+            lambda: os.truncate(victim, 0), lambda: os.unlink(victim), lambda: os.mkdir(victim + "3"),
+            lambda: os.rename(victim, victim + "4"), lambda: os.symlink("/", victim + "5"),
+            lambda: os.link(victim, victim + "6"), lambda: os.mkfifo(victim + "7"),
+        ]
+        for number, attempt in enumerate(attempts):
+            try:
+                attempt()
+                print("done", number)
+            except OSError:
+                pass
+        """
+    assert program(code, sandbox=Sandbox(levels=levels)).output == b""
+    assert victim.read_text() == "precious" and os.listdir(tmp_path) == ["victim"]
+
+
+@needs_landlock
+def test_code_cannot_read_what_is_none_of_its_business():
+    code = f"""
+        import os
+        for path in ("/etc/passwd", {__file__!r}, "/proc/self/environ", "/proc/{os.getpid()}/environ",
+                     f"/proc/{{os.getppid()}}/mem", "/dev/mem"):
+            try:
+                print(path, open(path, "rb").read(1))
+            except OSError:
+                pass
+        for path in ("/", "/tmp", {str(ROOT)!r}, "/proc"):
+            try:
+                print(path, os.listdir(path))
+            except OSError:
+                pass
+        """
+    assert program(code).output == b""
+
+
+@needs_seccomp
+def test_code_cannot_touch_other_processes_or_become_others():
+    code = f"""
+        import ctypes, os, signal
+        libc = ctypes.CDLL(None, use_errno=True)
+        calls = [
+            lambda: os.kill({os.getpid()}, 0), lambda: os.kill(os.getppid(), signal.SIGKILL), lambda: os.kill(-1, 0),
+            lambda: os.kill(0, 0), lambda: os.setsid(), lambda: os.setpgid(0, 0), lambda: os.execv("/bin/true", ["true"]),
+            lambda: os.posix_spawn("/bin/true", ["true"], {{}}), lambda: os.setuid(0), lambda: os.chroot("/"),
+            lambda: os.memfd_create("x"), lambda: os.sched_setaffinity(0, {{0}}), lambda: os.pidfd_open(os.getpid()),
+        ]
+        for number, call in enumerate(calls):
+            try:
+                call()
+                print("done", number)
+            except OSError:
+                pass
+        raw = [("ptrace", 16, os.getppid(), 0, 0), ("unshare", 0x10000000), ("mount", b"x", b"/tmp", b"tmpfs", 0, 0),
+               ("prctl", 1, 0, 0, 0, 0), ("process_vm_readv", os.getppid(), 0, 0, 0, 0, 0)]
+        for name, *arguments in raw:
+            if getattr(libc, name)(*arguments) != -1:
+                print("done", name)
+        for number in (425, 321, 323, 272):  # io_uring_setup, and on x86-64: bpf, userfaultfd, unshare
+            if libc.syscall(number, 0, 0, 0) != -1:
+                print("done", number)
+        """
+    run = program(code)
+    assert run.ended_well and run.output == b""
+
+
+def test_only_its_own_three_descriptors_are_open():
+    code = """
+        import os
+        for number in range(200):
+            try:
+                os.fstat(number)
+                print(number, end=" ")
+            except OSError:
+                pass
+        """
+    assert program(code).output == b"0 1 2 "
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists(SYSTEM_PYTHON), reason="needs root and a system Python"
+)
+def test_root_becomes_a_user_of_its_own_where_that_user_can_read_the_interpreter(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("sesame")
+    secret.chmod(0o600)
+    code = f"import os\nprint(os.getuid() > 60000)\nopen({str(secret)!r})"
+    run = program(code, sandbox=Sandbox(levels=("uid",), allow_unsandboxed=True, python=SYSTEM_PYTHON))
+    assert run.levels == {"uid"} and run.output == b"True\n" and not run.ended_well
+
+
+def children_of(pid: int) -> set[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return {int(number) for file in files for number in file.read_text().split()}
+
+
+def is_alive(pid: int) -> bool:
+    """Not a zombie either: those have no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_when_the_forker_dies_what_it_forked_dies_too_and_the_next_run_gets_another():
+    others = children_of(os.getpid())
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(program, "import time\ntime.sleep(60)", sandbox=Sandbox(wall_s=60))
+        wait_until(lambda: len(children_of(os.getpid()) - others) == 1)
+        (forker,) = children_of(os.getpid()) - others
+        wait_until(lambda: children_of(forker))
+        (tested,) = children_of(forker)
+        os.kill(forker, signal.SIGKILL)
+        wait_until(lambda: not is_alive(tested))
+        with pytest.raises(SandboxError):
+            running.result()
+        wait_until(lambda: pool.submit(program, "print(1)").result().output == b"1\n")
+
+
+# The levels, apart
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_numbers_of_the_calls_are_those_of_the_kernels_headers(machine):
+    header = Path(
+        "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"
+        if machine == "x86_64"
+        else "/usr/include/asm-generic/unistd.h"
+    )
+    if not header.exists():
+        pytest.skip("no kernel headers here")
+    official = {
+        name: int(number)
+        for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
+    }
+    official |= {"newfstatat": official.get("newfstatat", official.get("fstatat"))}
+    for table in (seccomp._PLAIN, seccomp._CHECKED):
+        for name, number in seccomp.numbers(table, machine).items():
+            assert official[name] == number, name
+
+
+def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter says, by an interpreter of its five instructions. The own process is number 7."""
+    data = {0: number, 4: seccomp._ARCHITECTURES[machine][1] if architecture is None else architecture}
+    for i in range(6):
+        value = arguments[i] if i < len(arguments) else 0
+        data |= {16 + 8 * i: value & 0xFFFFFFFF, 20 + 8 * i: value >> 32 & 0xFFFFFFFF}
+    program, position, accumulator = seccomp.program(machine, 7), 0, None
+    while True:
+        code, if_true, if_false, constant = program[position]
+        position += 1
+        if code == 0x20:
+            accumulator = data[constant]
+        elif code == 0x06:
+            return constant
+        else:
+            holds = {
+                0x15: accumulator == constant,
+                0x35: accumulator >= constant,
+                0x45: accumulator & constant != 0,
+            }[code]
+            position += if_true if holds else if_false
+
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+
+
+@pytest.mark.parametrize(
+    ("machine", "number", "arguments", "expected"),
+    [
+        ("x86_64", 0, (), ALLOW), ("aarch64", 63, (), ALLOW),  # read
+        ("x86_64", 41, (), EPERM), ("aarch64", 198, (), EPERM),  # socket
+        ("x86_64", 42, (), EPERM), ("aarch64", 203, (), EPERM),  # connect
+        ("x86_64", 57, (), EPERM), ("x86_64", 58, (), EPERM),  # fork, vfork
+        ("x86_64", 59, (), EPERM), ("aarch64", 221, (), EPERM),  # execve
+        ("x86_64", 101, (), EPERM), ("aarch64", 117, (), EPERM),  # ptrace
+        ("x86_64", 56, (0x3D0F00,), ALLOW), ("x86_64", 56, (17,), EPERM),  # clone of a thread, of a process
+        ("aarch64", 220, (0x3D0F00,), ALLOW), ("aarch64", 220, (17,), EPERM),
+        ("x86_64", 257, (0, 0, os.O_RDONLY), ALLOW), ("x86_64", 257, (0, 0, os.O_WRONLY), EPERM),  # openat
+        ("x86_64", 257, (0, 0, os.O_RDONLY | os.O_TRUNC), EPERM), ("x86_64", 257, (0, 0, os.O_RDONLY | os.O_CREAT), EPERM),
+        ("aarch64", 56, (0, 0, os.O_RDWR), EPERM), ("aarch64", 56, (0, 0, os.O_RDONLY | 0o2000000), ALLOW),
+        ("x86_64", 2, (0, os.O_RDONLY), ALLOW), ("x86_64", 2, (0, os.O_RDWR), EPERM),
+        ("x86_64", 85, (), EPERM),  # open, creat
+        ("x86_64", 62, (7, 9), ALLOW), ("x86_64", 62, (8, 9), EPERM), ("x86_64", 62, (0, 9), EPERM),  # kill
+        ("x86_64", 62, (0xFFFFFFFF, 9), EPERM),
+        ("x86_64", 302, (0,), ALLOW), ("x86_64", 302, (7,), ALLOW), ("x86_64", 302, (6,), EPERM),  # prlimit64
+        ("x86_64", 44, (3, 1, 1, 0, 0, 0), ALLOW), ("x86_64", 44, (3, 1, 1, 0, 5, 0), EPERM),  # sendto
+        ("x86_64", 44, (3, 1, 1, 0, 1 << 40, 0), EPERM),
+        ("x86_64", 16, (0, 0x5401), ALLOW), ("x86_64", 16, (0, 0x5412), EPERM),  # ioctl: TCGETS, TIOCSTI
+        ("x86_64", 72, (0, 3), ALLOW), ("x86_64", 72, (0, 8), EPERM),  # fcntl: F_GETFL, F_SETOWN
+        ("x86_64", 53, (1,), ALLOW), ("x86_64", 53, (2,), EPERM),  # socketpair
+        ("x86_64", 435, (), ENOSYS), ("x86_64", 425, (), ENOSYS), ("aarch64", 435, (), ENOSYS), ("x86_64", 439, (), ALLOW),
+        ("x86_64", 0x40000000, (), KILL), ("x86_64", 0x40000000 + 41, (), KILL),  # the x32 numbers
+    ],
+)  # fmt: skip
+def test_the_filter_decides_as_it_should(machine, number, arguments, expected):
+    assert verdict(machine, number, *arguments) == expected
+
+
+def test_the_filter_knows_no_other_architecture():
+    assert verdict("x86_64", 0, architecture=0x40000003) == KILL  # 32-bit calls of a 64-bit process
+
+
+@pytest.mark.parametrize(
+    ("version", "length", "rights"),
+    [(1, 8, 13), (2, 8, 14), (3, 8, 15), (4, 16, 15), (5, 16, 16), (9, 24, 16)],
+)
+def test_the_ruleset_holds_only_what_the_kernels_version_knows(version, length, rights):
+    packed = landlock.ruleset(version)
+    assert len(packed) == length and int.from_bytes(packed[:8], "little") == 2**rights - 1

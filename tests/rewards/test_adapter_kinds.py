@@ -1,0 +1,760 @@
+"""Functions, classes, async functions, batches, post-processing, files: found, called and answered alike."""
+
+import asyncio
+import json
+import os
+import textwrap
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.decorators import batch, post_process
+from async_grpo.rewards.adapter.registry_source import (
+    RewardRegistrySource,
+    display_name,
+    parse_names,
+    resolve,
+)
+from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
+from async_grpo.rewards.adapter.traits import (
+    ASYNC_CAPACITY,
+    AdapterTraits,
+    accepted_options,
+    check_options,
+    traits_of,
+)
+from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter, sample_of
+from async_grpo.rewards.builtin import process_reward
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.isolation.calls import Reward, run_plain
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.types import AdapterResult, RewardStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
+NAN = float("nan")
+
+
+# What may be answered ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward", "extra"),
+    [
+        (0.5, 0.5, {}),
+        (-3, -3.0, {}),
+        (True, 1.0, {}),
+        ({"reward": 0.5, "length": 3}, 0.5, {"length": 3.0}),
+        ({"score": 0.5, "length": 3}, 0.5, {"length": 3.0}),
+        ({"reward": 0.5, "score": 9}, 0.5, {"score": 9.0}),
+        ({"reward": 1, "abstain": False}, 1.0, {}),
+        ((0.25, None, None), 0.25, {}),
+        (({"score": 0.25, "clarity": 1}, "", ""), 0.25, {"clarity": 1.0}),
+    ],
+)
+def test_numbers_dicts_and_triples_are_answers(returned, reward, extra):
+    expected = {"status": "ok", "reward": reward, "extra": extra, "steps": [], "reason": ""}
+    assert read_answer(returned, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (NAN, "reward=nan"),
+        ((NAN, "q", "e"), "reward=nan: only finite numbers are allowed e (asked: 'q')"),
+        ((None, "q", "e"), "the adapter returned a NoneType"),
+        ((1.0, "q"), "the adapter returned a tuple"),
+        (("q", "e", 1.0), "the adapter returned a str"),
+        ((1.0, "a", "b", "c"), "the adapter returned a tuple"),
+        ([1.0, "q", "e"], "the adapter returned a list"),
+        ({"score": "high"}, "reward='high'"),
+        (((1.0, "q", "e"), "q", None), ""),
+    ],
+)
+def test_what_is_no_finite_number_is_no_answer(returned, reason):
+    answer = read_answer(returned, {})
+    assert reason in answer["reason"]
+    assert (answer["status"], answer["reward"]) == (("ok", 1.0) if reason == "" else ("failed", None))
+
+
+def test_query_and_explanation_go_into_the_reason_alone_and_not_at_any_length():
+    answer = read_answer((1.0, "Is it polite?", "It says please."), {})
+    assert answer["reason"] == "It says please. (asked: 'Is it polite?')" and answer["extra"] == {}
+    long = read_answer((1.0, "q" * 10**6, {"e": "x" * 10**6}), {})
+    assert len(long["reason"]) < 2 * MAX_REASON_CHARACTERS and long["status"] == "ok"
+
+
+@pytest.mark.parametrize(("given", "reason"), [("no code in it", "no code in it"), (True, "True"), ("", "")])
+def test_an_abstention_has_a_reason_and_no_reward(given, reason):
+    answer = read_answer(({"abstain": given, "reward": 1.0}, None, None), {})
+    assert (answer["status"], answer["reward"], answer["reason"]) == ("abstained", None, reason)
+
+
+def test_a_bare_number_is_no_answer_of_a_process_reward():
+    answer = read_answer(1.0, {}, process=True)
+    assert answer["reason"] == "the adapter returned a float, not a dict with step_rewards or token_rewards"
+
+
+# Kinds ------------------------------------------------------------------------------------------------------------
+
+
+def plain(sample, weight=1.0): ...
+
+
+async def waits(sample): ...
+
+
+class Plain:
+    def __init__(self, weight=1.0, **rest): ...
+
+    def __call__(self, sample, bias=0.0): ...
+
+
+class Computes:
+    def compute_score(self, sample, bias=0.0): ...
+
+
+class Waits:
+    async def __call__(self, sample): ...
+
+
+class WaitsInheriting(Waits):
+    process = True
+
+    def post_process_scores(self, group): ...
+
+
+@batch(max_samples=5, max_wait_s=0.5)
+class Batched:
+    async def compute_score(self, samples): ...
+
+
+class Judge:
+    def endpoint(self): ...
+
+    async def score(self, sample, client, *, lane, deadline): ...
+
+
+@pytest.mark.parametrize(
+    ("adapter", "kind"),
+    [
+        (plain, AdapterTraits()),
+        (partial(plain, weight=2.0), AdapterTraits()),
+        (process_reward(lambda sample: {}), AdapterTraits(is_process_reward=True)),
+        (post_process(lambda group: group)(lambda sample: 1.0), AdapterTraits(has_post_process=True)),
+        (waits, AdapterTraits(64, is_async=True)),
+        (partial(waits), AdapterTraits(64, is_async=True)),
+        (Plain, AdapterTraits()),
+        (Plain(), AdapterTraits()),
+        (Computes, AdapterTraits()),
+        (Computes(), AdapterTraits()),
+        (Waits, AdapterTraits(64, is_async=True)),
+        (Waits(), AdapterTraits(64, is_async=True)),
+        (WaitsInheriting, AdapterTraits(64, is_async=True, is_process_reward=True, has_post_process=True)),
+        (Batched, AdapterTraits(5, is_async=True, is_batch=True, max_wait_s=0.5)),
+        (batch()(lambda samples: []), AdapterTraits(32, is_batch=True, max_wait_s=0.01)),
+        (Judge(), AdapterTraits(256, is_async=True, is_judge=True)),
+    ],
+)
+def test_the_kind_of_a_reward_is_seen_from_outside(adapter, kind):
+    assert traits_of(adapter) == kind
+    assert AdapterTraits(**json.loads(json.dumps(asdict(kind)))) == kind  # as its process says it
+
+
+class NoReward:
+    def score(self, sample): ...
+
+
+@pytest.mark.parametrize("thing", [None, 3, "mathd", NoReward, NoReward()])
+def test_what_cannot_be_called_is_no_reward(thing):
+    with pytest.raises(
+        ConfigurationError, match="is no reward: register a function, or a class with __call__"
+    ):
+        traits_of(thing)
+
+
+def test_the_class_of_a_judge_is_no_judge():
+    with pytest.raises(ConfigurationError, match=r"register a judge itself, Judge\(...\), not its class"):
+        traits_of(Judge)
+
+
+@pytest.mark.parametrize(("max_samples", "max_wait_s"), [(0, 0.1), (-1, 0.1), (1, -0.1), (1, NAN)])
+def test_an_impossible_batch_is_refused(max_samples, max_wait_s):
+    with pytest.raises(ConfigurationError, match="@batch needs max_samples >= 1 and max_wait_s >= 0"):
+        batch(max_samples, max_wait_s)
+
+
+def test_an_option_counts_as_known_wherever_it_is_named():
+    class Strict:
+        def __init__(self, url): ...
+
+        def __call__(self, sample, weight=1.0): ...
+
+    adapters = {"strict": Strict, "plain": plain, "judge": Judge()}
+    check_options(adapters, {"url": "x", "weight": 2.0})
+    with pytest.raises(
+        ConfigurationError, match="no reward function of strict, plain, judge takes the option self, ulr"
+    ):
+        check_options(adapters, {"ulr": "x", "self": 1})
+    assert accepted_options(Strict, {"url": "x", "weight": 2.0}, num_given=0) == {"url": "x"}
+
+
+def test_a_reward_that_awaits_must_say_so():
+    async def hidden():
+        await asyncio.sleep(0)
+        return 1.0
+
+    (answer,) = run_plain(Reward(lambda sample: hidden(), {}).answers([{}]))
+    assert answer["reason"].startswith("TypeError: it awaits, so it must be declared `async def`")
+
+
+# In their processes -----------------------------------------------------------------------------------------------
+
+PAGE = textwrap.dedent(
+    '''
+    import asyncio, os, time
+    from async_grpo.rewards.adapter.decorators import batch
+    from async_grpo.rewards.adapter.decorators import post_process
+
+    def number(sample, weight=1.0):
+        return weight * sample["value"]
+
+    class Counting:
+        """Says how often it was built and called in this process, with which options, and when it was closed."""
+        built = 0
+
+        def __init__(self, start=0.0, log=""):
+            Counting.built += 1
+            self.calls, self.log = start, log
+
+        def __call__(self, sample, step=1.0):
+            self.calls += step
+            return {"score": self.calls, "built": Counting.built, "pid": os.getpid()}
+
+        def warm_up(self):
+            self.calls += 100
+
+        def close(self):
+            with open(self.log, "a") as file:
+                file.write(f"closed after {self.calls:g}\\n")
+
+    class Computing:
+        def compute_score(self, sample):
+            return sample["value"], "what is it?", "it is a value"
+
+    class Demanding:
+        def __init__(self, url):
+            self.url = url
+
+        def __call__(self, sample):
+            return len(self.url)
+
+    class Broken:
+        def __init__(self):
+            raise OSError("no such server")
+
+        def __call__(self, sample):
+            return 1.0
+
+    class Session:
+        """What it opens belongs to the event loop of its process."""
+        in_flight = most = 0
+
+        def __init__(self, log=""):
+            self.loop, self.log = asyncio.get_running_loop(), log
+
+        async def warm_up(self):
+            await asyncio.sleep(0)
+            self.warm = True
+
+        async def __call__(self, sample):
+            assert self.loop is asyncio.get_running_loop() and self.warm
+            Session.in_flight += 1
+            Session.most = max(Session.most, Session.in_flight)
+            await asyncio.sleep(sample.get("seconds", 0.0))
+            Session.in_flight -= 1
+            return {"reward": sample.get("value", 1.0), "most": Session.most, "pid": os.getpid()}
+
+        async def close(self):
+            await asyncio.sleep(0)
+            with open(self.log, "a") as file:
+                file.write("closed")
+
+    async def cancels_itself(sample):
+        raise asyncio.CancelledError("who asked?")
+
+    @batch(max_samples=4, max_wait_s=0.2)
+    def batched(samples, weight=1.0):
+        if any(sample.get("bad") for sample in samples):
+            raise ValueError(f"a bad one among {len(samples)}")
+        return [{"reward": weight * sample["value"], "size": len(samples)} for sample in samples]
+
+    @batch(max_samples=2, max_wait_s=600.0)
+    def patient(samples):
+        return [len(samples) for _ in samples]
+
+    @batch(max_samples=4, max_wait_s=0.2)
+    def wrong_length(samples):
+        return [1.0] * (len(samples) + 1)
+
+    @batch(max_samples=4, max_wait_s=0.2)
+    def wrong_kind(samples):
+        return {"reward": 1.0}
+
+    @batch(max_samples=4, max_wait_s=0.2)
+    async def batched_later(samples):
+        await asyncio.sleep(0.05)
+        return [(sample["value"], None, f"one of {len(samples)}") if sample["value"] else None for sample in samples]
+
+    def fill(group):
+        known = [member["reward"] for member in group if member["status"] == "ok"]
+        return [sum(known) / len(known) if member["reward"] is None else None for member in group]
+
+    @post_process(fill)
+    def filled(sample):
+        return 1.0 / sample["value"]
+
+    class Ranked:
+        def compute_score(self, sample):
+            return {"reward": sample["value"], "length": len(sample["completion"])}
+
+        def post_process_scores(self, group):
+            best = max(member["reward"] for member in group)
+            for member in group:
+                member["reward"] = float(member["reward"] == best and len(member["sample"]["completion"]) < 9)
+            return group
+
+    @post_process(lambda group: [1.0])
+    def one_for_all(sample):
+        return 1.0
+
+    async def later(group):
+        await asyncio.sleep(0.01)
+        return [{"reward": 0.5, "size": len(group)} for _ in group]
+
+    @post_process(later)
+    async def filled_later(sample):
+        return {"reward": 1.0, "length": 3}
+
+    class Judge:
+        def endpoint(self): ...
+
+        async def score(self, sample, client, *, lane, deadline): ...
+
+    REWARD_ADAPTERS = {name: value for name, value in list(globals().items()) if callable(value)} | {"judge": Judge()}
+    REWARD_ADAPTERS.pop("Judge")
+    '''
+)
+SOURCE = RewardRegistrySource.from_text("page_of_kinds", PAGE)
+
+
+async def scored(adapter: str, samples: list[dict[str, Any]], **options: Any) -> list[AdapterResult]:
+    """The results of one worker, all samples asked at once."""
+    worker = AdapterProcess(SOURCE, adapter, options)
+    try:
+        await worker.start()
+        return await asyncio.gather(*(worker.score(sample, 20.0) for sample in samples))
+    finally:
+        await worker.close()
+
+
+async def changed(adapter: str, samples: list[dict[str, Any]]) -> list[AdapterResult]:
+    """The results of a group after post-processing."""
+    worker = AdapterProcess(SOURCE, adapter)
+    try:
+        results = [await worker.score(sample, 20.0) for sample in samples]
+        assert worker.has_post_process
+        return await worker.post_process(samples, results, 20.0)
+    finally:
+        await worker.close()
+
+
+async def test_a_function_may_return_its_number():
+    (result,) = await scored("number", [{"value": 0.1 + 0.2}])
+    assert (result.status, result.reward, result.extra) == (OK, 0.1 + 0.2, {})
+    assert (await scored("number", [{"value": 3}], weight=2.0, url="x"))[0].reward == 6.0
+
+
+async def test_a_class_is_built_once_with_its_options_warmed_up_and_closed_at_the_end(tmp_path):
+    log = tmp_path / "log"
+    results = await scored("Counting", [{}] * 5, start=10.0, step=2.0, log=str(log), url="x")
+    assert [result.reward for result in results] == [112.0, 114.0, 116.0, 118.0, 120.0]
+    assert {result.extra["built"] for result in results} == {1.0}
+    assert len({result.extra["pid"] for result in results} - {os.getpid()}) == 1
+    assert log.read_text() == "closed after 120\n"
+
+
+async def test_compute_score_is_as_good_as_call_and_may_explain_itself():
+    (result,) = await scored("Computing", [{"value": 0.5}])
+    assert (result.reward, result.reason) == (0.5, "it is a value (asked: 'what is it?')")
+
+
+async def test_a_class_that_cannot_be_built_is_the_users_mistake():
+    with pytest.raises(ConfigurationError, match="'Broken' cannot start: OSError: no such server"):
+        await scored("Broken", [{}])
+    with pytest.raises(ConfigurationError, match="'Demanding' cannot start: TypeError.*'url'"):
+        await scored("Demanding", [{}])
+    assert (await scored("Demanding", [{}], url="http://"))[0].reward == 7.0
+
+
+async def test_an_async_reward_has_many_samples_in_flight_in_one_process(tmp_path):
+    log = tmp_path / "log"
+    samples = [{"value": float(number), "seconds": 0.3} for number in range(2 * ASYNC_CAPACITY)]
+    results = await scored("Session", samples, log=str(log))
+    assert [result.reward for result in results] == [sample["value"] for sample in samples]
+    assert max(result.extra["most"] for result in results) == ASYNC_CAPACITY
+    assert len({result.extra["pid"] for result in results}) == 1
+    assert log.read_text() == "closed"
+
+
+async def test_the_answers_of_an_async_reward_come_as_they_are_ready():
+    worker = AdapterProcess(SOURCE, "Session")
+    await worker.start()
+    order = []
+
+    async def ask(seconds: float) -> None:
+        assert (await worker.score({"seconds": seconds, "value": seconds}, 20.0)).reward == seconds
+        order.append(seconds)
+
+    await asyncio.gather(*map(ask, (0.6, 0.0, 0.3)))
+    await worker.close()
+    assert order == [0.0, 0.3, 0.6]
+
+
+async def test_one_worker_of_an_async_reward_serves_a_whole_pool():
+    pool = VerifierPool(["Session", "batched"], process_maker(SOURCE))
+    await pool.start()
+    started = time.monotonic()
+    samples = [{"value": float(number), "seconds": 1.0} for number in range(ASYNC_CAPACITY)]
+    verdicts = await asyncio.gather(*map(pool.verify, samples))
+    took_s = time.monotonic() - started
+    await pool.close()
+    assert [verdict.reward for verdict in verdicts] == [sample["value"] for sample in samples]
+    assert took_s < ASYNC_CAPACITY / 4  # one after the other they would sleep four times as long
+
+
+async def test_a_call_costs_the_verifier_less_than_a_millisecond_of_its_processor():
+    sample = {"value": 1.0, "completion": "word " * 400, "completion_token_ids": list(range(400))}
+    for adapter in ("number", "Session", "batched"):
+        worker = AdapterProcess(SOURCE, adapter)
+        await worker.start()
+        used_s = time.process_time()
+        await asyncio.gather(*(worker.score(sample, 50.0) for _ in range(300)))
+        used_s = time.process_time() - used_s
+        await worker.close()
+        assert used_s / 300 < 0.001, adapter
+
+
+async def test_an_async_reward_that_cancels_itself_has_failed():
+    (result,) = await scored("cancels_itself", [{}])
+    assert (result.status, result.attempts) == (FAILED, 1) and "CancelledError: who asked?" in result.reason
+
+
+async def test_a_batch_function_gets_its_samples_together_and_each_its_own_answer():
+    results = await scored("batched", [{"value": number} for number in range(10)], weight=2.0)
+    assert [result.reward for result in results] == [2.0 * number for number in range(10)]
+    assert [result.extra["size"] for result in results] == [4.0] * 8 + [2.0] * 2
+
+
+async def test_a_batch_does_not_wait_for_ever_for_its_others():
+    (result,) = await scored("batched", [{"value": 7}])
+    assert (result.reward, result.extra) == (7.0, {"size": 1.0}) and 0.2 <= result.latency_s < 10
+
+
+async def test_a_full_batch_waits_for_nobody():
+    assert [result.reward for result in await scored("patient", [{}, {}])] == [2.0, 2.0]
+
+
+async def test_a_sample_on_which_a_batch_raises_fails_alone():
+    results = await scored("batched", [{"value": 1}, {"value": 2, "bad": True}, {"value": 3}])
+    assert [result.reward for result in results] == [1.0, None, 3.0]
+    assert results[1].reason.startswith("ValueError: a bad one among 1 at page_of_kinds.py")
+    assert results[0].extra == {"size": 1.0}  # it was tried again alone, too
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        ("wrong_length", "the batch of 2 samples came to 3 answers"),
+        ("wrong_kind", "the batch of 2 samples came to a dict, not a list"),
+    ],
+)
+async def test_a_batch_without_one_answer_for_each_sample_has_failed(adapter, reason):
+    results = await scored(adapter, [{}, {}])
+    assert [(result.status, result.reason) for result in results] == [(FAILED, reason)] * 2
+
+
+async def test_a_batch_function_may_be_async_and_its_answers_are_read_one_by_one():
+    results = await scored("batched_later", [{"value": 0.5}, {"value": 0}, {"value": 0.25}])
+    assert [result.reward for result in results] == [0.5, None, 0.25]
+    assert results[0].reason == "one of 3" and "returned a NoneType" in results[1].reason
+
+
+async def test_post_processing_sees_the_failures_of_a_group_and_may_fill_them():
+    results = await changed("filled", [{"value": 1}, {"value": 0}, {"value": 2}])
+    assert [(result.status, result.reward) for result in results] == [(OK, 1.0), (OK, 0.75), (OK, 0.5)]
+    assert results[0].reason == "" and results[0].latency_s > 0 and results[0].adapter == "filled"
+
+
+async def test_a_class_may_rewrite_the_members_of_the_group_and_keeps_what_it_does_not_touch():
+    samples = [{"value": value, "completion": "x" * length} for value, length in ((1, 8), (1, 9), (0, 8))]
+    results = await changed("Ranked", samples)
+    assert [result.reward for result in results] == [1.0, 0.0, 0.0]
+    assert [result.extra for result in results] == [{"length": 8.0}, {"length": 9.0}, {"length": 8.0}]
+
+
+async def test_post_processing_may_be_async_and_add_numbers():
+    results = await changed("filled_later", [{}, {}])
+    assert [(result.reward, result.extra) for result in results] == [(0.5, {"length": 3.0, "size": 2.0})] * 2
+
+
+async def test_post_processing_that_loses_a_sample_fails_its_group():
+    results = await changed("one_for_all", [{}, {}])
+    assert [result.status for result in results] == [FAILED] * 2
+    assert results[0].reason.startswith("post_process_scores: ValueError: a group of 2 came to 1 answers")
+
+
+async def test_without_post_processing_a_group_stays_as_it_is():
+    worker = AdapterProcess(SOURCE, "number")
+    results = [AdapterResult("number", OK, 1.0), AdapterResult("number", TIMED_OUT, reason="late")]
+    assert await worker.post_process([{}, {}], results, 20.0) == results
+    assert not worker.has_post_process
+    await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reward", "extra", "reason"),
+    [
+        (None, "ok", 1.0, {"a": 1.0}, "why"),
+        (0.5, "ok", 0.5, {"a": 1.0}, ""),
+        ({"reward": 0.5, "a": 2, "b": 3}, "ok", 0.5, {"a": 2.0, "b": 3.0}, ""),
+        ({"sample": {}, "status": "ok", "reward": None, "extra": {}}, "ok", 1.0, {"a": 1.0}, "why"),
+        ({"abstain": "ties"}, "abstained", None, {}, "ties"),
+        (NAN, "failed", None, {}, "the adapter returned reward=nan: only finite numbers are allowed"),
+        ("x", "failed", None, {}, "the adapter returned a str, not a number or a dict with a `reward`"),
+    ],
+)
+def test_a_change_is_read_like_an_answer(change, status, reward, extra, reason):
+    answer = {"status": "ok", "reward": 1.0, "extra": {"a": 1.0}, "steps": [[2, 1.0]], "reason": "why"}
+    found = read_change(change, answer)
+    assert (found["status"], found["reward"], found["extra"]) == (status, reward, extra)
+    assert found["reason"] == reason and found["steps"] == ([[2, 1.0]] if status == "ok" else [])
+
+
+def test_no_change_leaves_a_failure_one():
+    assert read_change(None, failure("no route")) == failure("no route")
+
+
+async def test_a_judge_says_what_it_is_but_is_not_asked_in_a_process():
+    worker = AdapterProcess(SOURCE, "judge")
+    await worker.start()
+    assert worker.kind.is_judge
+    assert "asked over the network by the pool itself" in (await worker.score({}, 20.0)).reason
+    await worker.close()
+
+
+# By their files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    """Two files in folders of their own; the working directory is theirs."""
+    monkeypatch.chdir(tmp_path)
+    for folder, factor in (("a", 2), ("b", 3)):
+        (tmp_path / folder).mkdir()
+        text = f"def shout(sample):\n    return {factor} * sample['value']\nasync def hum(sample):\n    return {factor}\n"
+        (tmp_path / folder / "my-sympy.py").write_text(text)
+    return tmp_path
+
+
+PAGE_AND_FILE = RewardRegistrySource.from_text("small_page", "REWARD_ADAPTERS = {'half': lambda sample: 0.5}")
+
+
+async def test_a_reward_named_by_its_file_travels_as_text_and_stands_beside_those_of_the_page(files):
+    names = "a/my-sympy.py:shout, half,b/my-sympy.py:hum"
+    source = PAGE_AND_FILE.with_files(names)
+    for path in files.glob("*/my-sympy.py"):
+        path.unlink()  # what happens to the files after the start changes nothing
+    source = RewardRegistrySource.from_dict(json.loads(json.dumps(asdict(source))))
+    adapters = resolve(source, names)
+    assert list(adapters) == ["shout", "half", "hum"] == [display_name(name) for name in parse_names(names)]
+    assert adapters["shout"]({"value": 4}) == 8
+    for name, reward in (("shout", 8.0), ("half", 0.5), ("hum", 3.0)):
+        worker = AdapterProcess(source, name)
+        assert (await worker.score({"value": 4}, 20.0)).reward == reward
+        assert worker.capacity == (ASYNC_CAPACITY if name == "hum" else 1)
+        await worker.close()
+
+
+def test_a_page_need_not_work_for_rewards_of_files(files):
+    source = RewardRegistrySource.from_text("no_page", "1 / 0").with_files(["a/my-sympy.py:shout"])
+    assert resolve(source, "a/my-sympy.py:shout")["shout"]({"value": 1}) == 2
+
+
+def test_two_files_of_one_name_do_not_meet_nor_hide_a_package(files):
+    (files / "sympy.py").write_text("def zero(sample):\n    return 0\n")
+    source = PAGE_AND_FILE.with_files("a/my-sympy.py:shout,b/my-sympy.py:hum,sympy.py:zero")
+    adapters = resolve(source, ["shout", "hum", "zero"])
+    assert (adapters["shout"]({"value": 1}), adapters["zero"]({})) == (2, 0)
+    assert asyncio.run(adapters["hum"]({})) == 3
+    import sympy
+
+    assert sympy.Integer(3) == 3
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["a/my-sympy.py:shout,b/my-sympy.py:shout", "half,x.py:half", "a/my-sympy.py:hum,./a/my-sympy.py:hum"],
+)
+def test_two_rewards_must_not_be_known_by_one_name(names, files):
+    (files / "x.py").write_text("half = len")
+    known = names.rpartition(":")[2]
+    with pytest.raises(ConfigurationError, match=f"several rewards would be known as {known}: give"):
+        PAGE_AND_FILE.with_files(names)
+    with pytest.raises(ConfigurationError, match=f"several rewards would be known as {known}: give"):
+        resolve(PAGE_AND_FILE, names)
+
+
+def test_a_file_that_cannot_be_read_or_lacks_the_reward_is_the_users_mistake(files):
+    with pytest.raises(ConfigurationError, match=r"cannot read.*'c/none.py'.*No such file"):
+        PAGE_AND_FILE.with_files("c/none.py:shout")
+    source = PAGE_AND_FILE.with_files("a/my-sympy.py:whisper")
+    with pytest.raises(ConfigurationError, match="a/my-sympy.py defines no 'whisper', only shout, hum"):
+        resolve(source, "a/my-sympy.py:whisper")
+    (files / "a" / "broken.py").write_text("import no_such_package")
+    with pytest.raises(ConfigurationError, match="a/broken.py cannot be imported: ModuleNotFoundError"):
+        resolve(PAGE_AND_FILE.with_files("a/broken.py:x"), "a/broken.py:x")
+    (files / "a" / "value.py").write_text("x = 3")
+    with pytest.raises(ConfigurationError, match="3 is no reward"):
+        resolve(PAGE_AND_FILE.with_files("a/value.py:x"), "a/value.py:x")
+
+
+def test_a_file_is_read_by_the_trainer_or_not_at_all(files):
+    with pytest.raises(ConfigurationError, match="a/my-sympy.py:shout is not among the files of this run"):
+        resolve(PAGE_AND_FILE, "a/my-sympy.py:shout")
+
+
+def test_each_text_has_its_digest(files):
+    source = PAGE_AND_FILE.with_files("a/my-sympy.py:shout,half")
+    assert source.digests.keys() == {"small_page", "shout"}
+    assert source.digest_of("half") == source.sha256 != source.digest_of("a/my-sympy.py:shout")
+    assert source.digest_of("shout") == source.digest_of("a/my-sympy.py:shout")
+
+
+# What every reward must keep to -----------------------------------------------------------------------------------
+
+EXAMPLES = {
+    "math_verify": {"completion": r"\boxed{\frac{2}{4}}", "answer": "0.5"},
+    "mathd": {"completion": r"\boxed{\dfrac12}", "answer": "1/2"},
+    "sympy": {"completion": r"\boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"},
+    "countdown": {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
+    "countdown_steps": {
+        "completion": "so</think>\n<answer>3*(4+5)</answer>",
+        "nums": [3, 4, 5],
+        "target": 27,
+    },
+    "format": {"completion": "so</think>\n<answer>7</answer>"},
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_shipped_rewards_keep_to_it(name):
+    source = RewardRegistrySource.from_file(ROOT / "reward_registry.py")
+    assert check_adapter(source, name, [EXAMPLES[name]], timeout_s=30.0) == []
+
+
+CHECKED = textwrap.dedent(
+    """
+    import os, random, time
+    from async_grpo.rewards.adapter.decorators import batch
+    from async_grpo.rewards.adapter.decorators import post_process
+
+    def good(sample): return float(sample["completion"] == sample["answer"])
+    def generous(sample): return 1.0
+    def strict(sample): return 1.0 / len(sample["completion"])
+    def moody(sample): return random.random() + (sample["completion"] == sample["answer"])
+    def local(sample): return os.getpid() + (sample["completion"] == sample["answer"])
+    def slow(sample): return time.sleep(5 * (sample["completion"] == "")) or good(sample)
+    def wrong(sample): return 1 - good(sample)
+    def silent(sample): return good(sample) or {"abstain": "no answer"}
+    async def later(sample): return good(sample)
+    @batch(max_wait_s=0.0)
+    def several(samples): return [good(sample) for sample in samples]
+    forgetful = post_process(lambda group: [])(lambda sample: good(sample))
+    CALLS = []
+    def counts(sample):
+        CALLS.append(1)
+        return len(CALLS) * good(sample)
+    REWARD_ADAPTERS = {name: value for name, value in list(globals().items()) if callable(value)}
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problems"),
+    [
+        ("good", []),
+        ("silent", []),
+        ("later", []),
+        ("several", []),
+        (
+            "generous",
+            [
+                f"sample 0: {what} is worth 1, and the right one no more than that"
+                for what in POOR_COMPLETIONS
+            ],
+        ),
+        (
+            "strict",
+            [
+                "sample 0: an empty completion has failed: ZeroDivisionError",
+                "blanks is worth",
+                "letters",
+                "box",
+            ],
+        ),
+        ("moody", ["sample 0: asked again, it is worth", "in another process", "after a cancelled call"]),
+        ("local", ["sample 0: in another process, it is worth"]),
+        # Whether its process also outlives the cancelled call, and counts on, is a matter of two milliseconds.
+        ("counts", ["sample 0: asked again, it is worth 18, while at first it is worth 1"]),
+        ("slow", ["sample 0: an empty completion has timed_out: no answer within 1 s"]),
+        (
+            "forgetful",
+            ["the whole group has failed: post_process_scores: ValueError: a group of 1 came to 0 answers"],
+        ),
+        (
+            "missing",
+            ["reward function 'missing' cannot start: ConfigurationError: unknown reward function missing"],
+        ),
+    ],
+)
+def test_the_check_finds_what_is_wrong(adapter, problems):
+    source = RewardRegistrySource.from_text("checked_page", CHECKED)
+    right = {"completion": "42 is the answer", "answer": "42 is the answer"}
+    found = check_adapter(source, adapter, [right], timeout_s=1.0)
+    assert len(found) == len(problems) or adapter in ("strict", "moody", "local", "counts"), found
+    for problem in problems:
+        assert any(problem in text for text in found), (problem, found)
+
+
+def test_a_right_completion_that_is_not_scored_is_a_problem_and_no_samples_are_a_mistake():
+    source = RewardRegistrySource.from_text("checked_page", CHECKED)
+    (found,) = check_adapter(source, "good", [{"completion": "4"}])[:1]
+    assert found.startswith("sample 0: the right completion has failed: KeyError: 'answer'")
+    with pytest.raises(ConfigurationError, match="give at least one"):
+        check_adapter(source, "good", [])
+    with pytest.raises(ConfigurationError, match="judge is a judge"):
+        check_adapter(SOURCE, "judge", [{"completion": "4"}])
+
+
+def test_a_row_becomes_a_whole_sample():
+    row = {"input": "2+2=", "completion": "é4", "completion_token_ids": [7], "group_id": 5}
+    assert sample_of(row) == row | {"sample_text": "2+2=é4", "truncated": False}
+    poor = sample_of(row, "x\ud800")
+    assert (poor["completion_token_ids"], poor["completion_char_ends"]) == ([120, 0xD800], [1, 2])
+    assert poor["completion"] == "x\ud800" and poor["group_id"] == 5

@@ -1,0 +1,297 @@
+"""The budget of the judges: exact sums, no overspending beyond the calls in flight, and nobody waits for nothing."""
+
+import asyncio
+import logging
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.rewards import budget as budget_module
+from async_grpo.rewards.budget import Budget, BudgetExhausted
+
+
+@pytest.fixture(autouse=True)
+def _hear_everything(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)  # a command line may have set it
+    caplog.set_level(logging.WARNING, logger="async_grpo")
+
+
+async def spend(budget: Budget, judge: str, estimate: float, real: float) -> None:
+    budget.settle(await budget.reserve(judge, estimate), real)
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_limit_is_spent_to_the_last_unit_however_small_the_calls():
+    budget = Budget(0.3, policy="fallback")
+    for _ in range(3):
+        await spend(budget, "judge", 0.1, 0.1)  # 3 * 0.1 > 0.3 in binary fractions
+    with pytest.raises(BudgetExhausted, match=r"a call of judge needs 1e-09 and 0.3 of 0.3 is spent"):
+        await budget.reserve("judge", 1e-9)
+    stats = budget.stats()
+    assert (stats["spent"], stats["reserved"], stats["refused"]) == (0.3, 0.0, 1)
+    assert (stats["spent_by_judge"], stats["calls_by_judge"]) == ({"judge": 0.3}, {"judge": 3})
+
+
+async def test_without_a_limit_it_only_counts():
+    budget = Budget(None)
+    await asyncio.gather(*(spend(budget, "judge", 1e6, number) for number in range(10)))
+    assert budget.spent == 45 and budget.stats()["limit"] is None
+
+
+async def test_fallback_waits_for_calls_in_flight_before_it_gives_up():
+    budget = Budget(1.0, policy="fallback")
+    first = await budget.reserve("judge", 0.9)
+    second = asyncio.create_task(budget.reserve("judge", 0.5))
+    third = asyncio.create_task(budget.reserve("judge", 0.6))
+    await turns()
+    assert not second.done() and not third.done()
+    budget.settle(first, 0.45)  # cheaper than thought: 0.55 are left, enough for one of the two
+    await turns()
+    assert (await second).judge == "judge"
+    with pytest.raises(BudgetExhausted):
+        await third
+
+
+async def test_pause_waits_until_the_limit_is_raised_and_says_so_once(caplog):
+    budget = Budget(1.0)
+    await spend(budget, "judge", 1.0, 1.0)
+    waiting = [asyncio.create_task(budget.reserve("judge", 0.4)) for _ in range(3)]
+    await turns()
+    assert not any(task.done() for task in waiting)
+    assert (budget.stats()["waiting"], budget.stats()["paused"]) == (3, True)
+    assert caplog.text.count("the judges are paused until the limit is raised") == 1
+    assert (
+        "a call of judge needs 0.4 and 1 of 1 is spent. To raise the limit: see Budget.set_limit"
+        in caplog.text
+    )
+    budget.set_limit(1.8)
+    await turns()
+    assert [task.done() for task in waiting] == [True, True, False] and not budget.stats()["paused"]
+    assert "the judges go on: 1 of 1.8 is spent" in caplog.text
+    budget.settle(waiting[0].result(), 0.3)
+    budget.settle(waiting[1].result(), 0.1)
+    await asyncio.wait_for(waiting[2], 1)
+    assert caplog.text.count("paused") == 1
+
+
+async def test_a_call_too_dear_for_the_rest_holds_up_nobody_who_can_pay(caplog):
+    budget = Budget(1.0)
+    dear = asyncio.create_task(budget.reserve("judge", 5.0))
+    await turns()
+    await asyncio.wait_for(spend(budget, "small", 0.1, 0.1), 1)
+    assert not dear.done()
+    budget.set_limit(None)
+    await asyncio.wait_for(dear, 1)
+    assert "the judges go on: 0.1 of no limit is spent" in caplog.text
+
+
+async def test_a_large_call_is_not_starved_by_small_ones():
+    budget = Budget(1.0)
+    first = await budget.reserve("judge", 0.5)
+    large = asyncio.create_task(budget.reserve("judge", 0.8))
+    await turns()
+    small = asyncio.create_task(budget.reserve("judge", 0.1))
+    await turns()
+    assert not large.done() and not small.done()  # 0.5 + 0.1 would fit, but the large one came first
+    budget.settle(first, 0.0)
+    await asyncio.wait_for(asyncio.gather(large, small), 1)
+
+
+async def test_a_cancelled_wait_takes_nothing_also_if_it_was_just_granted():
+    budget = Budget(1.0)
+    first = await budget.reserve("judge", 1.0)
+    gone, granted, last = (asyncio.create_task(budget.reserve("judge", 1.0)) for _ in range(3))
+    await turns()
+    gone.cancel()
+    await turns()
+    budget.settle(first, 0.0)  # grants it to the second, who is cancelled before it wakes
+    granted.cancel()
+    await asyncio.wait_for(last, 1)
+    assert budget.stats()["reserved"] == 1.0 and gone.cancelled() and granted.cancelled()
+
+
+async def test_a_reservation_is_settled_once_and_only_with_a_cost():
+    budget = Budget(1.0)
+    reservation = await budget.reserve("judge", 0.5)
+    for cost in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="must be finite and not negative"):
+            budget.settle(reservation, cost)
+    budget.settle(reservation, 0.7)
+    with pytest.raises(ValueError, match="is settled already"):
+        budget.settle(reservation, 0.7)
+    assert budget.stats()["spent"] == 0.7 and budget.stats()["reserved"] == 0.0
+    with pytest.raises(ValueError, match="not negative, not -1"):
+        await budget.reserve("judge", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings_of_it", "message"),
+    [
+        ({"limit": -1.0}, "must be a number of 0 or more, not -1"),
+        ({"limit": float("nan")}, "must be a number of 0 or more, not nan"),
+        ({"policy": "stop"}, "unknown budget policy 'stop': choose pause or fallback"),
+    ],
+)
+def test_impossible_settings_are_refused(settings_of_it, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Budget(**({"limit": 1.0} | settings_of_it))
+    assert issubclass(BudgetExhausted, AsyncGrpoError)
+
+
+def test_what_was_spent_is_remembered_and_a_torn_line_is_not(tmp_path):
+    path = tmp_path / "new" / "spending.jsonl"
+
+    async def main() -> None:
+        budget = Budget(1.0, path=path)
+        await asyncio.gather(spend(budget, "judge", 0.1, 0.15), spend(budget, "small", 0.1, 0.05))
+        budget.close()
+        with path.open("ab") as file:
+            file.write(b'{"judge": "jud')
+        again = Budget(1.0, path=path)
+        assert again.stats()["spent_by_judge"] == {"judge": 0.15, "small": 0.05}
+        await spend(again, "judge", 0.2, 0.2)
+        again.close()
+        assert Budget(1.0, path=path).spent == 0.4
+
+    asyncio.run(main())
+    assert len(path.read_text().splitlines()) == 3
+
+
+async def test_a_pause_ends_when_a_higher_limit_is_written_beside_the_record(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(budget_module, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(budget_module, "REMINDER_INTERVAL_S", 0.1)
+    path, door = tmp_path / "judge_budget.jsonl", tmp_path / "judge_budget.limit"
+    budget = Budget(1.0, path=path)
+    await spend(budget, "judge", 1.0, 1.0)
+    waiting = asyncio.create_task(budget.reserve("judge", 0.5))
+    for text in ("", "plenty", "-3", "nan", "0.5", "1.4"):  # the last two are numbers, and too low
+        door.write_text(text)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+    assert caplog.text.count("the judges are paused until the limit is raised") in (
+        3,
+        4,
+    )  # at once, then each 0.1 s
+    assert f"To raise the limit: write a number to {door}" in caplog.text
+    assert caplog.text.count("'plenty' is no number of 0 or more") == 1
+    door.write_text("1.6\n")
+    await asyncio.wait_for(waiting, 5)
+    said = caplog.text.count("paused")
+    await asyncio.sleep(0.2)
+    assert caplog.text.count("paused") == said and "the judges go on: 1 of 1.6 is spent" in caplog.text
+    budget.close()
+    caplog.clear()
+    assert Budget(1.0, path=path).stats()["limit"] == 1.6  # a pool that was killed and started anew
+    assert f"{door} raises the limit of the judges from 1 to 1.6" in caplog.text
+    caplog.clear()
+    assert Budget(2.0, path=path).stats()["limit"] == 2.0 and not caplog.text
+
+
+async def test_under_fallback_a_higher_limit_is_looked_for_before_calls_are_refused(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(budget_module, "POLL_INTERVAL_S", 0.2)
+    path, door = tmp_path / "judge_budget.jsonl", tmp_path / "judge_budget.limit"
+    budget, looked = Budget(1.0, policy="fallback", path=path), []
+    read_limit = budget._record.read_limit
+    monkeypatch.setattr(budget._record, "read_limit", lambda: looked.append(1) or read_limit())
+
+    async def outcomes(count: int) -> list[bool]:
+        calls = [spend(budget, "judge", 0.4, 0.4) for _ in range(count)]
+        return [outcome is None for outcome in await asyncio.gather(*calls, return_exceptions=True)]
+
+    await asyncio.sleep(0.25)  # it was read at the start
+    assert (await outcomes(50)).count(True) == 2 and len(looked) == 1
+    assert (
+        f"is used up: a call of judge needs 0.4 and 0.8 of 1 is spent. To raise the limit: write a number to {door}"
+        in (caplog.text)
+    )
+    door.write_text("2")
+    await asyncio.sleep(0.25)
+    assert (await outcomes(50)).count(True) == 3 and len(looked) == 2
+    assert f"{door} raises the limit of the judges from 1 to 2" in caplog.text
+    budget.close()
+
+
+@pytest.mark.parametrize("text", ["my only copy", '{"judge": 1}\n', "[]\n", "\xff\n"])
+def test_a_file_that_is_no_record_of_spending_is_refused_and_kept(tmp_path, text):
+    path = tmp_path / "notes"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(
+        ConfigurationError, match=r"notes, line 1: not a line of spending .*name another file"
+    ):
+        Budget(1.0, path=path)
+    assert path.read_text(encoding="latin-1") == text
+
+
+async def test_a_record_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(tmp_path, caplog):
+    budget = Budget(1.0, path=tmp_path / "spending.jsonl")
+    budget._record._file = open("/dev/full", "ab", buffering=0)
+    for _ in range(3):
+        await spend(budget, "judge", 0.1, 0.1)
+    assert budget.spent == 0.3 and caplog.text.count("a resumed run will not know of it") == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.sampled_from(["pause", "fallback"]), st.booleans())
+def test_no_limit_is_exceeded_by_more_than_the_calls_in_flight_and_no_call_is_lost(seed, policy, honest):
+    """Random calls, cancellations and raises, recomputed in fractions at every moment of a grant."""
+    chance = random.Random(seed)  # drawn from in the order of events, which is not hypothesis' to know
+    limit = [Fraction(1)]
+    spent, reserved, estimates = [Fraction(0)], {}, {}
+    budget = Budget(float(limit[0]), policy=policy)
+
+    def thousandths(low: int, high: int) -> Fraction:
+        return Fraction(chance.randrange(low, high), 1000)
+
+    async def call(number: int) -> str:
+        await turns(chance.randrange(30))
+        estimate = thousandths(1, 400)
+        try:
+            reservation = await budget.reserve("judge", float(estimate))
+        except BudgetExhausted:
+            assert spent[0] + estimate > limit[0]
+            return "refused"
+        reserved[number] = estimate
+        estimates[number] = estimate
+        assert honest is False or spent[0] + sum(reserved.values()) <= limit[0]
+        real = estimate * thousandths(0, 1000) if honest else estimate + thousandths(0, 100)
+        try:
+            await turns(chance.randrange(30))
+        finally:
+            real = Fraction(round(real * 10**9), 10**9)
+            del reserved[number]
+            spent[0] += real
+            budget.settle(reservation, float(real))
+        return "made"
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(call(number)) for number in range(25)]
+        for task in chance.sample(tasks, 4):
+            await turns(chance.randrange(10))
+            task.cancel()
+        await turns(200)  # until nothing goes on by itself
+        # 25 calls could all have been granted on the strength of their estimates, each 0.1 dearer at most
+        assert spent[0] <= limit[0] + (0 if honest else Fraction(1, 10) * len(estimates))
+        for _ in range(40):
+            if all(task.done() for task in tasks):
+                break
+            assert policy == "pause" and not reserved
+            limit[0] += Fraction(1, 2)
+            budget.set_limit(float(limit[0]))
+            await turns(200)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        assert policy == "fallback" or outcomes.count("made") >= 21
+        assert Fraction(round(budget.spent * 10**9), 10**9) == spent[0]
+        assert (budget.stats()["reserved"], budget.stats()["waiting"]) == (0.0, 0)
+
+    asyncio.run(asyncio.wait_for(main(), 30))

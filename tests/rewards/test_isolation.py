@@ -1,0 +1,498 @@
+"""What a reward does to its process costs that sample alone: bombs, hangs, crashes, and nothing that is left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import WorkerLost
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.isolation import process_reaper as keeper
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.isolation.child_process import ChildProcess, child_environment
+from async_grpo.types import AdapterResult, RewardStatus
+
+OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
+PAGE = textwrap.dedent(
+    '''
+    import asyncio, ctypes, mmap, os, signal, socket, struct, subprocess, sys, threading, time
+    from async_grpo.rewards.adapter.decorators import batch
+    from async_grpo.rewards.adapter.decorators import post_process
+
+    BOMBS = mmap.mmap(-1, 8)  # shared by all forks: the test must not take the machine down if nobody stops the bomb
+
+    def bomb(sessions):
+        while True:
+            count = struct.unpack("q", BOMBS[:8])[0]
+            BOMBS[:8] = struct.pack("q", count + 1)
+            if count > 3000:
+                time.sleep(60)
+            if os.fork() == 0 and sessions:
+                os.setsid()
+
+    def channel_fd():
+        return int(sys.argv[1])
+
+    def lose_a_child(then):
+        """A grandchild in a session of its own, whose parent is gone."""
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+        then()
+
+    DEEDS = {
+        "nothing": lambda: None,
+        "bomb": lambda: bomb(False),
+        "bomb in sessions": lambda: bomb(True),
+        "shell bomb": lambda: subprocess.run(["bash", "-c", "for i in $(seq 2000); do sleep 30 & done; wait"]),
+        "exit": lambda: sys.exit(3),
+        "_exit": lambda: os._exit(3),
+        "orphan": lambda: lose_a_child(lambda: None),
+        "orphan and _exit": lambda: lose_a_child(lambda: os._exit(3)),
+        "orphan and kill group": lambda: lose_a_child(lambda: os.killpg(0, signal.SIGKILL)),
+        "orphan and hang": lambda: lose_a_child(lambda: time.sleep(600)),
+        "fork comes back": lambda: os.fork(),
+        "kill parent": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(600)),
+        "stop parent and hang": lambda: (os.kill(os.getppid(), signal.SIGSTOP), time.sleep(600)),
+        "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+        "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+        "SIGSEGV": lambda: ctypes.string_at(0),
+        "SIGABRT": lambda: os.abort(),
+        "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "ignore all and hang": lambda: ([signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)], time.sleep(600)),
+        "memory": lambda: [bytearray(2**26) for _ in range(1000)],
+        "recursion": lambda: eval("(" * 50 + "f(f)" + ")" * 50, {"f": lambda f: f(f)}),
+        "threads": lambda: [threading.Thread(target=time.sleep, args=(600,), daemon=True).start() for _ in range(5000)],
+        "close channel": lambda: os.close(channel_fd()),
+        "close channel and hang": lambda: (os.close(channel_fd()), time.sleep(600)),
+        "shut channel": lambda: socket.socket(fileno=channel_fd()).shutdown(socket.SHUT_RDWR),
+        "print": lambda: print("x" * 100_000, flush=True),
+        "noise": lambda: os.write(channel_fd(), b"\\xff" * 1000),
+        "a frame of noise": lambda: os.write(channel_fd(), b"\\0\\0\\0\\3{]}"),
+        "a frame of brackets": lambda: os.write(channel_fd(), b"\\0\\1\\0\\0" + b"[" * 65536),
+        "an answer to nothing": lambda: os.write(channel_fd(), b'\\0\\0\\0\\x18{"id": 99, "answers":[]}'),
+        "half a frame": lambda: os.write(channel_fd(), b"\\0\\0"),
+        "hang": lambda: time.sleep(600),
+        "spin": lambda: [None for _ in iter(int, 1)],
+    }
+
+    def plain(sample):
+        DEEDS[sample.get("deed", "nothing")]()
+        return sample.get("value", 1.0)
+
+    async def slow(sample):
+        """Waits first, so that the others are in flight when it does its deed."""
+        await asyncio.sleep(sample.get("seconds", 0.3))
+        DEEDS[sample.get("deed", "nothing")]()
+        return {"reward": sample.get("value", 1.0), "pid": os.getpid()}
+
+    async def deaf(sample):
+        while sample.get("deaf"):
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                pass
+        await asyncio.sleep(sample.get("seconds", 0.0))
+        return {"reward": 1.0, "pid": os.getpid()}
+
+    @post_process(lambda group: [None for _ in group])
+    @batch(max_samples=8, max_wait_s=0.3)
+    def batched(samples):
+        for sample in samples:
+            DEEDS[sample.get("deed", "nothing")]()
+        return [{"reward": sample.get("value", 1.0), "pid": os.getpid(), "size": len(samples)} for sample in samples]
+
+    @post_process(lambda group: [DEEDS[member["sample"].get("deed", "nothing")]() for member in group])
+    def grouped(sample):
+        return 1.0
+
+    REWARD_ADAPTERS = {"plain": plain, "slow": slow, "deaf": deaf, "batched": batched, "grouped": grouped}
+    '''
+)
+SOURCE = RewardRegistrySource.from_text("hostile_page", PAGE)
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch) -> bytes:
+    """Found in the environment of every process that a test's worker has started, whatever became of its parents."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return str(tmp_path).encode()
+
+
+def marked(mark: bytes) -> list[int]:
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if mark in Path(f"/proc/{name}/environ").read_bytes() and int(name) != os.getpid():
+                found.append(int(name))
+        except OSError:  # it has ended, or is somebody else's
+            pass
+    return found
+
+
+@asynccontextmanager
+async def worker(adapter: str, mark: bytes, **options: Any) -> AsyncIterator[AdapterProcess]:
+    """A started worker; when it is closed, nothing of it may be left."""
+    process = AdapterProcess(SOURCE, adapter, **options)
+    try:
+        await process.start()
+        assert marked(mark)
+        yield process
+    finally:
+        await process.close()
+        assert not marked(mark), "something has survived"
+
+
+async def score(process: AdapterProcess, timeout_s: float = 20.0, **sample: Any) -> AdapterResult:
+    return await process.score(sample, timeout_s)
+
+
+async def both(process: AdapterProcess, timeout_s: float, **sample: Any) -> AdapterResult:
+    """The result of the sample; the one after it must be right."""
+    result = await score(process, timeout_s, **sample)
+    assert (await score(process, value=0.25)).reward == 0.25
+    return result
+
+
+def may_raise_its_priority() -> bool:
+    (capabilities,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line
+    ]
+    return bool(int(capabilities.split()[1], 16) >> 23 & 1)  # CAP_SYS_NICE
+
+
+# One at a time ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deed", ["bomb", "bomb in sessions", "shell bomb"])
+async def test_a_fork_bomb_costs_its_sample_and_none_of_its_processes_survives(deed, mark):
+    if deed == "bomb in sessions" and not may_raise_its_priority():
+        pytest.skip("without CAP_SYS_NICE the keeper may lose this race")
+    async with worker("plain", mark, max_processes=24) as process:
+        started = time.monotonic()
+        bombed = await both(process, 30.0, deed=deed)
+        assert (bombed.status, bombed.attempts) == (FAILED, 2)
+        assert bombed.reason == (
+            "the process of 'plain' was ended, for it had started more than 24 processes"
+        )
+        assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(
+    ("deed", "reason"),
+    [
+        ("exit", "SystemExit: 3 at hostile_page.py"),
+        ("SIGINT", "KeyboardInterrupt"),
+        ("memory", "MemoryError"),
+        ("recursion", "RecursionError"),
+        ("threads", "RuntimeError: can't start new thread"),
+    ],
+)
+async def test_what_python_notices_is_a_failure_and_the_process_lives_on(deed, reason, mark):
+    async with worker("plain", mark, memory_limit_bytes=2**30) as process:
+        pid = process.pid
+        result = await both(process, 20.0, deed=deed)
+        assert result.status is FAILED and result.attempts == 1 and reason in result.reason
+        assert process.pid == pid
+
+
+@pytest.mark.parametrize(
+    ("deed", "reason"),
+    [
+        ("_exit", "died (exit status 3)"),
+        ("orphan and _exit", "died (exit status 3)"),
+        ("orphan and kill group", "died (signal SIGKILL)"),
+        ("SIGTERM", "died (signal SIGTERM)"),
+        ("SIGSEGV", "died (signal SIGSEGV)"),
+        ("SIGABRT", "died (signal SIGABRT)"),
+        ("kill parent", "died (signal SIGKILL)"),
+        ("close channel", "died (exit status 1)"),
+        ("close channel and hang", "died (signal SIGKILL)"),
+        ("shut channel", "died (exit status 1)"),
+        ("noise", "answered nonsense: MessageTooLarge"),
+        ("a frame of noise", "answered nonsense: JSONDecodeError"),
+        ("a frame of brackets", "answered nonsense: ValueError: a message is nested too deeply"),
+        ("an answer to nothing", "answered nonsense: KeyError: 99"),
+    ],
+)
+async def test_what_ends_the_process_or_spoils_its_channel_is_a_failure_on_the_second_attempt(
+    deed, reason, mark
+):
+    async with worker("plain", mark) as process:
+        result = await both(process, 20.0, deed=deed)
+        assert (result.status, result.reward, result.attempts) == (FAILED, None, 2)
+        assert result.reason.startswith(f"the process of 'plain' {reason}")
+
+
+@pytest.mark.parametrize(
+    "deed", ["hang", "spin", "SIGSTOP", "ignore all and hang", "orphan and hang", "stop parent and hang"]
+)
+async def test_what_never_ends_is_timed_out_and_killed(deed, mark):
+    async with worker("plain", mark) as process:
+        result = await both(process, 0.4, deed=deed)
+        assert (result.status, result.reason, result.attempts) == (TIMED_OUT, "no answer within 0.4 s", 1)
+        assert len(marked(mark)) == 2  # the new keeper and its process: nothing of the old ones
+
+
+async def test_half_a_message_spoils_the_next_ones_and_is_found_out(mark):
+    async with worker("plain", mark) as process:
+        result = await both(process, 0.5, deed="half a frame")
+        assert result.status in (FAILED, TIMED_OUT) and result.reward is None
+
+
+async def test_prints_and_orphans_and_forks_that_come_back_disturb_nothing(mark, capfd):
+    async with worker("plain", mark) as process:
+        pid = process.pid
+        for deed in ("print", "orphan", "fork comes back"):
+            for value in (0.5, 0.75):
+                result = await score(process, deed=deed, value=value)
+                assert (result.reward, result.attempts) == (value, 1)
+                await asyncio.sleep(0.05)  # for whatever else the process might answer
+        assert process.pid == pid
+    assert capfd.readouterr().out == ""
+
+
+async def test_nothing_of_a_worker_survives_its_parent(mark, tmp_path):
+    program = (
+        "import asyncio\n"
+        "from async_grpo.rewards.isolation.adapter_process import AdapterProcess\n"
+        "from async_grpo.rewards.adapter.registry_source import RewardRegistrySource\n"
+        f"source = RewardRegistrySource.from_text('hostile_page', {PAGE!r})\n"
+        "asyncio.run(AdapterProcess(source, 'plain').score({'deed': 'orphan and hang'}, 600))\n"
+    )
+    environment = child_environment()
+    parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    try:
+        while len(marked(mark)) < 4:  # the parent, the keeper, its process, the orphan
+            await asyncio.sleep(0.01)
+    finally:
+        parent.kill()
+        parent.wait(timeout=20)
+    while marked(mark):
+        await asyncio.sleep(0.01)
+
+
+async def test_the_kernel_takes_a_verifier_first_when_memory_runs_out(mark):
+    async with worker("plain", mark) as process:
+        (child,) = [pid for pid in marked(mark) if pid != process.pid]
+        assert Path(f"/proc/{child}/oom_score_adj").read_text().strip() == "1000"
+        assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() != "1000"
+
+
+async def test_descendants_are_found_without_the_kernels_list_of_children(monkeypatch):
+    program = "import os, time\nif os.fork() == 0: os.setsid()\nprint(flush=True)\ntime.sleep(600)"
+    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        started.stdout.readline(), started.stdout.readline()
+        listed = sorted(keeper._descendants(started.pid))
+        monkeypatch.setattr(keeper, "_children_file", lambda pid, thread: "/proc/none")
+        assert len(listed) == 1 and sorted(keeper._descendants(started.pid)) == listed
+    finally:
+        for pid in (*listed, started.pid):
+            os.kill(pid, signal.SIGKILL)
+        started.wait()
+        started.stdout.close()
+
+
+# Many at a time ---------------------------------------------------------------------------------------------------
+
+
+async def gathered(
+    process: AdapterProcess, samples: list[dict[str, Any]], timeout_s: float = 20.0
+) -> list[Any]:
+    return await asyncio.gather(
+        *(process.score(sample, timeout_s) for sample in samples), return_exceptions=True
+    )
+
+
+@pytest.mark.parametrize("deed", ["_exit", "SIGSEGV", "noise", "close channel", "bomb"])
+async def test_a_crash_among_many_in_flight_fails_one_sample_and_the_others_are_scored(deed, mark):
+    async with worker("slow", mark, max_processes=24) as process:
+        samples = [{"value": float(number), "seconds": 0.2} for number in range(6)]
+        samples[3] |= {"deed": deed, "seconds": 0.05}
+        results = await gathered(process, samples)
+        assert [result.reward for result in results] == [0.0, 1.0, 2.0, None, 4.0, 5.0]
+        assert (results[3].status, results[3].attempts) == (FAILED, 2)
+
+
+async def test_two_crashes_among_many_in_flight_fail_two_samples(mark):
+    async with worker("slow", mark) as process:
+        samples = [{"value": float(number), "seconds": 0.05 * number} for number in range(6)]
+        samples[2]["deed"] = samples[5]["deed"] = "_exit"
+        results = await gathered(process, samples)
+        assert [result.reward for result in results] == [0.0, 1.0, None, 3.0, 4.0, None]
+
+
+async def test_when_no_time_is_left_after_a_crash_the_sample_is_not_to_blame(mark):
+    async with worker("slow", mark) as process:
+        samples = [{"seconds": 0.5, "deed": "_exit"}, {"seconds": 1.4}, {"seconds": 1.4}]
+        crashed, *others = await gathered(process, samples, timeout_s=1.5)
+        assert crashed.status is FAILED
+        for lost in others:
+            assert isinstance(lost, WorkerLost) and "no time is left to try again after a crash" in str(lost)
+
+
+async def test_a_timed_out_sample_is_cancelled_and_its_siblings_do_not_notice(mark):
+    async with worker("deaf", mark) as process:
+        pid = process.pid
+        siblings = asyncio.create_task(gathered(process, [{"seconds": 0.6}] * 5))
+        late = await score(process, 0.2, seconds=600)
+        assert (late.status, late.reason) == (TIMED_OUT, "no answer within 0.2 s")
+        results = await siblings
+        assert [result.reward for result in results] == [1.0] * 5
+        assert {result.attempts for result in results} == {1} and process.pid == pid
+
+
+async def test_a_cancelled_call_ends_when_its_place_is_free_and_costs_no_other(mark):
+    async with worker("deaf", mark) as process:
+        pid = process.pid
+        calls = [asyncio.create_task(score(process, seconds=600)) for _ in range(process.capacity)]
+        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(score(process, seconds=0))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()  # all places are taken
+        calls[7].cancel()
+        assert (await waiting).reward == 1.0
+        assert calls[7].cancelled() and sum(call.done() for call in calls) == 1
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert process.pid == pid and (await score(process)).reward == 1.0
+
+
+async def test_a_sample_that_ignores_its_cancellation_costs_the_process_and_others_are_to_be_tried_again(
+    mark,
+):
+    async with worker("deaf", mark, grace_s=0.3) as process:
+        siblings = asyncio.create_task(gathered(process, [{"seconds": 30}] * 3))
+        assert (await score(process, 0.2, deaf=True)).status is TIMED_OUT
+        for lost in await siblings:
+            assert isinstance(lost, WorkerLost) and "was ended for another sample" in str(lost)
+        assert (await score(process)).reward == 1.0
+
+
+@pytest.mark.parametrize("deed", ["hang", "spin", "SIGSTOP"])
+async def test_a_blocked_event_loop_costs_the_process(deed, mark):
+    async with worker("slow", mark, grace_s=0.3) as process:
+        siblings = asyncio.create_task(gathered(process, [{"seconds": 30}] * 3))
+        blocked = await score(process, 0.4, seconds=0.1, deed=deed)
+        assert blocked.status is TIMED_OUT
+        assert all(isinstance(lost, WorkerLost) for lost in await siblings)
+        assert (await score(process, seconds=0)).reward == 1.0
+
+
+async def test_a_cancelled_call_that_ignores_it_is_ended_too(mark):
+    async with worker("deaf", mark, grace_s=0.2) as process:
+        call = asyncio.create_task(score(process, deaf=True))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await score(process)).reward == 1.0
+
+
+@pytest.mark.parametrize(("deed", "attempts"), [("exit", 1), ("_exit", 2), ("memory", 1)])
+async def test_one_bad_sample_does_not_cost_its_batch(deed, attempts, mark):
+    async with worker("batched", mark, memory_limit_bytes=2**30) as process:
+        samples = [{"value": float(number)} for number in range(6)]
+        samples[3]["deed"] = deed
+        results = await gathered(process, samples)
+        assert [result.reward for result in results] == [0.0, 1.0, 2.0, None, 4.0, 5.0]
+        assert results[3].status is FAILED and {result.attempts for result in results} == {attempts}
+
+
+async def test_a_batch_that_hangs_is_timed_out_as_one_and_killed(mark):
+    async with worker("batched", mark) as process:
+        results = await gathered(process, [{}, {"deed": "hang"}, {}], timeout_s=0.8)
+        assert [result.status for result in results] == [TIMED_OUT] * 3
+        assert (await score(process)).reward == 1.0
+
+
+@pytest.mark.parametrize("what", ["a sample", "a group"])
+async def test_what_waits_behind_a_batch_has_its_own_time(what, mark):
+    async with worker("batched", mark) as process:
+        hanging = asyncio.create_task(score(process, 2.0, deed="hang"))
+        await asyncio.sleep(0.6)  # it is under way
+        if what == "a sample":
+            following = [await score(process, 1.0)]
+        else:
+            following = await process.post_process([{}] * 2, [AdapterResult("batched", OK, 1.0)] * 2, 1.0)
+        assert (await hanging).status is TIMED_OUT
+        assert {(result.status, result.attempts) for result in following} == {(OK, 1)}
+
+
+async def test_a_batch_whose_process_cannot_be_started_fails_and_nobody_waits_for_ever(mark, monkeypatch):
+    async with worker("batched", mark) as process:
+        hanging = asyncio.create_task(score(process, 1.0, deed="hang"))
+        await asyncio.sleep(0.6)
+        following = asyncio.create_task(score(process, 1.0))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(process, "_start_timeout_s", 0.0)
+        assert (await hanging).status is TIMED_OUT
+        result = await following
+        assert (result.status, result.attempts) == (FAILED, 2) and "was not ready within 0 s" in result.reason
+
+
+async def test_a_batch_goes_on_without_the_one_whose_caller_has_gone(mark):
+    async with worker("batched", mark) as process:
+        gone, stays = (asyncio.create_task(score(process, value=value)) for value in (0.25, 0.5))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        assert (await stays).reward == 0.5 and gone.cancelled()
+        assert (await stays).extra["size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("deed", "status", "reason"),
+    [
+        ("_exit", FAILED, "the process of 'grouped' died (exit status 3)"),
+        ("exit", FAILED, "post_process_scores: SystemExit: 3"),
+        ("hang", TIMED_OUT, "no answer within 1 s"),
+        ("nothing", OK, ""),
+    ],
+)
+async def test_what_post_processing_does_costs_its_group(deed, status, reason, mark):
+    async with worker("grouped", mark) as process:
+        group = [{}, {"deed": deed}]
+        results = [await process.score({}, 20.0) for _ in group]
+        changed = await process.post_process(group, results, 1.0)
+        assert [result.status for result in changed] == [status] * 2
+        assert all(result.reason.startswith(reason) for result in changed)
+        assert (await score(process)).reward == 1.0
+
+
+async def test_an_answer_that_crosses_with_the_end_of_its_caller_harms_nobody(mark):
+    child = ChildProcess("plain", 2**20, max_processes=8)
+    options = {"source": asdict(SOURCE), "adapter": "plain", "options": {}}
+    await (await child.greet(options | {"memory_limit_bytes": None, "max_message_bytes": 2**20}))
+    request_id, reply = child.ask("samples", [b"{}"])
+    reply.cancel()  # as the end of the task that awaits it does
+    while child.is_asked(request_id):
+        await asyncio.sleep(0.01)
+    assert not child.lost and (await child.ask("samples", [b"{}"])[1])["answers"][0]["reward"] == 1.0
+    await child.end("the test is over")
+    assert not marked(mark)
+
+
+async def test_closing_ends_all_calls_in_flight(mark):
+    for adapter in ("slow", "batched"):
+        async with worker(adapter, mark) as process:
+            calls = asyncio.create_task(gathered(process, [{"seconds": 600, "deed": "hang"}] * 4))
+            await asyncio.sleep(0.5)
+            await process.close()
+            assert all(isinstance(lost, WorkerLost) for lost in await calls)
+            with pytest.raises(WorkerLost, match="closed"):
+                await score(process)

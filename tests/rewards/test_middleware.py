@@ -1,0 +1,249 @@
+"""What stands around a call: cache, budget and limits, in that order, over real ones of each."""
+
+import asyncio
+import itertools
+import time
+
+import pytest
+
+from async_grpo.cluster.reward_actors import VerifierPoolActor
+from async_grpo.config.reward_plans import pool_plan, reward_limits, with_secrets
+from async_grpo.config.run import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.budget import Budget
+from async_grpo.rewards.cache.file import CacheFile
+from async_grpo.rewards.cache.verdicts import VerdictCache
+from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.limited_worker import LimitedWorker
+from async_grpo.rewards.middleware import COST, CallMiddleware, most_it_costs
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.types import AdapterResult, RewardStatus
+
+OK, FAILED = RewardStatus.OK, RewardStatus.FAILED
+SAMPLE = {"completion": "4", "answer": "4", "group_id": 1}
+
+
+class Judge:
+    """Answers after a moment; counts its calls."""
+
+    def __init__(self, status=OK, cost=None, delay_s=0.01):
+        self.status, self.cost, self.delay_s = status, cost, delay_s
+        self.calls = self.now = self.most = 0
+
+    async def __call__(self, sample):
+        self.calls += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(self.delay_s)
+        self.now -= 1
+        extra = {} if self.cost is None else {COST: self.cost}
+        return AdapterResult(
+            "judge", self.status, 1.0 if self.status is OK else None, extra, latency_s=9.0, attempts=2
+        )
+
+
+async def test_the_same_question_is_paid_for_once_and_a_hit_reports_its_own_time(tmp_path):
+    judge, cache = Judge(cost=0.5), VerdictCache(tmp_path / "c.sqlite")
+    around = CallMiddleware(versions={"judge": "v"}, cache=cache)
+    first = await around("judge", SAMPLE, "train", judge)
+    again = await around("judge", {**SAMPLE, "group_id": 2}, "train", judge)
+    assert judge.calls == 1 and (first.reward, again.reward) == (1.0, 1.0)
+    assert (first.latency_s, first.attempts, first.extra[COST]) == (9.0, 2, 0.5)
+    assert again.latency_s < 1.0 and again.attempts == 0 and again.extra[COST] == 0.0
+    await around.close()
+
+
+async def test_a_failure_is_asked_again(tmp_path):
+    judge = Judge(FAILED)
+    around = CallMiddleware(versions={"judge": "v"}, cache=VerdictCache(tmp_path / "c.sqlite"))
+    results = [await around("judge", SAMPLE, "train", judge) for _ in range(2)]
+    assert judge.calls == 2 and all(result.status is FAILED for result in results)
+    await around.close()
+
+
+class Timed:
+    """A worker that serves one sample after the other; knows when it began each."""
+
+    capacity = 1
+
+    def __init__(self):
+        self.starts, self.closed = [], False
+
+    async def score(self, sample, timeout_s):
+        self.starts.append(time.monotonic())
+        await asyncio.sleep(sample["seconds"])
+        return AdapterResult("rule", OK, 1.0)
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_limits_of_a_reward_in_a_process_hold_where_its_calls_start():
+    """A first call that takes long must not let those that wait behind it start all at once."""
+    limits, workers = Limits(requests_per_minute=600, burst_s=0.0, slack_s=0.0), [Timed(), Timed()]
+    made = iter(workers)
+    limiter = Limiter()
+
+    async def make(_):
+        return LimitedWorker(next(made), limiter, "rule", limits, "train")
+
+    pool = VerifierPool(["rule"], make, workers=2, timeout_s=0.6)
+    await pool.start()
+    rows = [{"completion": "", "seconds": 0.5 if n < 2 else 0.0} for n in range(12)]
+    verdicts = await asyncio.gather(*map(pool.verify, rows))
+    await pool.close()
+    starts = sorted(workers[0].starts + workers[1].starts)
+    assert len(starts) == 12 and min(b - a for a, b in itertools.pairwise(starts)) > 0.08  # 0.1 s each
+    assert all(verdict.status is OK for verdict in verdicts)  # 1.2 s in all, of which none has more than 0.6
+    assert max(verdict.results[0].queue_s for verdict in verdicts) > 0.8
+    assert all(worker.closed for worker in workers) and limiter.stats()["rule"]["in_flight"] == 0
+
+
+async def test_an_estimate_that_fails_is_the_samples_failure_and_nobody_is_paid():
+    def broken(sample):
+        raise KeyError("rubric")
+
+    judge = Judge(cost=0.1)
+    around = CallMiddleware(versions={}, budget=Budget(1.0), estimates={"judge": broken})
+    result = await around("judge", SAMPLE, "train", judge)
+    assert result.status is FAILED and "KeyError: 'rubric'" in result.reason and not judge.calls
+
+
+async def test_a_budget_that_is_used_up_stops_the_calls_and_never_overspends():
+    judge, budget = Judge(cost=0.3), Budget(1.0, policy="fallback")
+    around = CallMiddleware(versions={"judge": "v"}, budget=budget, estimates={"judge": lambda sample: 0.3})
+    results = await asyncio.gather(*(around("judge", {**SAMPLE, "n": n}, "train", judge) for n in range(10)))
+    assert judge.calls == 3 and budget.spent == pytest.approx(0.9)
+    refused = [result for result in results if result.status is FAILED]
+    assert len(refused) == 7 and all(result.reward is None for result in refused)
+    assert around.stats()["judge_budget_spent"] == pytest.approx(0.9)
+
+
+async def test_a_call_whose_cost_nobody_counted_is_taken_for_its_estimate():
+    budget = Budget(None)
+    around = CallMiddleware(versions={"judge": "v"}, budget=budget, estimates={"judge": lambda sample: 0.25})
+    await around("judge", SAMPLE, "train", Judge(cost=None))
+    assert budget.spent == pytest.approx(0.25)
+
+
+def test_what_a_call_costs_at_most_is_its_longest_reply():
+    class Priced:
+        price_per_million_tokens = (1.0, 2.0)
+
+        def token_estimate(self, sample):
+            return 1000.0, 500.0
+
+    assert most_it_costs(Priced(), SAMPLE) == pytest.approx(1000 * 1e-6 + 500 * 2e-6)
+
+
+PAGE = """
+from async_grpo.rewards.adapter.decorators import post_process
+from async_grpo.rewards.judges import LLMJudge
+
+def rule(sample, weight=1.0):
+    return weight
+
+@post_process(lambda group: [1.0 for _ in group])
+def vote(sample):
+    return 0.0
+
+class Voting(LLMJudge):
+    def post_process_scores(self, group):
+        return group
+
+REWARD_ADAPTERS = {
+    "rule": rule,
+    "voting": Voting(url="http://127.0.0.1:1", model="m"),
+    "vote": vote,
+    "judge": LLMJudge(url="http://127.0.0.1:1", model="m", api_key_env="A_KEY_OF_THE_TESTS"),
+    "paid": LLMJudge(url="http://127.0.0.1:1", model="m", price_per_million_tokens=(1.0, 2.0)),
+}
+"""
+
+
+def config(**changes):
+    return RunConfig(**{"model_name_or_path": "m", "data_path": "d", **changes})
+
+
+def test_a_pool_plan_holds_what_the_command_line_says():
+    source = RewardRegistrySource.from_text("page_of_plans", PAGE)
+    made = config(
+        verifiers="rule=7",
+        reward_limits="judge.rpm=60,judge.concurrency=2,judge.tpm=9,rule.rpm=8",
+        reward_options="weight=2",
+        reward_fallback="judge=rule",
+        on_reward_failure="judge=constant:0.5",
+        reward_combine="sum",
+        reward_weights="rule=0.5",
+    )
+    plan = pool_plan(made, source, ["rule", "judge"])
+    assert plan.workers == {"rule": 7, "judge": 1} and plan.fallbacks == {"judge": "rule"}
+    assert plan.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0, tokens_per_minute=9.0)
+    assert plan.combination.constants == {"judge": 0.5} and plan.combination.weights == {"rule": 0.5}
+    assert reward_limits(made)["rule"].requests_per_minute == 8
+
+
+def test_a_judge_with_a_hook_that_nobody_would_call_is_refused():
+    with pytest.raises(ConfigurationError, match="the judge voting has post_process_scores"):
+        pool_plan(config(), RewardRegistrySource.from_text("page_of_plans", PAGE), ["voting"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"verifiers": "other=2"}, "--verifiers names other"),
+        ({"reward_limits": "other.rpm=2"}, "--reward-limits names other"),
+        ({"reward_limits": "rule.tpm=9"}, "rule.tpm: rule is no judge, and takes no tokens"),
+        ({"reward_options": "loudness=2"}, "takes the option loudness"),
+        ({"reward_fallback": "rule=nobody"}, "nobody"),
+        ({"reward_fallback": "rule=vote"}, "rule=vote: vote scores by the whole group"),
+    ],
+)
+def test_a_name_that_is_no_reward_of_the_run_or_cannot_do_what_it_is_to_is_refused(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        pool_plan(config(**options), RewardRegistrySource.from_text("page_of_plans", PAGE), ["rule"])
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "said"),
+    [
+        ({}, ["rule"], "--judge-budget 5, but none of rule has a price"),
+        ({}, ["rule", "judge"], "none of rule, judge has a price: give the judge its price_per_million_tokens"),
+        ({"judge_budget_policy": "fallback"}, ["paid"], "nobody stands in for paid: name somebody by --reward-f"),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "judge=rule"}, ["judge", "paid"], "in for paid"),
+        ({}, ["paid"], None),
+        ({"reward_fallback": "judge=paid"}, ["judge"], None),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "paid=rule"}, ["paid"], None),
+    ],
+)  # fmt: skip
+def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_refused(options, names, said):
+    source, made = RewardRegistrySource.from_text("page_of_plans", PAGE), config(judge_budget=5.0, **options)
+    if said is None:
+        assert pool_plan(made, source, names).budget == 5.0
+    else:
+        with pytest.raises(ConfigurationError, match=said):
+            pool_plan(made, source, names)
+
+
+async def test_the_size_of_the_cache_reaches_it(tmp_path):
+    made = config(verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
+    source = RewardRegistrySource.from_text("page_of_plans", PAGE)
+    around = VerifierPoolActor(source, pool_plan(made, source, ["rule"]))._make_surroundings()
+    sample = {"completion": "x" * 100}
+    for number in range(1, 1002):  # it prunes after every thousand
+        await around("rule", {**sample, "n": number}, "train", Judge(delay_s=0))
+    await around.close()
+    (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
+    assert entries.num_bytes <= 0.01 * 2**20 + 1000
+
+
+def test_a_key_goes_with_the_plan_and_shows_nowhere(monkeypatch):
+    source = RewardRegistrySource.from_text("page_of_plans", PAGE)
+    plan = pool_plan(config(), source, ["judge"])
+    with pytest.raises(ConfigurationError, match="A_KEY_OF_THE_TESTS"):
+        with_secrets(plan, source)
+    monkeypatch.setenv("A_KEY_OF_THE_TESTS", "sesame")
+    secret = with_secrets(plan, source)
+    assert secret.secrets == {"A_KEY_OF_THE_TESTS": "sesame"} and "sesame" not in repr(secret)

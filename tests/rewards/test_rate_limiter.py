@@ -1,0 +1,477 @@
+"""Limits of remote judges, in virtual time: every sliding window, order, lanes, cancellation, reconciliation."""
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.meter import CATCH_UP_FACTOR, CATCH_UP_S, Meter
+from async_grpo.rewards.http.rate_limiter import Limiter
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Waits take no time: where a real loop would sleep in its selector, the clock jumps."""
+
+    def __init__(self) -> None:
+        super().__init__(_JumpingSelector(self))
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list:
+        if timeout is None:
+            raise AssertionError("everything waits, and for nothing that is going to happen")
+        self._loop.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def virtually(scenario: Callable[[], Awaitable[Any]]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(scenario())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Callers:
+    """Calls of one key, and what became of them: `starts` of (moment, tokens, name)."""
+
+    def __init__(self, limits: Limits, limiter: Limiter | None = None) -> None:
+        self.limits, self.limiter = limits, limiter or Limiter()
+        self.starts: list[tuple[float, float, Any]] = []
+        self.running = self.most_running = 0
+
+    async def call(self, name=None, *, at=0.0, tokens=0.0, used=None, lasts=0.0, lane="train") -> None:
+        await asyncio.sleep(at)
+        permit = await self.limiter.acquire("judge", self.limits, tokens=tokens, lane=lane)
+        self.starts.append((now(), tokens if used is None else used, name))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(lasts)
+        finally:
+            self.running -= 1
+            await self.limiter.release("judge", permit, used_tokens=used)
+
+    async def calls(self, *calls: dict) -> "Callers":
+        await asyncio.gather(*(self.call(**call) for call in calls))
+        return self
+
+    @property
+    def moments(self) -> list[float]:
+        return [at for at, _, _ in self.starts]
+
+    @property
+    def names(self) -> list[Any]:
+        return [name for _, _, name in self.starts]
+
+
+def worst_window(starts: list[tuple[float, float]], width_s: float) -> float:
+    """The largest sum of costs in [t, t + width_s), by brute force over every t that can matter."""
+    return max(sum(cost for at, cost in starts if t <= at < t + width_s) for t, _ in starts)
+
+
+# Rates
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    per_minute=st.sampled_from([3, 7, 30, 61.5, 240]),
+    burst_s=st.sampled_from([0.0, 0.1, 5.0]),
+    slack_s=st.sampled_from([0.0, 0.4]),
+    gaps=st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.01, 0.7, 20.0, 65.0]), min_size=1, max_size=80),
+    lasts=st.sampled_from([0.0, 0.3, 30.0]),
+    concurrency=st.sampled_from([1, 5]),
+)
+def test_no_window_of_a_minute_holds_more_calls_than_the_limit(
+    per_minute, burst_s, slack_s, gaps, lasts, concurrency
+):
+    slots = concurrency if lasts else None
+    limits = Limits(slots, requests_per_minute=per_minute, burst_s=burst_s, slack_s=slack_s)
+    arrivals = [sum(gaps[: i + 1]) for i in range(len(gaps))]
+    callers = virtually(lambda: Callers(limits).calls(*(dict(at=at, lasts=lasts) for at in arrivals)))
+    starts = [(at, 1.0) for at in callers.moments]
+    assert len(starts) == len(gaps)
+    assert worst_window(starts, 60.0 + slack_s - 1e-6) <= max(per_minute, 1)
+    for width_s in (1e-3, 0.5, 3.0, 17.0):
+        rate = (
+            per_minute / (60.0 + slack_s) * (1.0 if lasts == 0.0 else CATCH_UP_FACTOR)
+        )  # no slots: no time is lost
+        assert worst_window(starts, width_s) <= rate * (width_s + burst_s) + 1 + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    per_minute=st.sampled_from([100, 1000, 1234.5]),
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.0, 0.2, 9.0]),
+            st.sampled_from([0.0, 1.0, 20.0, 99.0, 400.0]),
+            st.floats(0, 1),
+        ),
+        min_size=1,
+        max_size=50,
+    ),
+)
+def test_no_window_of_a_minute_holds_more_tokens_than_the_limit(per_minute, calls):
+    """Estimates are at least what is used, as `max_tokens` is; a call above the limit is alone in its minute."""
+    limits = Limits(tokens_per_minute=per_minute, burst_s=0.5)
+    arrivals = [sum(gap for gap, _, _ in calls[: i + 1]) for i in range(len(calls))]
+    plan = [
+        dict(at=at, tokens=tokens, used=tokens * share, lasts=share)
+        for at, (_, tokens, share) in zip(arrivals, calls, strict=True)
+    ]
+    callers = virtually(lambda: Callers(limits).calls(*plan))
+    starts = [(at, used) for at, used, _ in callers.starts]
+    assert worst_window(starts, 60.0) <= max(per_minute, max(tokens for _, tokens, _ in calls)) + 1e-6
+
+
+def test_a_saturated_key_gets_its_limit_but_for_the_slack():
+    """1200 per minute is 20 per second; 600 s of it, less 0.5 s in 60.5: 11 900.8, and the first one or two at once."""
+    callers = virtually(lambda: Callers(Limits(requests_per_minute=1200)).calls(*[{}] * 13_000))
+    assert 11_900 <= sum(at < 600 for at in callers.moments) <= 11_903
+
+
+def test_what_a_late_timer_loses_is_caught_up_at_little_more_than_the_rate():
+    """600 per minute, always someone waiting, and a limiter that stalls for 2 s after 10 s: 20 calls to catch up.
+
+    At 1.1 times 10 per second that takes 20 s. No minute holds more than 600, and no second more than 11 (and 2).
+    """
+    meter, now, starts = Meter(), 0.0, []
+    meter.set(600, burst_s=0.05, slack_s=0)
+    while now < 200:
+        now = max(now, meter.may_start(1.0, now))
+        if 10 <= now < 12:
+            now = 12.0
+        meter.start(1.0, now, since=0.0)
+        starts.append(now)
+    costs = [(at, 1.0) for at in starts]
+    assert worst_window(costs[:400], 1.0) <= 1.1 * 10 * 1.05 + 1
+    assert worst_window(costs, 60.0) <= 600
+    counts = [sum(at < moment for at in starts) for moment in (11.9, 22, 34)]
+    assert counts == [pytest.approx(expected, abs=2) for expected in (100, 100 + 110, 340)]
+    assert sum(at < 180 for at in starts) >= 1799
+
+
+def test_tokens_and_requests_hold_together_and_the_scarcer_one_rules():
+    """60 calls per minute but 600 tokens: of calls of 60 tokens 10 start per minute, 6.05 s apart with the slack."""
+    limits = Limits(requests_per_minute=60, tokens_per_minute=600, burst_s=0)
+    callers = virtually(lambda: Callers(limits).calls(*[dict(tokens=60)] * 11))
+    assert callers.moments == pytest.approx([6.05 * i for i in range(11)])
+
+
+def test_a_call_larger_than_a_burst_waits_its_turn_and_no_longer_and_what_follows_waits_for_it():
+    """600 tokens per minute, no slack: 10 per second. 300 tokens start at once on an idle key; the next 30 s later."""
+    limits = Limits(tokens_per_minute=600, burst_s=0.1, slack_s=0)
+    callers = virtually(lambda: Callers(limits).calls(*(dict(tokens=n) for n in (300, 10, 10))))
+    assert callers.moments == pytest.approx([0.0, 29.9, 30.9])
+
+
+def test_a_call_larger_than_the_limit_starts_alone():
+    """250 tokens take 150 s at 100 per minute; the minute that they waited for is caught up as far as any lost time is."""
+    limits = Limits(tokens_per_minute=100, burst_s=0, slack_s=0)
+    callers = virtually(lambda: Callers(limits).calls(*(dict(tokens=n) for n in (10, 250, 10))))
+    assert callers.moments == pytest.approx([0.0, 60.0, 60.0 + 150.0 - CATCH_UP_S])
+
+
+def test_a_lull_saves_up_no_more_than_the_burst():
+    """60 per minute, bursts of 3 s: after an idle minute 4 of 10 start at once (one now, three from the burst)."""
+    limits = Limits(requests_per_minute=60, burst_s=3, slack_s=0)
+    callers = virtually(lambda: Callers(limits).calls({}, *[dict(at=120)] * 10))
+    assert [round(at - 120) for at in callers.moments[1:]] == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_queue_behind_a_busy_slot_does_not_fire_as_a_burst():
+    """10 per second and one slot that is busy for 2 s: a rate taken before the slot would let 20 start at once."""
+    limits = Limits(concurrency=1, requests_per_minute=600)
+    callers = virtually(lambda: Callers(limits).calls(dict(lasts=2.0), *[{}] * 40))
+    later = [(at, 1.0) for at in callers.moments[1:]]
+    assert callers.moments[1] >= 2.0
+    assert worst_window(later, 0.5) <= CATCH_UP_FACTOR * 0.55 * 10 + 1
+
+
+# Slots and order
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    concurrency=st.integers(1, 5),
+    calls=st.lists(
+        st.tuples(st.integers(0, 300).map(lambda n: n / 100), st.floats(0, 2)),
+        min_size=1,
+        max_size=40,
+        unique_by=lambda call: call[0],  # of calls that come in the same moment, any may be the first
+    ),
+)
+def test_never_more_calls_at_once_than_slots_and_never_an_idle_slot_with_a_queue(concurrency, calls):
+    callers = virtually(
+        lambda: Callers(Limits(concurrency=concurrency)).calls(*(dict(at=at, lasts=s) for at, s in calls))
+    )
+    assert callers.most_running <= concurrency
+    expected = []  # a queue in plain Python: each call starts when it has come and the earliest slot is free
+    free = [0.0] * concurrency
+    for at, lasts in sorted(calls, key=lambda call: call[0]):
+        slot = min(range(concurrency), key=free.__getitem__)
+        expected.append(max(at, free[slot]))
+        free[slot] = expected[-1] + lasts
+    assert sorted(callers.moments) == pytest.approx(sorted(expected), abs=1e-6)
+
+
+def test_small_calls_do_not_overtake_a_large_one():
+    limits = Limits(tokens_per_minute=600)
+    sizes = [10, 10, 500, 1, 1, 1]
+    callers = virtually(lambda: Callers(limits).calls(*(dict(name=i, tokens=n) for i, n in enumerate(sizes))))
+    assert callers.names == [0, 1, 2, 3, 4, 5]
+
+
+def test_lanes_take_turns_whatever_their_backlogs():
+    async def scenario() -> Callers:
+        callers = Callers(Limits(requests_per_minute=60, burst_s=0, slack_s=0))
+        train = [dict(name="t", lane="train")] * 100
+        return await callers.calls(*train, *[dict(name="e", at=10.5, lane="eval")] * 5)
+
+    names = virtually(scenario).names
+    assert names[:11] == ["t"] * 11
+    assert names[11:21] == ["t", "e"] * 5  # 100 calls wait before the first "e", and it is the next but one
+    assert names[21:] == ["t"] * 84
+
+
+def test_keys_do_not_share_limits():
+    async def scenario() -> float:
+        limiter, limits = Limiter(), Limits(concurrency=1)
+        await limiter.acquire("one", limits)
+        await limiter.acquire("other", limits)
+        return now()
+
+    assert virtually(scenario) == 0.0
+
+
+def test_without_limits_nothing_waits():
+    callers = virtually(lambda: Callers(Limits()).calls(*[dict(tokens=1e9, lasts=1.0)] * 1000))
+    assert callers.most_running == 1000 and set(callers.moments) == {0.0}
+
+
+# Reconciliation
+
+
+def test_tokens_that_were_not_used_may_be_used_at_once():
+    """100 tokens each are reserved and 10 used: at 600 per minute that is one call per second, not one in ten."""
+    limits = Limits(concurrency=1, tokens_per_minute=600, burst_s=0, slack_s=0)
+    plan = [dict(tokens=100, used=10, lasts=0.25)] * 6
+    callers = virtually(lambda: Callers(limits).calls(*plan))
+    assert callers.moments == pytest.approx([0, 1, 2, 3, 4, 5])
+
+
+def test_tokens_that_were_not_foreseen_are_waited_for():
+    """Nothing is reserved and 300 are used by the end of the first second: 30 s of debt from there, at 10 per second."""
+    limits = Limits(concurrency=1, tokens_per_minute=600, burst_s=0, slack_s=0)
+    callers = virtually(lambda: Callers(limits).calls(dict(used=300, lasts=1.0), dict(tokens=5)))
+    assert callers.moments == pytest.approx([0.0, 31.0])
+
+
+def test_without_a_word_on_its_use_a_call_cost_its_estimate():
+    limits = Limits(concurrency=1, tokens_per_minute=600, burst_s=0, slack_s=0)
+    callers = virtually(lambda: Callers(limits).calls(*[dict(tokens=100)] * 3))
+    assert callers.moments == pytest.approx([0, 10, 20])
+
+
+# Cancellation and misuse
+
+
+def test_a_cancelled_wait_leaves_no_trace():
+    async def scenario() -> None:
+        callers = Callers(Limits(concurrency=1, requests_per_minute=60, tokens_per_minute=6000))
+        first = await callers.limiter.acquire("judge", callers.limits)
+        waits = [asyncio.ensure_future(callers.call(i, tokens=1000)) for i in range(50)]
+        last = asyncio.ensure_future(callers.call("last"))
+        await asyncio.sleep(1)
+        assert callers.limiter.stats()["judge"] == {"in_flight": 1, "waiting": {"train": 51}, "granted": 1}
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        assert callers.limiter.stats()["judge"] == {"in_flight": 1, "waiting": {"train": 1}, "granted": 1}
+        await callers.limiter.release("judge", first)
+        await last
+        assert callers.names == ["last"] and callers.moments == [1.0]
+        assert callers.limiter.stats()["judge"] == {"in_flight": 0, "waiting": {}, "granted": 2}
+
+    virtually(scenario)
+
+
+@pytest.mark.parametrize("release_first", [True, False])
+def test_a_permit_given_and_cancelled_in_the_same_moment_is_not_lost(release_first):
+    async def scenario() -> None:
+        callers = Callers(Limits(concurrency=1, requests_per_minute=1200, tokens_per_minute=600, burst_s=0))
+        limiter, limits = callers.limiter, callers.limits
+        first = await limiter.acquire("judge", limits)
+        await asyncio.sleep(1)
+        wait = asyncio.ensure_future(limiter.acquire("judge", limits, tokens=500))
+        await asyncio.sleep(0)
+        if release_first:  # the permit is the waiting task's, which is cancelled before it runs
+            await limiter.release("judge", first)
+            wait.cancel()
+        else:  # its future is cancelled already, but the task has not yet said so
+            wait.cancel()
+            await limiter.release("judge", first)
+        with pytest.raises(asyncio.CancelledError):
+            await wait
+        assert limiter.stats()["judge"] == {"in_flight": 0, "waiting": {}, "granted": 1}
+        await limiter.acquire("judge", limits, tokens=500)  # the 500 tokens of the other were given back
+        assert now() == 1.0
+
+    virtually(scenario)
+
+
+def test_permits_that_are_handed_back_late_are_not_given_again_all_at_once():
+    """Ten per second: 20 permits of the last two seconds come back at once, and 20 calls wait for them."""
+
+    async def scenario() -> None:
+        callers = Callers(Limits(requests_per_minute=600, tokens_per_minute=6000))
+        limiter, limits = callers.limiter, callers.limits
+        first = [asyncio.ensure_future(limiter.acquire("judge", limits, tokens=9)) for _ in range(20)]
+        await asyncio.sleep(0)
+        waits = [asyncio.ensure_future(callers.call(tokens=9)) for _ in range(40)]
+        permits = await asyncio.gather(*first)
+        for permit in permits:
+            limiter.refund("judge", permit)
+        with pytest.raises(ValueError, match=f"permit {permits[0]}"):
+            limiter.refund("judge", permits[0])
+        await asyncio.gather(*waits)
+        starts = [(at, 1.0) for at in callers.moments]
+        assert limiter.stats()["judge"]["granted"] == 40
+        assert worst_window(starts, 1.0) <= CATCH_UP_FACTOR * 10 * 1.05 + 1
+        assert worst_window(starts, 3.0) >= 32  # and they are not lost either: they are caught up
+
+    virtually(scenario)
+
+
+def test_the_withdrawal_of_the_first_in_line_lets_the_next_one_go():
+    """The large one would wait for a minute, the small one behind it need not."""
+
+    async def scenario() -> list[float]:
+        callers = Callers(Limits(tokens_per_minute=60, burst_s=0, slack_s=0))
+        await callers.call(tokens=2)
+        large = asyncio.ensure_future(callers.call(tokens=60))
+        small = asyncio.ensure_future(callers.call(tokens=1))
+        await asyncio.sleep(5)
+        large.cancel()
+        await small
+        return callers.moments
+
+    assert virtually(scenario) == [0.0, 5.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.floats(0, 5), st.floats(0.01, 5), st.sampled_from(["train", "eval"]), st.integers(0, 30)
+        ),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_whatever_is_cancelled_whenever_every_slot_comes_back(calls):
+    async def scenario() -> None:
+        limits = Limits(concurrency=2, requests_per_minute=120, tokens_per_minute=1200)
+        callers = Callers(limits)
+
+        async def impatient(at: float, patience_s: float, lane: str, tokens: int) -> None:
+            await asyncio.sleep(at)
+            try:
+                async with asyncio.timeout(patience_s):
+                    await callers.call(tokens=tokens, lasts=0.5, lane=lane)
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(impatient(*call) for call in calls))
+        assert callers.limiter.stats()["judge"]["in_flight"] == 0
+        assert callers.limiter.stats()["judge"]["waiting"] == {}
+        assert callers.limiter.stats()["judge"]["granted"] == len(callers.starts)
+        assert callers.most_running <= 2
+        for _ in range(2):
+            await callers.limiter.acquire("judge", limits)
+
+    virtually(scenario)
+
+
+def test_releasing_twice_is_an_error_that_names_the_permit():
+    async def scenario() -> None:
+        limiter, limits = Limiter(), Limits(concurrency=2)
+        permit = await limiter.acquire("judge", limits)
+        await limiter.release("judge", permit)
+        with pytest.raises(ValueError, match=f"permit {permit} of 'judge' is not out"):
+            await limiter.release("judge", permit)
+        with pytest.raises(ValueError, match="permit 7 of 'nobody' is not out"):
+            await limiter.release("nobody", 7)
+
+    virtually(scenario)
+
+
+def test_a_key_in_use_cannot_have_other_limits_but_an_idle_one_can():
+    async def scenario() -> None:
+        limiter = Limiter()
+        permit = await limiter.acquire("judge", Limits(concurrency=1))
+        with pytest.raises(ConfigurationError, match=r"concurrency=1.*concurrency=2"):
+            await limiter.acquire("judge", Limits(concurrency=2))
+        await limiter.release("judge", permit)
+        for _ in range(2):
+            await limiter.acquire("judge", Limits(concurrency=2))
+        assert now() == 0.0
+
+    virtually(scenario)
+
+
+def test_a_limiter_that_follows_another_begins_with_an_interval():
+    """What the other one let through is not known: 6 per minute are 10 s apart, also across the change."""
+
+    async def scenario() -> list[float]:
+        callers = Callers(Limits(requests_per_minute=6, slack_s=0), Limiter(resumed=True))
+        return (await callers.calls({}, {})).moments
+
+    assert virtually(scenario) == pytest.approx([10.0, 20.0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(concurrency=0),
+        dict(concurrency=1.5),
+        dict(requests_per_minute=0),
+        dict(requests_per_minute=float("nan")),
+        dict(tokens_per_minute=float("inf")),
+        dict(burst_s=-1),
+        dict(slack_s=float("nan")),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Limits(**wrong)
+
+
+@pytest.mark.parametrize("tokens", [-1.0, float("nan"), float("inf")])
+def test_a_senseless_number_of_tokens_is_refused(tokens):
+    async def scenario() -> None:
+        limiter = Limiter()
+        with pytest.raises(ValueError, match="judge"):
+            await limiter.acquire("judge", Limits(), tokens=tokens)
+        permit = await limiter.acquire("judge", Limits())
+        with pytest.raises(ValueError, match=f"permit {permit}"):
+            await limiter.release("judge", permit, used_tokens=tokens)
+        await limiter.release("judge", permit)
+
+    virtually(scenario)

@@ -1,0 +1,244 @@
+"""The user's page: cheap to import, complete, and the same text in every process."""
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from async_grpo.cluster.ray_session import forwarded_environment
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
+from async_grpo.rewards.adapter.result import answer_of
+from async_grpo.rewards.adapter.traits import accepted_options, check_options
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.types import RewardStatus
+from reward_registry import REWARD_ADAPTERS, RewardType
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "reward_registry.py"
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_the_page_is_cheap():
+    loaded = modules_after("import reward_registry")
+    assert not loaded & {
+        "sympy",
+        "math_verify",
+        "latex2sympy2_extended",
+        "numpy",
+        "torch",
+        "ray",
+        "vllm",
+        "httpx",
+        "jsonschema",
+        "openai",
+        "asyncio",
+    }
+
+
+@pytest.mark.parametrize(
+    "module", ["pool", "isolation.process", "isolation.child", "source", "combine", "lane", "worker"]
+)
+def test_the_room_imports_neither_ray_nor_vllm_nor_torch(module):
+    loaded = modules_after(f"import async_grpo.rewards.{module}")
+    assert not loaded & {"ray", "vllm", "torch", "transformers", "sympy"}
+
+
+def test_the_process_of_an_adapter_starts_with_the_standard_library_alone():
+    assert not modules_after("import async_grpo.rewards.isolation.child") & {
+        "numpy",
+        "asyncio",
+        "async_grpo.types",
+    }
+
+
+def test_the_shipped_adapters_import_neither_ray_nor_vllm_nor_torch():
+    names = ("countdown", "countdown_steps", "format", "mathd", "math_verify", "sympy")
+    loaded = modules_after("; ".join(f"import async_grpo.rewards.builtin.{name}" for name in names))
+    assert "sympy" in loaded and not loaded & {"ray", "vllm", "torch", "transformers"}
+
+
+NAMES = (
+    "math_verify mathd sympy countdown countdown_steps format code regex exact length majority json_schema "
+    "llm_judge generative_rm reward_model http_scorer"
+).split()
+
+
+def test_every_reward_type_has_its_adapter():
+    assert set(REWARD_ADAPTERS) == set(RewardType)
+    assert [kind.value for kind in RewardType] == NAMES
+    assert all(kind.value == kind.name.lower() for kind in RewardType)
+    assert REWARD_ADAPTERS["mathd"] is REWARD_ADAPTERS[RewardType.MATHD]  # type: ignore[index]
+
+
+def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch):
+    def urls() -> dict[str, tuple[str, ...]]:
+        adapters = resolve(RewardRegistrySource.from_text("page_of_judges", PAGE.read_text()), NAMES[-4:])
+        return {name: adapter.urls for name, adapter in adapters.items()}
+
+    for variable in ("JUDGE_URLS", "HTTP_SCORER_URLS"):
+        monkeypatch.delenv(variable, raising=False)
+    server = (ROOT / "examples" / "http_scorer_server.py").read_text()
+    assert (
+        urls()["http_scorer"] == ("http://127.0.0.1:8080",) and '"--port", type=int, default=8080' in server
+    )
+    monkeypatch.setenv("JUDGE_URLS", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_SCORER_URLS", "http://127.0.0.1:2,http://127.0.0.1:3")
+    sys.modules.pop("page_of_judges")  # it reads the variables when it is imported
+    of_the_run = dict.fromkeys(NAMES[-4:-1], ("http://127.0.0.1:1",))
+    assert urls() == {**of_the_run, "http_scorer": ("http://127.0.0.1:2", "http://127.0.0.1:3")}
+    assert set(forwarded_environment()) >= {"JUDGE_URLS", "HTTP_SCORER_URLS"}
+
+
+EXAMPLES = {
+    "math_verify": ({"completion": r"\boxed{\frac{2}{4}}", "answer": "0.5"}, 1.0),
+    "mathd": ({"completion": r"\boxed{\dfrac12}", "answer": "1/2"}, 1.0),
+    "sympy": ({"completion": r"\boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"}, 1.0),
+    "countdown": (
+        {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
+        1.1,
+    ),
+    "countdown_steps": (
+        {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
+        1.3,
+    ),
+    "format": ({"completion": "so</think>\n<answer>7</answer>"}, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_shipped_reward_works_on_the_page_and_in_its_process(name):
+    sample, expected = EXAMPLES[name]
+    full = sample | {"sample_text": "...", "completion_token_ids": [1, 2], "truncated": False, "group_id": 3}
+    full["completion_char_ends"] = [3, len(sample["completion"])]
+    assert answer_of(REWARD_ADAPTERS[RewardType(name)], full, {})["reward"] == pytest.approx(expected)
+
+    async def in_a_process():
+        worker = AdapterProcess(RewardRegistrySource.from_file(PAGE), name)
+        try:
+            return await worker.score(full, 50)
+        finally:
+            await worker.close()
+
+    result = asyncio.run(in_a_process())
+    assert result.status is RewardStatus.OK, result.reason
+    assert result.reward == pytest.approx(expected)
+
+
+def test_the_page_travels_as_text_and_is_known_by_its_hash(tmp_path):
+    page = tmp_path / "my_rewards.py"
+    page.write_text("def half(sample):\n    return {'reward': 0.5}\nREWARD_ADAPTERS = {'half': half}\n")
+    source = RewardRegistrySource.from_file(page)
+    assert (source.module_name, source.sha256) == (
+        "my_rewards",
+        hashlib.sha256(page.read_bytes()).hexdigest(),
+    )
+    page.unlink()  # what happens to the file after the start of the run changes nothing
+
+    async def main():
+        worker = AdapterProcess(source, "half")
+        try:
+            return await worker.score({}, 50)
+        finally:
+            await worker.close()
+
+    assert asyncio.run(main()).reward == 0.5
+
+
+def test_a_page_is_loaded_once_and_anew_when_its_text_changes():
+    first = RewardRegistrySource.from_text("changing_page", "VALUE = 1").load()
+    assert RewardRegistrySource.from_text("changing_page", "VALUE = 1").load() is first
+    second = RewardRegistrySource.from_text("changing_page", "VALUE = 2").load()
+    assert (first.VALUE, second.VALUE) == (1, 2) and sys.modules["changing_page"] is second
+
+
+def test_a_page_that_raises_is_the_users_mistake_and_leaves_no_half_module():
+    with pytest.raises(
+        ConfigurationError, match="broken_page cannot be imported: ZeroDivisionError: division by zero"
+    ):
+        RewardRegistrySource.from_text("broken_page", "1 / 0").load()
+    assert "broken_page" not in sys.modules
+    with pytest.raises(ConfigurationError, match="SyntaxError"):
+        RewardRegistrySource.from_text("broken_page", "def").load()
+
+
+def test_a_missing_page_is_the_users_mistake(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read the page of rewards"):
+        RewardRegistrySource.from_file(tmp_path / "absent.py")
+
+
+@pytest.mark.parametrize(
+    "names", ["mathd,countdown", " mathd , countdown,", ["mathd", "countdown"], list(RewardType)[1:4:2]]
+)
+def test_names_come_as_a_list_or_comma_separated(names):
+    assert list(resolve(RewardRegistrySource.from_file(PAGE), names)) == ["mathd", "countdown"]
+
+
+KNOWN = "reward_registry knows " + ", ".join(sorted(kind.value for kind in RewardType))
+
+
+@pytest.mark.parametrize("names", ["", " , ", []])
+def test_naming_no_reward_is_an_error_that_lists_the_known_ones(names):
+    with pytest.raises(ConfigurationError, match=f"^no reward function is named: {KNOWN}$"):
+        resolve(RewardRegistrySource.from_file(PAGE), names)
+
+
+def test_an_unknown_reward_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ConfigurationError, match=f"^unknown reward function mathx, y: {KNOWN}$"):
+        resolve(RewardRegistrySource.from_file(PAGE), "mathx,mathd,y")
+
+
+def test_a_page_without_adapters_is_an_error():
+    with pytest.raises(ConfigurationError, match="no dict REWARD_ADAPTERS"):
+        resolve(RewardRegistrySource.from_text("empty_page", ""), "mathd")
+
+
+def test_a_name_given_twice_counts_once():
+    assert parse_names("sympy,mathd,sympy") == ("sympy", "mathd")
+
+
+def test_an_option_that_no_reward_takes_is_an_error():
+    def weighed(sample, weight=1.0, *, url="x"):
+        return {"reward": weight}
+
+    check_options({"weighed": weighed}, {"weight": 2.0, "url": "y"})
+    with pytest.raises(ConfigurationError, match="no reward function of weighed takes the option wieght"):
+        check_options({"weighed": weighed}, {"wieght": 2.0})
+    assert accepted_options(weighed, {"url": "y", "other": 1}) == {"url": "y"}
+    assert accepted_options(lambda sample, **options: {}, {"url": "y", "other": 1}) == {
+        "url": "y",
+        "other": 1,
+    }
+
+
+def test_any_real_number_is_a_reward():
+    answer = answer_of(lambda sample: {"reward": Fraction(1, 4), "count": 3, "flag": True}, {}, {})
+    extra = {"count": 3.0, "flag": 1.0}
+    assert answer == {"status": "ok", "reward": 0.25, "extra": extra, "steps": [], "reason": ""}
+
+
+def test_the_ten_lines_of_the_pages_docstring_work():
+    lines = PAGE.read_text().split('"""')[1].splitlines()
+    example = [line[4:] for line in lines if line.startswith("    ")]
+    page = "from enum import Enum\n" + "\n".join(example)
+    adapters = resolve(RewardRegistrySource.from_text("docstring_page", page), "short")
+    assert adapters["short"]({"completion_token_ids": [1] * 99}) == {"reward": 1.0, "num_tokens": 99}
+    assert adapters["short"]({"completion_token_ids": [1] * 99}, max_tokens=98)["reward"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["json.py", "my-rewards.py"])
+def test_a_page_must_not_pose_as_another_module(name, tmp_path):
+    (tmp_path / name).write_text("REWARD_ADAPTERS = {}")
+    with pytest.raises(ConfigurationError, match="rename it"):
+        RewardRegistrySource.from_file(tmp_path / name)

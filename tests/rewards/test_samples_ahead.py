@@ -1,0 +1,329 @@
+"""Samples that a worker is given ahead: it is never idle, and none of them pays for another one."""
+
+import asyncio
+import os
+import random
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter_queue import TAKE_BACK_S
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.worker_slot import MAX_PREFETCH
+from async_grpo.types import AdapterResult, RewardStatus, Verdict
+
+OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
+
+PAGE = textwrap.dedent(
+    """
+    import os, signal, time
+
+    def obeys(sample):
+        with open(sample["journal"], "a") as file:
+            file.write(f"{sample['id']} {os.getpid()}\\n")
+        if sample["act"] == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(sample["act"])
+        return float(sample["id"])
+
+    class SlowToBuild:
+        def __init__(self):
+            time.sleep(0.8)
+
+        def __call__(self, sample):
+            time.sleep(sample["act"])
+            return 1.0
+
+    REWARD_ADAPTERS = {"obeys": obeys, "slow_to_build": SlowToBuild}
+    """
+)
+SOURCE = RewardRegistrySource.from_text("page_of_obedience", PAGE)
+
+
+class Process:
+    """An AdapterProcess, and which samples were served by which process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = folder / "journal"
+        self.worker = AdapterProcess(SOURCE, "obeys")
+        self.ids = 0
+
+    async def __aenter__(self) -> "Process":
+        await self.worker.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.worker.close()
+
+    def ask(self, act: float | str, timeout_s: float = 20.0) -> asyncio.Task[AdapterResult]:
+        sample = {"id": self.ids, "act": act, "journal": str(self.journal)}
+        self.ids += 1
+        return asyncio.create_task(self.worker.score(sample, timeout_s))
+
+    @property
+    def served(self) -> list[tuple[int, int]]:
+        """(sample, process), in the order in which they were begun."""
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        return [(int(number), int(pid)) for number, pid in map(str.split, lines)]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_the_next_sample_is_begun_before_anybody_heard_of_the_last_answer(tmp_path):
+    """This event loop is held up while the process finishes one sample: the next lies in its pipe."""
+    async with Process(tmp_path) as process:
+        tasks = [process.ask(0.1), process.ask(0.0)]
+        await until(lambda: process.served)
+        time.sleep(0.5)
+        assert [number for number, _ in process.served] == [0, 1]
+        assert [(await task).reward for task in tasks] == [0.0, 1.0]
+
+
+async def test_the_time_of_a_sample_begins_when_the_one_before_it_is_done(tmp_path):
+    async with Process(tmp_path) as process:
+        results = [await task for task in [process.ask(0.4, timeout_s=0.7) for _ in range(4)]]
+        assert [(r.status, r.attempts) for r in results] == [(OK, 1)] * 4
+
+
+async def test_a_hang_costs_its_sample_alone_and_the_next_goes_to_another_process(tmp_path):
+    async with Process(tmp_path) as process:
+        hung, following = process.ask(600, timeout_s=0.3), process.ask(0.0)
+        assert ((await hung).status, (await hung).attempts) == (TIMED_OUT, 1)
+        assert ((await following).status, (await following).attempts) == (OK, 1)
+        (_, first), (_, second) = process.served
+        assert first != second
+
+
+async def test_a_crash_is_laid_at_the_door_of_whoever_was_being_served(tmp_path):
+    async with Process(tmp_path) as process:
+        results = [await t for t in [process.ask(act) for act in ("crash", 0.0, 0.1, "crash", 0.0)]]
+        assert [(r.status, r.attempts) for r in results] == [
+            (FAILED, 2),
+            (OK, 1),
+            (OK, 1),
+            (FAILED, 2),
+            (OK, 1),
+        ]
+        assert [number for number, _ in process.served].count(0) == 2  # and no third time
+
+
+async def test_a_sample_that_is_cancelled_ahead_of_its_turn_costs_the_others_nothing(tmp_path):
+    async with Process(tmp_path) as process:
+        first, second, third = (process.ask(0.2) for _ in range(3))
+        await until(lambda: process.served)
+        second.cancel()
+        results = [await first, await third]
+        assert [(r.status, r.reward, r.attempts) for r in results] == [(OK, 0.0, 1), (OK, 2.0, 1)]
+        assert second.cancelled()
+        assert [number for number, _ in process.served] == [0, 1, 2]  # the second one for nobody
+        assert len({pid for _, pid in process.served}) == 1
+
+
+async def test_what_is_computed_for_nobody_ends_with_its_time(tmp_path):
+    async with Process(tmp_path) as process:
+        first, hang = process.ask(0.2), process.ask(600, timeout_s=0.5)
+        await until(lambda: process.served)
+        hang.cancel()
+        following = [process.ask(0.0, timeout_s=0.5) for _ in range(3)]
+        results = [await task for task in (first, *following)]
+        assert [(r.status, r.attempts) for r in results] == [(OK, 1)] * 4
+        assert [number for number, _ in process.served] == [0, 1, 2, 3, 4]
+        assert len({pid for _, pid in process.served[2:]} - {pid for _, pid in process.served[:2]}) == 1
+
+
+async def test_closing_leaves_nothing_behind_that_is_computed_for_nobody(tmp_path):
+    async with Process(tmp_path) as process:
+        first, hang = process.ask(0.05), process.ask(600)
+        await until(lambda: process.served)
+        hang.cancel()
+        await first
+    assert process.worker.unheard is not None and process.worker.unheard.done()
+
+
+async def test_a_cancellation_that_crosses_with_the_answer_before_it_harms_nobody(tmp_path):
+    async with Process(tmp_path) as process:
+        first, second, third = (process.ask(0.1, timeout_s=5.0) for _ in range(3))
+        await until(lambda: process.served)
+        (answer, _) = process.worker.child._replies.values()
+        answer.add_done_callback(lambda _: second.cancel())
+        async with asyncio.timeout(5):
+            assert ((await first).status, (await third).status) == (OK, OK)
+        assert second.cancelled()
+
+
+async def test_the_end_of_a_process_for_another_reason_gives_no_sample_its_time_again(tmp_path):
+    async with Process(tmp_path) as process:
+        hung = process.ask(600, timeout_s=1.0)
+        for times in range(1, 8):
+            await until(lambda times=times: len(process.served) == times or hung.done())
+            await asyncio.sleep(0.25)
+            await process.worker.child.end("somebody else's sample")
+        assert hung.done() and (await hung).status is TIMED_OUT
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_in_chaos_only_the_guilty_fail(tmp_path, seed):
+    chance = random.Random(seed)
+    acts = [chance.choice([0.0, 0.0, 0.01, 0.01, "crash", 600]) for _ in range(14)]
+    async with Process(tmp_path) as process:
+        tasks = [process.ask(act, timeout_s=0.5) for act in acts]
+        cancelled = set(chance.sample(range(len(acts)), 3))
+        for number in sorted(cancelled):
+            await asyncio.sleep(chance.uniform(0, 0.5))
+            tasks[number].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, (act, result) in enumerate(zip(acts, results, strict=True)):
+        if isinstance(result, asyncio.CancelledError):
+            assert number in cancelled
+            continue
+        expected = {"crash": (FAILED, 2), 600: (TIMED_OUT, 1)}.get(act, (OK, 1))
+        assert (result.status, result.attempts) == expected, (number, act, result)
+        assert act in ("crash", 600) or result.reward == float(number)
+
+
+class Counting:
+    """A worker that serves one after the other; counts how many it holds."""
+
+    def __init__(self, seconds: float, prefetch: bool) -> None:
+        self.capacity, self.prefetch = 1, prefetch
+        self.seconds, self.held, self.most, self.served = seconds, 0, 0, 0
+        self.ids: list[int] = []  # of the samples that were served
+        self._turn = asyncio.Lock()
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        self.held += 1
+        self.most = max(self.most, self.held)
+        try:
+            async with self._turn:
+                await asyncio.sleep(sample.get("seconds", self.seconds))
+        finally:
+            self.held -= 1
+        self.served += 1
+        self.ids.append(sample.get("id", 0))
+        return AdapterResult("a", OK, 1.0)
+
+    async def close(self) -> None: ...
+
+
+async def verify_all(workers: list[Counting], count: int) -> None:
+    made = iter(workers)
+
+    async def make(_: str) -> Counting:
+        return next(made)
+
+    pool = VerifierPool(["a"], make, workers=len(workers))
+    await pool.start()
+    try:
+        await asyncio.gather(*(pool.verify({"completion": ""}) for _ in range(count)))
+    finally:
+        await pool.close()
+
+
+async def test_only_quick_workers_that_want_it_are_given_samples_ahead():
+    quick, slow, strict = Counting(0.0005, True), Counting(0.05, True), Counting(0.0005, False)
+    await verify_all([quick], 200)
+    await verify_all([slow], 10)
+    await verify_all([strict], 200)
+    assert 1 < quick.most <= 1 + MAX_PREFETCH and slow.most == 1 and strict.most == 1
+
+
+async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
+    workers = [Counting(0.0005, True) for _ in range(4)]
+    await verify_all(workers, 400)
+    assert min(worker.served for worker in workers) >= 50
+    for worker in workers:
+        worker.most = 0
+    await verify_all(workers, 4)
+    assert [worker.most for worker in workers] == [1] * 4
+
+
+async def test_what_waits_behind_a_slow_sample_is_taken_back_and_scored_once_by_another_worker():
+    workers = [Counting(0.001, True) for _ in range(3)]
+    made = iter(workers)
+
+    async def make(_: str) -> Counting:
+        return next(made)
+
+    async def timed(number: int) -> tuple[float, AdapterResult]:
+        began = time.monotonic()
+        sample = {"completion": "", "id": number, "seconds": 2.0 if number == 200 else 0.001}
+        verdict = await pool.verify(sample)
+        return time.monotonic() - began, verdict.results[0]
+
+    pool = VerifierPool(["a"], make, workers=3)
+    await pool.start()
+    try:
+        timed_results = await asyncio.gather(*map(timed, range(400)))
+    finally:
+        await pool.close()
+    (slowest, *others) = sorted((seconds for seconds, _ in timed_results), reverse=True)
+    assert slowest >= 2.0 and others[0] < 1.5
+    assert {(r.status, r.attempts) for _, r in timed_results} == {(OK, 1)}
+    assert max(r.queue_s for _, r in timed_results) > TAKE_BACK_S  # it was waiting all the same
+    assert sorted(number for worker in workers for number in worker.ids) == list(range(400))
+    assert pool.stats()["a"]["ok"] == 400 and pool.stats()["a"]["retries"] == 0
+
+
+async def test_what_is_taken_back_waits_for_the_only_worker_and_keeps_its_place():
+    worker = Counting(0.001, True)
+
+    async def make(_: str) -> Counting:
+        return worker
+
+    pool = VerifierPool(["a"], make)
+    await pool.start()
+    samples = [{"completion": "", "id": n, "seconds": 0.5 if n == 50 else 0.001} for n in range(100)]
+    try:
+        await asyncio.gather(*map(pool.verify, samples))
+    finally:
+        await pool.close()
+    assert worker.ids == list(range(100)) and worker.most > 1
+
+
+async def test_with_real_processes_a_hang_holds_up_nobody_else(tmp_path):
+    def verify(number: int) -> asyncio.Task[Verdict]:
+        sample = {"id": number, "act": 600 if number == 100 else 0.0, "journal": str(tmp_path / "journal")}
+        return asyncio.create_task(pool.verify(sample))
+
+    pool = VerifierPool(["obeys"], process_maker(SOURCE), workers=2, timeout_s=4.0)
+    await pool.start()
+    try:
+        tasks = [verify(number) for number in range(200)]
+        hung = tasks.pop(100)
+        async with asyncio.timeout(3):
+            assert {(await task).status for task in tasks} == {OK}
+        assert (await hung).status is TIMED_OUT
+        assert pool.stats()["obeys"]["ok"] == 199 and pool.stats()["obeys"]["workers_lost"] == 0
+    finally:
+        await pool.close()
+
+
+async def test_a_process_that_takes_long_to_start_costs_no_worker():
+    pool = VerifierPool(["slow_to_build"], process_maker(SOURCE), timeout_s=0.3, grace_s=0.2)
+    await pool.start()
+    try:
+        verdicts = await asyncio.gather(
+            *(pool.verify({"completion": "", "act": act}) for act in (600, 0, 600, 0))
+        )
+        assert [verdict.status for verdict in verdicts] == [TIMED_OUT, OK, TIMED_OUT, OK]
+        stats = pool.stats()["slow_to_build"]
+        assert (stats["workers_lost"], stats["retries"]) == (0, 0)
+    finally:
+        await pool.close()
+
+
+async def test_the_journal_of_a_worker_stays_in_order(tmp_path):
+    """Who comes first is served first, also among those that wait in the pipe."""
+    async with Process(tmp_path) as process:
+        await asyncio.gather(*(process.ask(0.0) for _ in range(30)))
+        assert [number for number, _ in process.served] == list(range(30))
+        assert len({pid for _, pid in process.served}) == 1 and os.getpid() not in process.served[0]

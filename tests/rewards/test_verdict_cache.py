@@ -1,0 +1,723 @@
+"""The verdict cache against a dict, against kill -9, against other processes, and when its file breaks."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.cache.connection import APPLICATION_ID
+from async_grpo.rewards.cache.file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.cache.verdicts import VerdictCache, key_of, version_of, version_of_judge
+from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.judges import HTTPScorer
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE_ONCE = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def answer(reward: float = 1.0, status: str = "ok", **extra: float) -> dict[str, Any]:
+    return {"status": status, "reward": reward, "extra": extra, "steps": [[3, 0.5]], "reason": "so"}
+
+
+def caller(result: Any, journal: list | None = None) -> Callable[[], Awaitable[Any]]:
+    async def call() -> Any:
+        if journal is not None:
+            journal.append(result)
+        await asyncio.sleep(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    return call
+
+
+# --- keys ---
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+samples = st.dictionaries(st.sampled_from(["input", "completion", "answer", "difficulty"]), json_values)
+
+
+@settings(deadline=None)
+@given(samples, samples, st.randoms())
+def test_the_key_tells_samples_apart_and_nothing_else(one, other, chance):
+    shuffled = dict(chance.sample(list(one.items()), len(one))) | {"group_id": chance.random()}
+    assert key_of("a", "1", one) == key_of("a", "1", shuffled)
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    assert (key_of("a", "1", one) == key_of("a", "1", other)) == same
+
+
+def test_adapter_and_version_are_part_of_the_key():
+    keys = [
+        key_of(adapter, version, {"answer": 1}) for adapter in ("a", "a:b", "b") for version in ("", "b", "1")
+    ]
+    assert len(set(keys)) == 9
+    assert [key.rpartition(":")[0] for key in keys] == ["a"] * 3 + ["a:b"] * 3 + ["b"] * 3
+
+
+def test_what_json_cannot_hold_is_refused_by_name():
+    with pytest.raises(ValueError, match="no key of the verdict cache.*set is not JSON"):
+        key_of("a", "1", {"answer": {1}})
+    assert version_of("page", {"b": 1, "a": 2}) != version_of("page", {"b": 1, "a": 3})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    url: str | tuple[str, ...] = ("http://a", "http://b")
+    model: str = "m"
+    scale: tuple[float, float] = (0.0, 10.0)
+    extra_body: dict = field(default_factory=dict)
+    limits: Limits | None = None
+    api_key_env: str | None = None
+    timeout_s: float = 60.0
+    price_per_million_tokens: tuple[float, float] | None = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"url": ("http://b", "http://a")}, True),
+        (
+            {"limits": Limits(), "api_key_env": "KEY", "timeout_s": 1.0, "price_per_million_tokens": (1, 2)},
+            True,
+        ),
+        ({"url": "http://a"}, False),
+        ({"model": "n"}, False),
+        ({"scale": (0.0, 5.0)}, False),
+        ({"extra_body": {"seed": 1}}, False),
+    ],
+)
+def test_a_judge_is_another_one_by_what_it_asks_not_by_how(changes, same):
+    assert (version_of_judge(Judge()) == version_of_judge(Judge(**changes))) == same
+
+
+def test_a_judge_of_the_users_own_depends_on_its_code_and_one_of_ours_does_not():
+    scorer = HTTPScorer(url="http://a")
+    assert version_of_judge(scorer, "page 1") == version_of_judge(scorer, "page 2")
+    assert version_of_judge(scorer) != version_of_judge(HTTPScorer(url="http://a", columns=["level"]))
+    assert version_of_judge(Judge(), "page 1") != version_of_judge(Judge(), "page 2")
+    plain = SimpleNamespace(model="m")
+    assert version_of_judge(plain) == version_of_judge(SimpleNamespace(model="m"))
+    with pytest.raises(
+        ConfigurationError, match="two settings of SimpleNamespace apart .*without --verdict-cache"
+    ):
+        version_of_judge(SimpleNamespace(model=object()))
+
+
+def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
+    before = version_of("page")
+    monkeypatch.setattr("async_grpo.rewards.cache.key._library", lambda: "after an upgrade")
+    assert version_of("page") != before
+
+
+# --- the file against a dict ---
+
+
+class Model:
+    """The same cache as a dict: key -> [answer, cost, created, last used, hits]."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list] = {}
+
+    def size(self, key: str) -> int:
+        return len(key) + len(self.entries[key][0]) + ENTRY_OVERHEAD_BYTES
+
+    def prune(
+        self, now: float, unused_for_s: float | None, adapter: str | None, max_bytes: int | None
+    ) -> int:
+        before = len(self.entries)
+        if unused_for_s is not None or adapter is not None:
+            for key in list(self.entries):
+                old = unused_for_s is None or self.entries[key][3] <= now - unused_for_s
+                if old and adapter in (None, key.split(":")[0]):
+                    del self.entries[key]
+        while max_bytes is not None and sum(map(self.size, self.entries)) > max_bytes:
+            del self.entries[min(self.entries, key=lambda key: (self.entries[key][3], key))]
+        return before - len(self.entries)
+
+    def summary(self) -> list[tuple]:
+        lines = []
+        for adapter in sorted({key.split(":")[0] for key in self.entries}):
+            mine = {key: entry for key, entry in self.entries.items() if key.startswith(f"{adapter}:")}
+            rows = mine.values()
+            created = [row[2] for row in rows]
+            saved = sum(row[4] * row[1] for row in rows)
+            hits, size = sum(row[4] for row in rows), sum(map(self.size, mine))
+            lines.append((adapter, len(mine), hits, size, min(created), max(created), pytest.approx(saved)))
+        return lines
+
+
+keys = st.sampled_from([f"{adapter}:{digest}" for adapter in "ab" for digest in "0123"])
+operations = st.one_of(
+    st.tuples(st.just("put"), keys, st.text("xyz", max_size=40), st.floats(0, 2)),
+    st.tuples(st.just("get"), keys),
+    st.tuples(st.just("sleep"), st.integers(1, 50)),
+    st.tuples(st.just("reopen")),
+    st.tuples(st.just("flush")),
+    st.tuples(
+        st.just("prune"),
+        st.none() | st.integers(0, 60),
+        st.none() | st.sampled_from("ab"),
+        st.none() | st.integers(0, 1500),
+        st.booleans(),
+    ),
+)
+
+
+@FIXTURE_ONCE
+@given(st.lists(operations, max_size=40))
+def test_the_file_behaves_like_a_dict(tmp_path_factory, script):
+    now = [1000.0]
+    file = CacheFile(tmp_path_factory.mktemp("cache") / "c.sqlite", now=lambda: now[0])
+    model = Model()
+    touched: set[str] = set()
+
+    def flushed() -> None:
+        for key in touched & model.entries.keys():
+            model.entries[key][3] = now[0]
+        touched.clear()
+
+    for act, *values in script:
+        if act == "put":
+            key, text, cost = values
+            file.put(key, text, cost)
+            model.entries[key] = [text, cost, now[0], now[0], 0]
+            touched.discard(key)  # the model's hits were those of the older entry
+            file._touched.pop(key, None)
+        elif act == "get":
+            (key,) = values
+            entry = model.entries.get(key)
+            assert file.get(key) == ((entry[0], entry[1]) if entry else None)
+            if entry:
+                entry[4] += 1
+                touched.add(key)
+        elif act == "sleep":
+            now[0] += values[0]
+        elif act == "prune":
+            unused_for_s, adapter, max_bytes, compact = values
+            flushed()
+            options = {"unused_for_s": unused_for_s, "adapter": adapter, "max_bytes": max_bytes}
+            assert file.prune(**options, compact=compact) == model.prune(now[0], **options)
+        else:
+            file.close() if act == "reopen" else file.flush()
+            flushed()
+    file.flush()
+    summary = [tuple(vars(entries).values()) for entries in file.entries()]
+    assert summary == model.summary()
+    file.close()
+
+
+def test_hits_add_up_over_flushes(tmp_path):
+    file = CacheFile(tmp_path / "c.sqlite")
+    file.put("a:1", "x", 0.5)
+    for _ in range(3):
+        assert file.get("a:1") and file.get("a:1")
+        file.flush()
+    assert (file.entries()[0].hits, file.entries()[0].cost_saved) == (6, 3.0)
+    file.close()
+
+
+def test_pruning_many_entries_leaves_the_most_recently_used_and_shrinks_the_file(tmp_path):
+    now = [0.0]
+    file = CacheFile(tmp_path / "c.sqlite", now=lambda: now[0])
+    for number in range(3000):
+        now[0] = number
+        file.put(f"a:{number:064}", "x" * 100)
+    now[0] = 5000.0
+    assert file.get(f"a:{7:064}")
+    before = file.path.stat().st_size
+    assert file.prune(max_bytes=316 * 500, compact=True) == 2500  # 2 + 64 + 100 + 150 bytes each
+    assert file.get(f"a:{7:064}") and not file.get(f"a:{8:064}") and not file.get(f"a:{2500:064}")
+    assert all(file.get(f"a:{number:064}") for number in range(2501, 3000))
+    assert file.path.stat().st_size < before / 3
+    assert file.prune(unused_for_s=0.0) == 500 and file.entries() == []
+
+
+# --- calls ---
+
+
+async def test_answers_and_abstentions_are_kept_and_failures_asked_again(tmp_path):
+    for status, calls in (("ok", 1), ("abstained", 1), ("failed", 2), ("timed_out", 2)):
+        journal: list = []
+        for _ in range(2):  # a new object: what it knows, it has from the file
+            cache = VerdictCache(tmp_path / "c.sqlite")
+            assert await cache.get_or_call(f"a:{status}", caller(answer(0.5, status), journal)) == answer(
+                0.5, status
+            )
+            await cache.close()
+        assert len(journal) == calls, status
+
+
+async def test_many_who_ask_the_same_at_once_share_one_call(tmp_path):
+    cache, journal = VerdictCache(tmp_path / "c.sqlite"), []
+    questions = [cache.get_or_call(f"a:{n % 3}", caller(answer(n % 3), journal)) for n in range(60)]
+    answers = await asyncio.gather(*questions)
+    assert [one["reward"] for one in answers] == [n % 3 for n in range(60)] and len(journal) == 3
+    answers[0]["extra"]["mine"] = 1.0  # what one does to its answer is not seen by others
+    assert answers[3] == answer(0)
+    await settled(cache)
+    stats = cache.stats()
+    assert (stats["misses"], stats["shared"], stats["stored"], stats["hits"]) == (3, 57, 3, 0)
+    await cache.close()
+
+
+async def test_what_a_call_raises_reaches_all_who_wait_and_is_not_kept(tmp_path):
+    cache, journal = VerdictCache(tmp_path / "c.sqlite"), []
+    error = RuntimeError("the judge is ill")
+    questions = [cache.get_or_call("a:1", caller(error, journal)) for _ in range(5)]
+    assert await asyncio.gather(*questions, return_exceptions=True) == [error] * 5 and len(journal) == 1
+    assert await cache.get_or_call("a:1", caller(answer(), journal)) == answer() and len(journal) == 2
+    await cache.close()
+
+
+async def test_if_the_first_is_cancelled_another_one_takes_over(tmp_path):
+    cache, started = VerdictCache(tmp_path / "c.sqlite"), []
+
+    def slow(name: int) -> Callable[[], Awaitable[dict]]:
+        async def call() -> dict:
+            started.append(name)
+            await asyncio.sleep(0.05)
+            return answer(name)
+
+        return call
+
+    tasks = [asyncio.create_task(cache.get_or_call("a:1", slow(n))) for n in range(4)]
+    while not started:
+        await asyncio.sleep(0.001)
+    tasks[0].cancel()
+    tasks[2].cancel()  # one that only waits: nothing happens to the others
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, False, True, False]
+    assert started == [0, 1] and results[1] == results[3] == answer(1)
+    await cache.close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10**9))
+def test_whatever_is_cancelled_nobody_else_is_lost_and_only_one_calls_at_a_time(tmp_path_factory, seed):
+    chance = random.Random(seed)
+    calling, calls = {0: 0, 1: 0}, []
+
+    def call_of(key: int) -> Callable[[], Awaitable[dict]]:
+        async def call() -> dict:
+            calls.append(key)
+            calling[key] += 1
+            assert calling[key] == 1
+            try:
+                await asyncio.sleep(chance.random() * 0.004)
+                return answer(key)
+            finally:
+                calling[key] -= 1
+
+        return call
+
+    async def main() -> None:
+        cache = VerdictCache(tmp_path_factory.mktemp("cache") / "c.sqlite")
+        asked = [chance.randrange(2) for _ in range(12)]
+        tasks = [asyncio.create_task(cache.get_or_call(f"a:{key}", call_of(key))) for key in asked]
+        victims = chance.sample(range(12), chance.randrange(12))
+        for victim in victims:
+            await asyncio.sleep(chance.random() * 0.002)
+            tasks[victim].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for number, (key, result) in enumerate(zip(asked, results, strict=True)):
+            if number not in victims or not isinstance(result, asyncio.CancelledError):
+                assert result == answer(key)
+        assert len(calls) <= 2 + len(victims) and cache.stats()["errors"] == 0
+        await cache.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def test_a_cost_is_paid_once_and_counted_as_saved_afterwards(tmp_path):
+    cache = VerdictCache(tmp_path / "c.sqlite")
+    paid = answer(1.0, judge_cost=0.25, judge_tokens=7.0)
+    together = await asyncio.gather(*(cache.get_or_call("judge:1", caller(paid)) for _ in range(3)))
+    assert [one["extra"]["judge_cost"] for one in together] == [0.25, 0.0, 0.0]
+    assert (await cache.get_or_call("judge:1", caller(None)))["extra"] == {
+        "judge_cost": 0.0,
+        "judge_tokens": 7.0,
+    }
+    assert cache.stats()["cost_saved"] == 0.75
+    await cache.close()
+    (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
+    assert (entries.adapter, entries.count, entries.hits, entries.cost_saved) == ("judge", 1, 1, 0.25)
+
+
+async def test_a_cache_with_limits_prunes_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts.WRITES_PER_PRUNE", 10)
+    cache = VerdictCache(tmp_path / "c.sqlite", max_bytes=3000)
+    for number in range(200):
+        await cache.get_or_call(f"a:{number}", caller(answer()))
+    await cache.close()
+    (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
+    assert entries.num_bytes <= 3000 + 10 * 300 and entries.count >= 8
+
+
+async def test_after_its_end_the_cache_lets_calls_through(tmp_path):
+    cache = VerdictCache(tmp_path / "c.sqlite")
+    await cache.close()
+    assert await cache.get_or_call("a:1", caller(answer())) == answer()
+
+
+# --- other threads and processes ---
+
+WRITER = """
+import sys
+from async_grpo.rewards.cache.file import CacheFile
+file, name, first, last = CacheFile(sys.argv[1], busy_s=20), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+for number in range(first, last):
+    file.put(f"{name}:{number}", str(number) * 50, 0.5)
+    assert file.get(f"{name}:{number}")[0] == str(number) * 50
+    if number % 50 == 0:
+        file.flush()
+    print(number, flush=True)
+file.close()
+"""
+
+
+def writer(path: Path, name: str, first: int, last: int) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITER, str(path), name, str(first), str(last)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    path = tmp_path / "new" / "c.sqlite"  # all of them find no file and make it
+    writers = [writer(path, name, 0, 300) for name in ("a", "b", "a")]
+    for process in writers:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    file = CacheFile(path)
+    assert all(file.get(f"{name}:{n}") == (str(n) * 50, 0.5) for name in "ab" for n in range(300))
+    assert [(entries.adapter, entries.count) for entries in file.entries()] == [("a", 300), ("b", 300)]
+    file.close()
+
+
+def test_threads_may_share_an_object_or_only_the_file(tmp_path):
+    shared, problems = CacheFile(tmp_path / "c.sqlite", busy_s=20), []
+
+    def work(number: int) -> None:
+        file = shared if number % 2 else CacheFile(tmp_path / "c.sqlite", busy_s=20)
+        for index in range(60):
+            file.put(f"a:{index}", f"{index}")
+            if file.get(f"a:{index}") != (f"{index}", 0.0):
+                problems.append((number, index))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not problems and shared.entries()[0].count == 60
+
+
+def test_a_killed_writer_leaves_every_entry_that_it_had_written(tmp_path):
+    path, first = tmp_path / "c.sqlite", 0
+    for kill in range(4):
+        process = writer(path, "a", first, 10**6)
+        seen = [int(process.stdout.readline()) for _ in range(random.Random(kill).randrange(20, 60))]
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split("\n")
+        process.wait(20)
+        last = max(seen + [int(line) for line in rest[:-1]])
+        file = CacheFile(path, repair=False)
+        assert all(file.get(f"a:{number}") == (str(number) * 50, 0.5) for number in range(last + 1))
+        file.close()
+        first = last + 1
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+# --- files that cannot be used ---
+
+
+def damaged(path: Path, at: int, noise: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(noise)
+
+
+def filled(path: Path, count: int = 200) -> dict[str, str]:
+    file, content = CacheFile(path), {f"a:{n}": json.dumps(answer(n / 7)) for n in range(count)}
+    for key, text in content.items():
+        file.put(key, text)
+    file.close()
+    return content
+
+
+@FIXTURE_ONCE
+@given(st.randoms(use_true_random=False))
+def test_whatever_becomes_of_the_bytes_no_answer_is_one_that_was_not_given(tmp_path_factory, chance):
+    path = tmp_path_factory.mktemp("cache") / "c.sqlite"
+    content = filled(path, 60)
+    for _ in range(chance.randrange(1, 6)):
+        noise = bytes([chance.randrange(256)]) * chance.choice([1, 1, 1, 40, 3000])
+        damaged(path, chance.randrange(100, path.stat().st_size - 3000), noise)
+    file = CacheFile(path)
+    for key, text in content.items():
+        try:
+            found = file.get(key)
+        except sqlite3.DatabaseError:
+            continue
+        assert found is None or found == (text, 0.0)
+    file.close()
+
+
+def test_an_answer_with_one_digit_changed_on_the_disk_is_asked_again(tmp_path):
+    path = tmp_path / "c.sqlite"
+    filled(path, 10)
+    content = path.read_bytes()
+    assert content.count(b'"reward": 1.0,') == 1  # of a:7
+    path.write_bytes(content.replace(b'"reward": 1.0,', b'"reward": 9.0,'))
+    file = CacheFile(path)
+    assert file.get("a:7") is None and file.get("a:8") is not None
+    file.close()
+
+
+@pytest.mark.parametrize("where", [(4096, b"\xff" * 4096), (3300, b"\xb0" * 700)], ids=["tree", "schema"])
+def test_a_damaged_cache_is_moved_aside_loudly_and_begun_anew(tmp_path, caplog, where):
+    path = tmp_path / "c.sqlite"
+    filled(path)
+    damaged(path, *where)
+    with pytest.raises(ConfigurationError, match=r"c.sqlite is damaged.*delete it"):
+        CacheFile(path, repair=False).open()
+    file = CacheFile(path)
+    assert file.get("a:1") is None
+    file.put("a:1", "new")
+    assert file.get("a:1") == ("new", 0.0)
+    (aside,) = tmp_path.glob("c.sqlite.damaged-*")
+    assert f"moved to {aside}, and begun anew" in caplog.text
+    file.close()
+
+
+def test_the_journal_of_a_damaged_cache_goes_with_it_also_while_somebody_has_it_open(tmp_path):
+    path = tmp_path / "c.sqlite"
+    filled(path)
+    other = CacheFile(path)
+    other.put("a:other", "in the journal")
+    damaged(path, 6 * 4096, b"\xff" * 5 * 4096)
+    file = CacheFile(path)
+    file.put("a:1", "new")
+    assert [one.count for one in file.entries()] == [1]
+    moved = [aside.name.split("-")[3:] for aside in sorted(tmp_path.glob("c.sqlite.damaged-*"))]
+    assert moved == [[], ["shm"], ["wal"]]
+    with contextlib.suppress(sqlite3.DatabaseError):
+        other.put("a:2", "where nobody will read it")
+    assert file.get("a:2") is None and file.get("a:1") == ("new", 0.0)
+    file.close()
+    other.close()
+    assert CacheFile(path, repair=False).get("a:1") == ("new", 0.0)
+
+
+def test_who_opens_a_cache_waits_for_another_who_does(tmp_path):
+    filled(tmp_path / "c.sqlite", 1)
+    with (tmp_path / "c.sqlite.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(sqlite3.OperationalError, match="c.sqlite.lock is held for 0.05 s"):
+            CacheFile(tmp_path / "c.sqlite", busy_s=0.05).open()
+        releasing = threading.Timer(0.1, fcntl.flock, (held, fcntl.LOCK_UN))
+        releasing.start()
+        file = CacheFile(tmp_path / "c.sqlite", busy_s=20)
+        assert file.get("a:0")
+        file.close()
+        releasing.join()
+
+
+def test_several_processes_that_find_it_damaged_begin_one_new_file(tmp_path):
+    path = tmp_path / "c.sqlite"
+    filled(path)
+    damaged(path, 4096, b"\xff" * 4096)
+    writers = [writer(path, name, 0, 30) for name in "abc"]
+    for process in writers:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert len(list(tmp_path.glob("c.sqlite.damaged-*"))) == 1
+    assert [(entries.adapter, entries.count) for entries in CacheFile(path).entries()] == [
+        (n, 30) for n in "abc"
+    ]
+
+
+def somebody_elses(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+        connection.commit()
+
+
+def of_the_future(path: Path) -> None:
+    filled(path, 1)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 9")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (
+            lambda path: path.write_text('{"completion": "4"}\n' * 50),
+            "is no verdict cache.*name another file",
+        ),
+        (lambda path: path.write_text("x"), "is no verdict cache"),
+        (somebody_elses, "is the database of something else: name another"),
+        (of_the_future, "has schema 9, and this version of async-grpo knows 1: name another file, or delete"),
+        (lambda path: path.mkdir(), "cannot be written: .*it is a folder"),
+        (lambda path: path.parent.rmdir() or path.parent.write_text(""), "cannot be written"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_and_left_as_it_is(tmp_path, prepare, message):
+    path = tmp_path / "folder" / "c.sqlite"
+    path.parent.mkdir()
+    prepare(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(ConfigurationError, match=message):
+        VerdictCache(path)
+    assert before is None or path.read_bytes() == before
+    assert not list(tmp_path.rglob("*damaged*"))
+
+
+# --- when the file breaks during the run ---
+
+
+@contextlib.contextmanager
+def write_lock_on(path: Path):
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+async def settled(cache: VerdictCache) -> None:
+    while cache._writing:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_path, caplog):
+    cache = VerdictCache(tmp_path / "c.sqlite", busy_s=0.05, retry_s=0.3)
+    await cache.get_or_call("a:old", caller(answer(2)))
+    await settled(cache)
+    with write_lock_on(tmp_path / "c.sqlite"):
+        for number in range(20):
+            assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
+            await settled(cache)
+        assert await cache.get_or_call("a:old", caller(None)) == answer(2)  # reading goes on
+    assert caplog.text.count("writing the verdict cache") == 1 and "database is locked" in caplog.text
+    stats = cache.stats()
+    assert stats["stored"] == 1 and stats["errors"] >= 1 and stats["errors"] + stats["skipped"] == 20
+    await asyncio.sleep(0.35)
+    await cache.get_or_call("a:new", caller(answer(3)))
+    await cache.close()
+    assert CacheFile(tmp_path / "c.sqlite").get("a:new") and "works again" in caplog.text
+
+
+async def test_a_full_disk_is_no_reason_to_stop(tmp_path, caplog):
+    cache = VerdictCache(tmp_path / "c.sqlite")
+    await cache.get_or_call("a:0", caller(answer()))
+    await settled(cache)
+    cache._file._connection.execute("PRAGMA max_page_count = 1")  # SQLite's own word for a disk that is full
+    for number in range(1, 80):
+        assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
+        await settled(cache)
+    assert "database or disk is full" in caplog.text and len(caplog.records) == 1
+    assert cache.stats()["errors"] == 1 and cache.stats()["skipped"] > 10
+    await cache.close()
+
+
+async def test_a_cache_damaged_during_the_run_is_begun_anew(tmp_path, caplog):
+    path = tmp_path / "c.sqlite"
+    filled(path)
+    cache = VerdictCache(path, retry_s=0.0)
+    damaged(path, 4096, b"\xff" * (path.stat().st_size - 4096))
+    cache._file._connection.execute("PRAGMA shrink_memory")  # of the pages that it has read already
+    for number in range(200):
+        assert (await cache.get_or_call(f"a:{number}", caller(answer(9))))["reward"] in (number / 7, 9)
+        await settled(cache)
+    await cache.close()
+    assert cache.stats()["errors"] >= 1 and "is damaged" in caplog.text
+    assert len(list(tmp_path.glob("c.sqlite.damaged-????????-??????"))) == 1
+    assert json.loads(CacheFile(path).get("a:199")[0]) == answer(9)
+
+
+async def test_a_run_starts_with_a_locked_cache(tmp_path, caplog):
+    path = tmp_path / "c.sqlite"
+    filled(path, 3)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("BEGIN EXCLUSIVE")
+        connection.execute("DELETE FROM verdicts WHERE key = 'a:0'")
+        cache = VerdictCache(path, busy_s=0.05, retry_s=0.2)
+        assert "the run goes on without it" in caplog.text
+        assert await cache.get_or_call("a:2", caller(answer(9))) == answer(9)
+        connection.execute("ROLLBACK")
+    await asyncio.sleep(0.25)
+    assert await cache.get_or_call("a:1", caller(None)) == answer(1 / 7)
+    await cache.close()
+
+
+async def test_a_hanging_disk_delays_one_look_up_and_blocks_no_loop(tmp_path, monkeypatch, caplog, request):
+    cache = VerdictCache(tmp_path / "c.sqlite", patience_s=0.1)
+    released = threading.Event()
+    request.addfinalizer(released.set)
+    monkeypatch.setattr(cache._file, "get", lambda key: released.wait(60) and None)
+    gaps, last = [], time.monotonic()
+
+    async def heartbeat() -> None:
+        nonlocal last
+        while True:
+            await asyncio.sleep(0.005)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    beating = asyncio.create_task(heartbeat())
+    started = time.monotonic()
+    for number in range(20):
+        assert await cache.get_or_call(f"a:{number}", caller(answer())) == answer()
+    assert time.monotonic() - started < 5 and max(gaps) < 5 and cache.stats()["skipped"] >= 19
+    assert "no answer within 0.1 s" in caplog.text
+    beating.cancel()
+    released.set()
+    await cache.close()
+
+
+def test_the_file_names_its_kind(tmp_path):
+    filled(tmp_path / "c.sqlite", 1)
+    assert (tmp_path / "c.sqlite").read_bytes()[68:72] == APPLICATION_ID.to_bytes(4, "big")
+
+
+def test_a_kill_at_any_moment_finds_a_journal(tmp_path):
+    file = CacheFile(tmp_path / "c.sqlite")
+    file.open()
+    modes = [
+        file._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
+    ]
+    assert modes == ["wal", 1]  # of all that may be torn, the journal is written first
+    file.close()
+
+
+@pytest.fixture(autouse=True)
+def _hear_everything(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)  # a command line may have set it
+    caplog.set_level(logging.WARNING, logger="async_grpo")

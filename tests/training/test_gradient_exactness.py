@@ -1,0 +1,403 @@
+"""The gradient of a step equals that of one pass over the whole minibatch, whatever ranks and packing.
+
+Two real gloo ranks under FSDP2 train on random batches, cut into random micro-batches, dealt out in random
+order and filled up with dummies. The reference is transformers' eager forward, one sequence at a time, and a
+loss written out token by token; it shares no code with the library. One spawn serves every batch.
+"""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tiny_policy import VOCAB, pack, random_sequence, save_tiny_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+from async_grpo.errors import ConfigurationError, NonFiniteGradient
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.distributed import distributed_run
+from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import OptimizerConfig, build_optimizer
+from async_grpo.training.sharding import shard_policy
+from async_grpo.types import dummy_micro_batch
+
+NUM_BATCHES, WORLD_SIZE, DEADLINE_S = 16, 2, 120
+CANARY = np.arange(1, 40, dtype=np.int32)
+
+
+class RecordingOptimizer(torch.optim.SGD):
+    """Takes no step; keeps the full gradients that it was asked to take one with."""
+
+    def __init__(self, policy):
+        super().__init__(policy.parameters(), lr=0.0)
+        self.policy, self.gradients = policy, None
+
+    def step(self):
+        named = self.policy.model.named_parameters()
+        self.gradients = {
+            name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone() for name, p in named
+        }
+
+
+def recording_accumulator(ranks, objective, *, tied=True, dtype="float32", checkpointing=False, **options):
+    policy = PolicyModel(tiny_model(tie_word_embeddings=tied), chunk_tokens=37)
+    shard_policy(policy, ranks, dtype=dtype, gradient_checkpointing=checkpointing)
+    optimizer = RecordingOptimizer(policy)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    options = {"max_grad_norm": 1e9} | options
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, **options), optimizer
+
+
+def random_batch(seed):
+    """(sequences, objective options, model options) of one random minibatch."""
+    rng = np.random.default_rng(seed)
+    objective = {
+        "policy_loss": ("ppo_clip", "grpo")[seed % 2],
+        "aggregation": ("token_mean", "sequence_mean_token_mean")[seed // 2 % 2],
+        "kl_coef": (0.0, 0.3)[seed // 4 % 2],
+        "kl_clamp": 10.0,
+        "temperature": (1.0, 0.7)[seed % 3 == 0],
+    }
+    sequences = [random_sequence(rng, with_ref=objective["kl_coef"] > 0) for _ in range(rng.integers(3, 20))]
+    return sequences, objective, {"tied": seed % 5 > 0, "checkpointing": seed % 3 == 1}
+
+
+def deal(sequences, seed, world_size):
+    """Shuffled, cut and dealt to ranks at random, filled up with dummies: micro-batches [rank][round]."""
+    rng = np.random.default_rng(1000 + seed)
+    order = rng.permutation(len(sequences))
+    cuts = np.sort(rng.integers(0, len(order), rng.integers(0, 6)))
+    micro_batches = [pack([sequences[i] for i in part]) for part in np.split(order, cuts) if len(part)]
+    hands = [[] for _ in range(world_size)]
+    for micro_batch in micro_batches:
+        hands[rng.integers(world_size)].append(micro_batch)
+    rounds = max(map(len, hands)) + int(rng.integers(2))
+    for hand in hands:
+        while len(hand) < rounds:
+            hand.insert(int(rng.integers(len(hand) + 1)), dummy_micro_batch(token_id=2))
+    return hands
+
+
+def reference_gradients(sequences, objective, tied):
+    """Plain transformers and arithmetic: loss of the whole minibatch, one backward."""
+    model = tiny_model(tie_word_embeddings=tied)
+    model.set_attn_implementation("eager")
+    sequence_losses, token_losses = [], []
+    for sequence in sequences:
+        ids = torch.tensor(sequence["ids"])
+        logits = model(ids[None]).logits[0] / objective["temperature"]
+        losses = []
+        for t in range(1, len(ids)):
+            if not sequence["mask"][t]:
+                continue
+            logprob = torch.log_softmax(logits[t - 1], dim=0)[ids[t]]
+            advantage = float(np.float32(sequence["advantages"][t]))
+            if objective["policy_loss"] == "grpo":
+                loss = -advantage * logprob
+            else:
+                ratio = torch.exp(logprob - float(np.float32(sequence["behaviour"][t])))
+                loss = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 0.8, 1.28))
+            if objective["kl_coef"]:
+                d = float(np.float32(sequence["ref"][t])) - logprob
+                loss = loss + objective["kl_coef"] * torch.clamp(torch.exp(d) - d - 1, max=10.0)
+            losses.append(loss)
+        if losses:
+            token_losses += losses
+            sequence_losses.append(torch.stack(losses).mean())
+    terms = token_losses if objective["aggregation"] == "token_mean" else sequence_losses
+    torch.stack(terms).mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, len(token_losses)
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    """One of the gloo ranks; rank 0 leaves the results in `folder`."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    results = {}
+    with distributed_run("cpu", timeout_s=60) as ranks:
+        for seed in range(NUM_BATCHES):
+            sequences, objective, model_options = random_batch(seed)
+            accumulator, optimizer = recording_accumulator(ranks, Objective(**objective), **model_options)
+            for micro_batch in deal(sequences, seed, WORLD_SIZE)[rank]:
+                accumulator.add(micro_batch)
+            metrics = accumulator.finish()
+            results[seed] = (optimizer.gradients, metrics)
+        results["bfloat16"] = bfloat16_gradients(ranks)
+        results["update"] = adamw_update(ranks)
+        results["skipped"] = skipped_step(ranks)
+        results["canary"], results["after"] = canary_and_checkpoint(ranks, folder)
+        results["non_finite"] = non_finite_step(ranks)
+    if rank == 0:
+        torch.save(results, Path(folder) / "results.pt")
+    os._exit(0)  # gloo's threads may still hold tensors, and abort in an interpreter that ends in order
+
+
+def bfloat16_gradients(ranks):
+    sequences, objective, _ = random_batch(1)
+    accumulator, optimizer = recording_accumulator(ranks, Objective(**objective), dtype="bfloat16")
+    for micro_batch in deal(sequences, 1, WORLD_SIZE)[ranks.rank]:
+        accumulator.add(micro_batch)
+    accumulator.finish()
+    return optimizer.gradients
+
+
+def adamw_update(ranks):
+    """Metrics of one real AdamW step, and the weights before and after."""
+    sequences, _, _ = random_batch(0)
+    policy = shard_policy(PolicyModel(tiny_model()), ranks)
+    optimizer, scheduler = build_optimizer(policy.parameters(), OptimizerConfig(1e-3, "constant"))
+    accumulator = GradientAccumulator(policy, optimizer, scheduler, Objective(), ranks, update_stats=True)
+    before = {name: tensor.clone() for name, tensor in named_full_tensors(policy)}
+    for micro_batch in deal(sequences, 0, WORLD_SIZE)[ranks.rank]:
+        accumulator.add(micro_batch)
+    metrics = accumulator.finish()
+    return metrics, before, dict(named_full_tensors(policy))
+
+
+def skipped_step(ranks):
+    """A step of which every sample was truncated, and the gradients that the optimizer saw: none."""
+    accumulator, optimizer = recording_accumulator(ranks, Objective())
+    accumulator.add(dummy_micro_batch(token_id=5))
+    return accumulator.finish(), optimizer.gradients
+
+
+def non_finite_step(ranks):
+    """What a NaN log-prob on one rank raises on both, and the gradients that the optimizer saw: none."""
+    accumulator, optimizer = recording_accumulator(ranks, Objective())
+    sequence = {
+        "ids": np.arange(4),
+        "mask": np.arange(4) > 1,
+        "advantages": np.ones(4),
+        "behaviour": np.full(4, np.nan),
+    }
+    accumulator.add(pack([sequence]) if ranks.rank == 1 else dummy_micro_batch(token_id=5))
+    try:
+        accumulator.finish()
+    except NonFiniteGradient as error:
+        return str(error), optimizer.gradients
+    return "nothing was raised", optimizer.gradients
+
+
+def canary_and_checkpoint(ranks, folder):
+    """Canary log-probs of a sharded policy, a checkpoint of it, and a training step after both."""
+    policy = shard_policy(PolicyModel(tiny_model()), ranks)
+    canary = canary_logprobs(policy, CANARY, temperature=0.7)
+    assert all(hasattr(p, "full_tensor") for p in policy.parameters()), "the canary left weights gathered"
+    CheckpointWriter(folder, Path(folder) / "model", ranks, dtype="float32").save(policy, 77)
+    policy(torch.arange(4), torch.tensor([0, 4]), torch.ones(4, dtype=torch.bool), 1.0)[0].sum().backward()
+    return torch.tensor(canary), all(p.grad is not None for p in policy.parameters())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    save_tiny_model(folder / "model")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    context = mp.spawn(run_rank, args=(port, str(folder)), nprocs=WORLD_SIZE, join=False)
+    deadline = time.monotonic() + DEADLINE_S
+    while not context.join(timeout=1.0):  # returns as soon as one of them ends
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the two ranks did not finish within {DEADLINE_S} s")
+    return folder, torch.load(folder / "results.pt")
+
+
+@pytest.fixture
+def alone():
+    with distributed_run("cpu") as ranks:
+        yield ranks
+
+
+def relative_error(got, expected):
+    """|got - expected| / |expected| over all tensors together, and the worst single tensor."""
+    norm = torch.stack([e.norm() for e in expected.values()]).norm()
+    errors = {name: (got[name] - e).norm() for name, e in expected.items()}
+    # a tensor whose true gradient is nearly nothing is held against a thousandth of the whole
+    worst = max(error / max(expected[name].norm(), 1e-3 * norm) for name, error in errors.items())
+    return torch.stack(list(errors.values())).norm() / norm, worst
+
+
+@pytest.mark.parametrize("seed", range(NUM_BATCHES))
+def test_two_ranks_with_any_packing_give_the_gradient_of_one_pass_over_the_minibatch(two_ranks, seed):
+    sequences, objective, model_options = random_batch(seed)
+    expected, num_tokens = reference_gradients(sequences, objective, model_options["tied"])
+    gradients, metrics = two_ranks[1][seed]
+    overall, worst = relative_error(gradients, expected)
+    assert overall < 1e-5 and worst < 1e-5
+    assert metrics["num_non_masked_tokens"] == metrics["total_non_masked_tokens"] == num_tokens
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 6])
+def test_one_process_reports_the_same_metrics_as_two(two_ranks, alone, seed):
+    sequences, objective, model_options = random_batch(seed)
+    accumulator, _ = recording_accumulator(alone, Objective(**objective), **model_options)
+    accumulator.add(pack(sequences))
+    metrics = accumulator.finish()
+    other = two_ranks[1][seed][1]
+    assert metrics.keys() == other.keys()
+    for name in metrics.keys() - {"peak_memory_usage_GB"}:
+        assert metrics[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def test_bfloat16_compute_keeps_float32_gradients_close_to_the_exact_ones(two_ranks):
+    sequences, objective, _ = random_batch(1)
+    expected, _ = reference_gradients(sequences, objective, tied=True)
+    gradients = two_ranks[1]["bfloat16"]
+    flat = [torch.cat([tensors[name].flatten() for name in expected]) for tensors in (gradients, expected)]
+    assert flat[0].dtype is torch.float32
+    assert torch.nn.functional.cosine_similarity(*flat, dim=0) > 0.995
+
+
+def test_update_statistics_are_those_of_the_full_tensors(two_ranks):
+    metrics, before, after = two_ranks[1]["update"]
+    weights = torch.stack([tensor.norm() for tensor in before.values()])
+    deltas = torch.stack([(after[name] - tensor).norm() for name, tensor in before.items()])
+    assert metrics["model_norm"] == pytest.approx(weights.norm().item(), rel=1e-5)
+    assert metrics["model_delta_norm"] == pytest.approx(deltas.norm().item(), rel=1e-5)
+    ratios = (deltas / weights).numpy()
+    for name, quantile in (("min", 0), ("p25", 25), ("p50", 50), ("p75", 75), ("max", 100)):
+        assert metrics[f"update_ratio_{name}"] == pytest.approx(np.percentile(ratios, quantile), rel=1e-3)
+    assert metrics["lr"] == 1e-3
+
+
+def test_a_step_without_loss_tokens_changes_nothing_and_says_so(two_ranks):
+    metrics, gradients = two_ranks[1]["skipped"]
+    assert gradients is None
+    assert metrics["update_skipped"] == 1 and metrics["num_non_masked_tokens"] == 0
+    correction_logprobs = {
+        name for name in metrics if name.startswith(("mismatch", "ess", "chi2", "ratio_p"))
+    }
+    assert all(
+        np.isnan(metrics[name]) for name in correction_logprobs
+    )  # nothing was compared: null, and no zero
+    assert all(np.isfinite(metrics[name]) for name in metrics.keys() - correction_logprobs)
+
+
+def test_a_nan_on_one_rank_is_refused_on_every_rank(two_ranks):
+    message, gradients = two_ranks[1]["non_finite"]
+    assert "the step was not taken" in message and gradients is None
+
+
+def test_a_sharded_policy_answers_the_canary_and_reloads_from_its_checkpoint(two_ranks):
+    folder, results = two_ranks
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    ids = torch.tensor(CANARY, dtype=torch.int64)
+    with torch.no_grad():
+        expected = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(results["canary"][1:], expected, atol=1e-5, rtol=1e-5)
+    assert results["canary"][0] == 0
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / "hf_format" / "samples_77")
+    for (name, weight), (_, original) in zip(
+        reloaded.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight, original), name
+    assert results["after"], "training goes on after a forward without a backward"
+
+
+def test_the_gradient_is_clipped_to_the_global_norm_after_it_was_scaled(alone):
+    sequences, objective, _ = random_batch(2)
+    accumulator, optimizer = recording_accumulator(alone, Objective(**objective), max_grad_norm=1e-3)
+    accumulator.add(pack(sequences))
+    metrics = accumulator.finish()
+    norm = torch.stack([gradient.norm() for gradient in optimizer.gradients.values()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3) and metrics["grad_norm"] > 1e-2
+
+
+def test_a_step_leaves_nothing_behind_for_the_next(alone):
+    first, second = random_batch(2)[0], random_batch(6)[0]
+    objective = Objective(aggregation="sequence_mean_token_mean")
+    accumulator, optimizer = recording_accumulator(alone, objective)
+    accumulator.add(pack(first))
+    accumulator.finish()
+    accumulator.add(pack(second))
+    metrics = accumulator.finish()
+    fresh, fresh_optimizer = recording_accumulator(alone, objective)
+    fresh.add(pack(second))
+    assert fresh.finish() == pytest.approx(metrics | {"peak_memory_usage_GB": pytest.approx(0, abs=100)})
+    for name, gradient in fresh_optimizer.gradients.items():
+        assert torch.equal(gradient, optimizer.gradients[name])
+
+
+def test_the_schedule_advances_with_updates_only(alone):
+    policy = shard_policy(PolicyModel(tiny_model()), alone)
+    settings = OptimizerConfig(1.0, "constant_with_warmup", warmup_steps=4)
+    accumulator = GradientAccumulator(
+        policy, *build_optimizer(policy.parameters(), settings), Objective(), alone
+    )
+    rates = []
+    for micro_batch in (pack(random_batch(2)[0]), dummy_micro_batch(token_id=1), pack(random_batch(6)[0])):
+        accumulator.add(micro_batch)
+        rates.append(accumulator.finish()["lr"])
+    assert rates == [0.25, 0.5, 0.5]
+
+
+def test_metrics_of_a_hand_made_micro_batch(alone):
+    """Two loss tokens whose ratios are e (clipped, A > 0) and 1/e (clipped, A < 0)."""
+    policy = PolicyModel(tiny_model())
+    ids, bounds = torch.tensor([4, 9, 30]), torch.tensor([0, 3])
+    with torch.no_grad():
+        logprobs, entropy = policy(ids, bounds, torch.tensor([False, True, True]), 1.0)
+    sequence = {
+        "ids": ids.numpy(),
+        "mask": np.array([False, True, True]),
+        "advantages": np.array([0, 1.0, -2.0]),
+        "behaviour": logprobs.numpy() + np.array([0, -1.0, 1.0]),
+        "ref": logprobs.numpy() - 0.25,
+    }
+    accumulator, _ = recording_accumulator(alone, Objective(kl_coef=0.1, kl_kind="k1"))
+    accumulator.add(pack([sequence]))
+    metrics = accumulator.finish()
+    policy_loss = (-1.28 + 2 * 0.8) / 2
+    assert metrics["avg_loss"] == pytest.approx(policy_loss, rel=1e-4)
+    assert metrics["avg_kl_div"] == pytest.approx(0.25, rel=1e-4)
+    assert metrics["backward_loss"] == pytest.approx(policy_loss + 0.1 * 0.25, rel=1e-4)
+    assert metrics["clip_frac_low"] == metrics["clip_frac_high"] == 0.5 and metrics["avg_pg_clip"] == 1
+    assert metrics["ratio_max"] == pytest.approx(np.e, rel=1e-4)
+    assert metrics["ratio_mean"] == pytest.approx((np.e + 1 / np.e) / 2, rel=1e-4)
+    # k3 of KL(engine || trainer): with x = log pi - log mu, e^x - 1 - x
+    assert metrics["mismatch_kl"] == pytest.approx(((np.e - 2) + (1 / np.e)) / 2, rel=1e-4)
+    assert metrics["entropy"] == pytest.approx(entropy[1:].mean().item(), rel=1e-4)
+
+
+def test_proximal_logprobs_take_the_place_of_the_engines_in_the_ratio(alone):
+    sequence = random_sequence(np.random.default_rng(3))
+    sequence["mask"][-1] = True
+    for column in ("advantages", "behaviour"):
+        sequence[column] = np.nan_to_num(sequence[column], nan=1.0)
+    near = {**sequence, "proximal": sequence["behaviour"] - 0.5}
+    metrics = []
+    for variant, old_policy in ((sequence, "behaviour"), (near, "proximal")):
+        accumulator, _ = recording_accumulator(alone, Objective(old_policy=old_policy))
+        accumulator.add(pack([variant]))
+        metrics.append(accumulator.finish())
+    assert metrics[1]["ratio_mean"] == pytest.approx(metrics[0]["ratio_mean"] * np.exp(0.5), rel=1e-5)
+    assert metrics[1]["mismatch_kl"] == pytest.approx(metrics[0]["mismatch_kl"])
+
+
+def test_a_kl_term_without_reference_logprobs_says_what_to_run(alone):
+    accumulator, _ = recording_accumulator(alone, Objective(kl_coef=0.1))
+    accumulator.add(dummy_micro_batch(token_id=VOCAB - 1))  # a dummy has nothing to refer to
+    with pytest.raises(ConfigurationError, match="reference logprob worker"):
+        accumulator.add(pack([random_sequence(np.random.default_rng(0))]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy_loss": "pp"}, {"aggregation": "mean"}, {"kl_kind": "k9"}, {"temperature": 0.0}]
+)
+def test_impossible_objectives_are_refused_at_once(options):
+    with pytest.raises(ConfigurationError, match=str(next(iter(options.values())))):
+        Objective(**options)
