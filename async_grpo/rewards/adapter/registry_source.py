@@ -6,97 +6,22 @@ A reward is named by its key on the page of rewards, or by its file:
     rewards/shout.py:shout      the object `shout` of that file, which is then known as `shout`
 """
 
-import hashlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.abc import ExecutionLoader
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source, text_digest
 from async_grpo.rewards.adapter.traits import traits_of
-
-
-@dataclass(frozen=True)
-class ShippedModule:
-    """One module's source.
-
-    It may import any installed package, but no file that merely lies beside it: only this text travels.
-    """
-
-    module_name: str
-    text: str
-    sha256: str
-
-    @property
-    def title(self) -> str:
-        """What a message calls it."""
-        return self.module_name
-
-    def load(self) -> ModuleType:
-        """Import the page under its name; one of the same text that is loaded already is returned as it is.
-
-        Raises:
-            ConfigurationError: the page raises on import.
-
-        >>> RewardRegistrySource.from_text("tiny_page", "REWARD_ADAPTERS = {}").load().REWARD_ADAPTERS
-        {}
-        """
-        loaded = sys.modules.get(self.module_name)
-        if getattr(loaded, "__sha256__", None) == self.sha256:
-            return loaded  # type: ignore[return-value]
-        loader = _TextLoader(self.text)
-        spec = ModuleSpec(self.module_name, loader, origin=f"{self.module_name}.py")
-        module = importlib.util.module_from_spec(spec)
-        module.__sha256__ = self.sha256  # type: ignore[attr-defined]
-        sys.modules[self.module_name] = module  # before it runs: data classes look themselves up here
-        try:
-            loader.exec_module(module)
-        except Exception as error:
-            _restore(self.module_name, loaded)
-            message = f"{self.title} cannot be imported: {type(error).__name__}: {error}"
-            raise ConfigurationError(message) from error
-        return module
-
-
-@dataclass(frozen=True)
-class RewardFile(ShippedModule):
-    """A reward that is named by its file."""
-
-    path: str  # as it was given
-    name: str  # of the object in the file, and of the reward
-
-    @property
-    def title(self) -> str:
-        return self.path
-
-    @classmethod
-    def read(cls, reward: str) -> "RewardFile":
-        """Read `path/to/file.py:name`. Raises ConfigurationError if it cannot be read."""
-        path, _, name = reward.rpartition(":")
-        text = _read(Path(path))
-        sha256 = _digest(text)
-        # A name of its own: `sympy.py:score` must not take the place of a package.
-        return cls(f"{Path(path).stem}_{sha256[:8]}", text, sha256, path, name)
-
-    def adapter(self) -> Any:
-        """The object. Raises ConfigurationError if the file does not define it."""
-        module = self.load()
-        if not hasattr(module, self.name):
-            known = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-            raise ConfigurationError(f"{self.path} defines no {self.name!r}, only {', '.join(known)}")
-        return getattr(module, self.name)
 
 
 @dataclass(frozen=True)
 class RewardRegistrySource(ShippedModule):
     """The page of rewards, and those that are named by their files. `digests` goes into the run's parameters."""
 
-    files: tuple[RewardFile, ...] = ()
+    files: tuple[SourceFile, ...] = ()
 
     @classmethod
     def from_file(cls, path: str | Path) -> "RewardRegistrySource":
@@ -104,16 +29,16 @@ class RewardRegistrySource(ShippedModule):
         path = Path(path)
         if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
             raise ConfigurationError(f"the page of rewards {str(path)!r} cannot be a module: rename it")
-        return cls.from_text(path.stem, _read(path))
+        return cls.from_text(path.stem, read_source(path))
 
     @classmethod
     def from_text(cls, module_name: str, text: str) -> "RewardRegistrySource":
-        return cls(module_name, text, _digest(text))
+        return cls(module_name, text, text_digest(text))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RewardRegistrySource":
         """What `dataclasses.asdict` has made of one."""
-        return cls(**{**fields, "files": tuple(RewardFile(**file) for file in fields["files"])})
+        return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
 
     def with_files(self, names: str | Iterable[str]) -> "RewardRegistrySource":
         """The same with the files that are among the names, read now and here.
@@ -123,7 +48,7 @@ class RewardRegistrySource(ShippedModule):
         """
         asked = parse_names(names)
         _display_names(asked)
-        return replace(self, files=tuple(RewardFile.read(name) for name in asked if is_file(name)))
+        return replace(self, files=tuple(SourceFile.read(name) for name in asked if is_file(name)))
 
     @property
     def digests(self) -> dict[str, str]:
@@ -133,46 +58,6 @@ class RewardRegistrySource(ShippedModule):
     def digest_of(self, name: str) -> str:
         """The SHA-256 of the text that holds this reward: another text may be another reward."""
         return self.digests.get(display_name(name), self.sha256)
-
-
-class _TextLoader(ExecutionLoader):
-    """Serves the text as the module's source, to the import system and to tracebacks alike."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-    def get_filename(self, fullname: str) -> str:
-        return f"{fullname}.py"
-
-
-def _restore(module_name: str, module: ModuleType | None) -> None:
-    if module is None:
-        del sys.modules[module_name]
-    else:
-        sys.modules[module_name] = module
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read the page of rewards {str(path)!r}: {error}") from error
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def is_file(name: str) -> bool:
-    """Whether a reward is named by its file.
-
-    >>> is_file("rewards/shout.py:shout"), is_file("mathd")
-    (True, False)
-    """
-    return name.rpartition(":")[0].endswith(".py")
 
 
 def display_name(name: str) -> str:
@@ -208,7 +93,7 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
         raise ConfigurationError(
             f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
         )
-    adapters = {name: files[name].adapter() for name in shown if name in files}
+    adapters = {name: files[name].object() for name in shown if name in files}
     on_page = [name for name in shown if name not in files]
     if on_page or not asked:
         adapters |= _from_page(source, on_page)

@@ -1,0 +1,127 @@
+"""Python source of the user's own, given as `FILE.py:NAME`, loaded from its text.
+
+The text is read once, on the machine where the run was started. Every process that needs the object imports this text,
+whatever its own disk holds, and the text's digest goes into the run's parameters.
+"""
+
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from importlib.abc import ExecutionLoader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class ShippedModule:
+    """One module's source.
+
+    It may import any installed package, but no file that merely lies beside it: only this text travels.
+    """
+
+    module_name: str
+    text: str
+    sha256: str
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return self.module_name
+
+    def load(self) -> ModuleType:
+        """Import the text under its name; a module of the same text that is loaded already is returned as it is.
+
+        Raises:
+            ConfigurationError: the text raises on import.
+        """
+        loaded = sys.modules.get(self.module_name)
+        if loaded is not None and getattr(loaded, "__sha256__", None) == self.sha256:
+            return loaded
+        loader = _TextLoader(self.text)
+        spec = ModuleSpec(self.module_name, loader, origin=f"{self.module_name}.py")
+        module = importlib.util.module_from_spec(spec)
+        module.__sha256__ = self.sha256  # type: ignore[attr-defined]  # a mark of ours on the module object
+        sys.modules[self.module_name] = module  # before it runs: data classes look themselves up here
+        try:
+            loader.exec_module(module)
+        except Exception as error:
+            _restore(self.module_name, loaded)
+            message = f"{self.title} cannot be imported: {type(error).__name__}: {error}"
+            raise ConfigurationError(message) from error
+        return module
+
+
+@dataclass(frozen=True)
+class SourceFile(ShippedModule):
+    """An object that is named by its file."""
+
+    path: str  # as it was given
+    name: str  # of the object in the file
+
+    @property
+    def title(self) -> str:
+        return self.path
+
+    @classmethod
+    def read(cls, reference: str) -> "SourceFile":
+        """Read `path/to/file.py:name`. Raises ConfigurationError if the file cannot be read."""
+        path, _, name = reference.rpartition(":")
+        text = read_source(Path(path))
+        sha256 = text_digest(text)
+        # A name of its own: `sympy.py:score` must not take the place of a package.
+        return cls(f"{Path(path).stem}_{sha256[:8]}", text, sha256, path, name)
+
+    def object(self) -> Any:
+        """The object. Raises ConfigurationError if the file does not define it."""
+        module = self.load()
+        if not hasattr(module, self.name):
+            known = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+            raise ConfigurationError(f"{self.path} defines no {self.name!r}, only {', '.join(known)}")
+        return getattr(module, self.name)
+
+
+class _TextLoader(ExecutionLoader):
+    """Serves the text as the module's source, to the import system and to tracebacks alike."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def get_filename(self, fullname: str) -> str:
+        return f"{fullname}.py"
+
+
+def _restore(module_name: str, module: ModuleType | None) -> None:
+    if module is None:
+        del sys.modules[module_name]
+    else:
+        sys.modules[module_name] = module
+
+
+def read_source(path: Path) -> str:
+    """The file's text. Raises ConfigurationError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def text_digest(text: str) -> str:
+    """SHA-256, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is that of an object in a file.
+
+    >>> is_file("rewards/shout.py:shout"), is_file("mathd")
+    (True, False)
+    """
+    return name.rpartition(":")[0].endswith(".py")
