@@ -1,26 +1,23 @@
 """`Supervisor`: a few programs that live and die together. Knows nothing of what they do.
 
-Whatever happens, nothing is left behind: children get SIGTERM when the supervisor dies (kernel's parent-death signal),
-orphans of children become the supervisor's own (subreaper), and `stop` ends every descendant.
+Whatever happens, nothing is left behind: children get SIGTERM when the supervisor dies, orphans of children become the
+supervisor's own, and `stop` ends every descendant (see `process_tree`).
 """
 
-import contextlib
-import ctypes
 import logging
+import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import psutil
-
 from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
 
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
@@ -34,7 +31,7 @@ class Program:
     """One child and where its output goes."""
 
     name: str
-    process: subprocess.Popen
+    process: subprocess.Popen[bytes]
     output: Path
 
     def describe_exit(self) -> str:
@@ -51,9 +48,10 @@ class Supervisor:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._programs = folder, []  # in order of start
+        self._folder = folder
+        self._programs: list[Program] = []  # in order of start
         folder.mkdir(parents=True, exist_ok=True)
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, console: bool = False
@@ -68,7 +66,7 @@ class Supervisor:
                 stdout=None if console else sink,
                 stderr=sink,
                 start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which ends the rest in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
             )
         program = Program(name, process, output)
         self._programs.append(program)
@@ -94,8 +92,8 @@ class Supervisor:
         """Wait for `main` to end, while all others run; returns its exit code.
 
         Raises:
-            WorkerLost: another program ended first; says which, how, and its last words.
-        ConfigurationError: the same, when it refused its settings (exit code 2).
+            WorkerLost: another program ended first; says which, how, and the end of its output.
+            ConfigurationError: the same, when it refused its settings (exit code 2).
         """
         while main.process.poll() is None:
             try:
@@ -135,11 +133,14 @@ class Supervisor:
                 for program in programs:
                     program.process.terminate()
                 self.wait_all(programs, TERM_GRACE_S)
-            end_descendants()
+            try:
+                end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S)
+            except TimeoutError as error:  # the rest of the end must still be done
+                log.error("%s", error)
             self._programs.clear()
-            _prctl(
-                PR_SET_CHILD_SUBREAPER, 0
-            )  # who starts processes after this does not wait for their orphans
+            adopt_orphans(
+                False
+            )  # orphans of processes that are started after this are not this one's to collect
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -158,34 +159,3 @@ def log_excerpt(program: Program, lines: int = 12) -> str:
         "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
         + f"\n    (all of it: {program.output})"
     )
-
-
-def end_descendants() -> None:
-    """SIGTERM, then SIGKILL every process that descends from this one, orphans included."""
-    descendants = psutil.Process().children(recursive=True)
-    for process in descendants:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(descendants, timeout=KILL_GRACE_S)
-    while alive or (alive := psutil.Process().children(recursive=True)):
-        for process in alive:
-            _signal(process, signal.SIGKILL)
-        _, stuck = psutil.wait_procs(alive, timeout=KILL_GRACE_S)
-        if stuck:
-            log.error("processes that do not even die of SIGKILL: %s", [process.pid for process in stuck])
-            return
-        alive = []
-
-
-def _signal(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, which is what we want
-        process.send_signal(number)
-
-
-def _die_with_parent() -> None:
-    """Runs in the child before its program starts."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value)

@@ -3,10 +3,8 @@
 Started by torchrun or alone; alone is a world of one with the same code path.
 """
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from async_grpo.errors import ConfigurationError
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from async_grpo.processes.process_tree import die_with
 
 
 @dataclass(frozen=True)
@@ -123,8 +120,4 @@ def die_with_parent() -> None:
     Linux only (elsewhere nothing happens). SIGKILL, because a rank inside a collective does not get to run
     handlers.
     """
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the request was in place
-            os.kill(os.getpid(), signal.SIGKILL)
+    die_with(os.getppid())

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.processes import process_tree
 from async_grpo.processes.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ def test_the_end_of_the_main_program_is_the_end(supervisor):
     assert supervisor.wait(main) == 7
 
 
-def test_the_death_of_another_program_is_reported_with_its_last_words(supervisor):
+def test_the_death_of_another_program_is_reported_with_the_end_of_its_output(supervisor):
     main = supervisor.start("main", SLEEP, os.environ)
     supervisor.start(
         "other", python("import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)"), os.environ
@@ -97,6 +98,7 @@ def test_everything_dies_with_a_supervisor_that_is_killed_or_interrupted_twice(t
     code = f"""
 import os, signal, sys
 from pathlib import Path
+from async_grpo.processes import process_tree
 from async_grpo.processes.supervisor import Supervisor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 supervisor = Supervisor(Path({str(tmp_path)!r}))
@@ -118,3 +120,29 @@ finally:
         run.wait(30)
         _, alive = psutil.wait_procs([child], timeout=10)
         assert not alive, signals
+
+
+def test_descendants_are_found_without_the_kernels_list_of_children(monkeypatch):
+    program = "import os, time\nif os.fork() == 0: os.setsid()\nprint(flush=True)\ntime.sleep(600)"
+    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        started.stdout.readline(), started.stdout.readline()
+        listed = sorted(process_tree.descendants(started.pid))
+        monkeypatch.setattr(process_tree, "_kernel_lists_children", lambda: False)
+        assert len(listed) == 1 and sorted(process_tree.descendants(started.pid)) == listed
+    finally:
+        for pid in (*listed, started.pid):
+            os.kill(pid, signal.SIGKILL)
+        started.wait()
+        started.stdout.close()
+
+
+def test_what_survives_sigkill_is_named(monkeypatch):
+    monkeypatch.setattr(process_tree, "_signal_all", lambda number: None)
+    started = subprocess.Popen(SLEEP)
+    try:
+        with pytest.raises(TimeoutError, match=rf"processes \[{started.pid}\] survive SIGKILL"):
+            process_tree.end_descendants(deadline_s=0.05)
+    finally:
+        started.kill()
+        started.wait()

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -17,7 +16,6 @@ import pytest
 
 from async_grpo.errors import WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.isolation import process_reaper as keeper
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.isolation.child_process import ChildProcess, child_environment
 from async_grpo.types import AdapterResult, RewardStatus
@@ -290,21 +288,6 @@ async def test_the_kernel_takes_a_verifier_first_when_memory_runs_out(mark):
         (child,) = [pid for pid in marked(mark) if pid != process.pid]
         assert Path(f"/proc/{child}/oom_score_adj").read_text().strip() == "1000"
         assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() != "1000"
-
-
-async def test_descendants_are_found_without_the_kernels_list_of_children(monkeypatch):
-    program = "import os, time\nif os.fork() == 0: os.setsid()\nprint(flush=True)\ntime.sleep(600)"
-    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        started.stdout.readline(), started.stdout.readline()
-        listed = sorted(keeper._descendants(started.pid))
-        monkeypatch.setattr(keeper, "_children_file", lambda pid, thread: "/proc/none")
-        assert len(listed) == 1 and sorted(keeper._descendants(started.pid)) == listed
-    finally:
-        for pid in (*listed, started.pid):
-            os.kill(pid, signal.SIGKILL)
-        started.wait()
-        started.stdout.close()
 
 
 # Many at a time ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,5 @@
 process                AdapterProcess: a worker of a lane; starts the process anew when it must
 serving, batches       how the process is given requests, and what becomes of those that it dies of
 channel, framing       the parent's end of that process, and the messages between the two
-keeper                 ends a process with everything that it started
 child, async_child     the main programs of the process; `calls` is what they share
 """

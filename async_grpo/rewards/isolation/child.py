@@ -2,7 +2,8 @@
 
     python -m async_grpo.rewards.isolation.child CHANNEL_FD PARENT_PID MAX_PROCESSES
 
-It splits into a keeper and the process proper, which reads requests from its end of a socket pair and answers each:
+It splits into a guardian (see `process_tree`) and the process proper, which reads requests from its end of a socket pair
+and answers each:
 
     {"id": 7, "samples": [...]}     ->  {"id": 7, "answers": [...]}, one for each
     {"id": 8, "group": [...]}       ->  the same, after `post_process_scores`
@@ -20,17 +21,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe
 from async_grpo.rewards.adapter.traits import traits_of
 from async_grpo.rewards.isolation.calls import built, reply_frame, run_plain
 from async_grpo.rewards.isolation.framing import encode, read
-from async_grpo.rewards.isolation.process_reaper import keep
 
 
 def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
     """Greet, then serve until the parent closes the channel."""
-    keep(parent_pid, channel_fd, max_processes)
+    split_off_guardian(parent_pid, channel_fd, max_processes)
     os.set_inheritable(channel_fd, False)  # a program started by the adapter must not keep the channel open
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rb") as stream:
         greeting = read(stream.read, sys.maxsize)

@@ -14,8 +14,8 @@ from typing import Any
 
 import async_grpo
 from async_grpo.errors import WorkerLost
+from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.isolation.framing import Frames, encode, frame
-from async_grpo.rewards.isolation.process_reaper import TOO_MANY
 
 REAP_S = 10.0  # for a killed process to end
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
@@ -59,7 +59,7 @@ class ChildProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Of the keeper (see `keeper`): all others end with it."""
+        """Of the guardian (see `process_tree`): all others end with it."""
         return self._process.pid
 
     @property
@@ -106,7 +106,7 @@ class ChildProcess(asyncio.Protocol):
         """Have the process killed, and all that it started."""
         if self._process.returncode is None:  # not collected yet, so the id still belongs to it
             os.kill(self.pid, signal.SIGTERM)
-            os.kill(self.pid, signal.SIGCONT)  # the adapter may have stopped its keeper
+            os.kill(self.pid, signal.SIGCONT)  # the adapter may have stopped its guardian
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -160,7 +160,9 @@ class ChildProcess(asyncio.Protocol):
             self._transport.abort()
         self.kill()
         if not await self._ends_within(REAP_S):
-            os.kill(self.pid, signal.SIGKILL)  # whatever ails the keeper, the adapter's process dies with it
+            os.kill(
+                self.pid, signal.SIGKILL
+            )  # whatever ails the guardian, the adapter's process dies with it
             raise WorkerLost(f"process {self.pid} of {self._adapter!r} survives SIGKILL for {REAP_S:g} s")
         self._process.wait()
 
