@@ -1,12 +1,14 @@
-"""What somebody should look at, in words: numbers that go wrong without an error."""
+"""What the user should look at, in words: numbers that go wrong without an error."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.types import Group
 
-ENOUGH = 50  # rewards of an adapter before it is said to know one value only
+ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
+DEFAULT_BEST_REWARD = 1.0  # of an adapter that declares no other: a right answer
 
 
 @dataclass(frozen=True)
@@ -17,18 +19,38 @@ class AlarmLimits:
     failed: float = 1.0
 
 
-def step_alarms(
-    groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]], limits: AlarmLimits
-) -> list[str]:
-    """The alarms of one step; usually none.
+class StepAlarms:
+    """The alarms of each step. It remembers for how many steps a reward has said one value only.
 
-    Args:
-        verifiers: `VerifierPool.stats` of the step.
-
-    >>> step_alarms([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}}, AlarmLimits(failed=0.1))
+    >>> alarms = StepAlarms(AlarmLimits(failed=0.1))
+    >>> alarms.of_step([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}})
     ['judge: 3 of 4 calls failed (HTTP 500)']
     """
-    return [*_about_samples(groups, limits), *_about_verifiers(verifiers, limits)]
+
+    def __init__(self, limits: AlarmLimits) -> None:
+        self._limits = limits
+        self._constant_steps: Counter[str] = Counter()
+
+    def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The alarms of the next step; usually none.
+
+        Args:
+            verifiers: `VerifierPool.stats` of the step.
+        """
+        alarms = _about_samples(groups, self._limits)
+        for name, stats in verifiers.items():
+            alarms += [*_about_failures(name, stats, self._limits), *self._about_constant(name, stats)]
+        return alarms
+
+    def _about_constant(self, name: str, stats: Mapping[str, Any]) -> list[str]:
+        """A reward that has never said but one value; not if that is the best it can say: then all earned it."""
+        only, num_rewards = stats.get("only_reward_so_far"), stats.get("rewards_so_far", 0)
+        if only is None or only >= stats.get("best_reward", DEFAULT_BEST_REWARD):
+            return []
+        self._constant_steps[name] += 1
+        if num_rewards < ENOUGH_REWARDS or self._constant_steps[name] < ENOUGH_STEPS:
+            return []
+        return [f"{name}: all of its {num_rewards} rewards so far are {only:g}"]
 
 
 def _about_samples(groups: Sequence[Group], limits: AlarmLimits) -> list[str]:
@@ -47,16 +69,9 @@ def _about_samples(groups: Sequence[Group], limits: AlarmLimits) -> list[str]:
     return alarms
 
 
-def _about_verifiers(verifiers: Mapping[str, Mapping[str, Any]], limits: AlarmLimits) -> list[str]:
-    alarms = []
-    for name, stats in verifiers.items():
-        calls = sum(stats.get(status, 0) for status in ("ok", "failed", "timed_out", "abstained"))
-        failed = stats.get("failed", 0) + stats.get("timed_out", 0)
-        if calls and failed / calls > limits.failed:
-            alarms.append(
-                f"{name}: {failed} of {calls} calls failed ({stats.get('first_reason') or 'no reason given'})"
-            )
-        only = stats.get("only_reward_so_far")
-        if only is not None and stats.get("rewards_so_far", 0) >= ENOUGH:
-            alarms.append(f"{name}: all of its {stats['rewards_so_far']} rewards so far are {only:g}")
-    return alarms
+def _about_failures(name: str, stats: Mapping[str, Any], limits: AlarmLimits) -> list[str]:
+    calls = sum(stats.get(status, 0) for status in ("ok", "failed", "timed_out", "abstained"))
+    failed = stats.get("failed", 0) + stats.get("timed_out", 0)
+    if not calls or failed / calls <= limits.failed:
+        return []
+    return [f"{name}: {failed} of {calls} calls failed ({stats.get('first_reason') or 'no reason given'})"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
-from async_grpo.experience.alarms import AlarmLimits, step_alarms
+from async_grpo.experience.alarms import AlarmLimits, StepAlarms
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.engine_utilization import EngineUtilization
 from async_grpo.experience.failure_policy import FailurePolicy
@@ -73,6 +73,7 @@ class ExperienceBatcher:
         )
         self.cursor = PromptCursor(questions, plan.seed)
         self.budget = StalenessBudget(plan.groups_per_step, plan.max_staleness)
+        self._alarms = StepAlarms(plan.alarms)
         self.steps = StepAssembler(
             plan.groups_per_step,
             plan.max_staleness,
@@ -266,7 +267,7 @@ class ExperienceBatcher:
             ),
             "questions_retired": len(self.cursor.retired),
             **stats,
-            "alarms": step_alarms(closed.groups, stats.get("verifiers", {}), self.plan.alarms),
+            "alarms": self._alarms.of_step(closed.groups, stats.get("verifiers", {})),
         }
         if self.plan.with_samples:
             stats["samples"] = readable_samples(closed.groups)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,7 @@ class MetricsWriter:
         self._bar = self._progress.add_task("steps", total=num_steps)
         self._progress.start()
         self._intervals: list[tuple[float, float]] = []
+        self._alarms: set[str] = set()  # those of the step before, without their numbers
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
@@ -46,14 +48,27 @@ class MetricsWriter:
                 self._samples.flush()
         self._metrics.write(as_json(line))
         self._metrics.flush()
-        self._console.print(console_line(line, self._num_steps), highlight=False, soft_wrap=True)
+        said = line | {"alarms": self._new_alarms(line.get("alarms", []))}
+        self._console.print(console_line(said, self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])
+
+    def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
+        """The alarms in full that the step before did not have; of the others, how many there are."""
+        known = self._alarms
+        self._alarms = {_without_numbers(alarm) for alarm in alarms}
+        new = [alarm for alarm in alarms if _without_numbers(alarm) not in known]
+        num_known = len(alarms) - len(new)
+        return [*new, *([f"({num_known} as before)"] if num_known else [])]
 
     def close(self) -> None:
         self._progress.stop()
         self._metrics.close()
         if self._samples:
             self._samples.close()
+
+
+def _without_numbers(alarm: str) -> str:
+    return re.sub(r"\d[\d.,]*", "#", alarm)
 
 
 def as_json(line: dict[str, Any]) -> str:

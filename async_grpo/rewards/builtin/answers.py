@@ -1,11 +1,19 @@
-r"""What the adapters share: the text to score, the gold answer, the last \boxed{}."""
+r"""What the rewards share: the text to score, the answer in its boxes, fenced blocks, the row's gold answer.
+
+Each function looks at a character a bounded number of times, however the text was made to prevent that.
+"""
 
 import re
 from typing import Any
 
+MAX_DIVIDER_CHARACTERS = 200  # between two boxes of one answer
+
 _COMMAND = "\\boxed"
-_DIVIDER = re.compile(r"[\s$]*(?:,?\s*and|,?\s*or|,)[\s$]*")
+_DIVIDERS = {",", "and", "or", ",and", ",or"}
+_LAYOUT = re.compile(r"[\s${}~]|\\(?:q?quad|text|mbox|mathrm)(?![a-zA-Z])|\\[,;:! ]")
 _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+_WORD = re.compile(r"[^\s$]+")
+_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
 def completion_text(sample: dict[str, Any]) -> str:
@@ -19,56 +27,75 @@ def completion_text(sample: dict[str, Any]) -> str:
     return text.removesuffix(end_token).rstrip() if end_token else text
 
 
-def last_boxed(text: str) -> str | None:
+def boxed_answer(text: str) -> str | None:
     r"""The content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open.
 
-    >>> last_boxed(r"\boxed{1}, no: $\boxed{\frac{1}{2}}$")
+    Boxes before it belong to the same answer if only a comma, "and" or "or" divides them from it. They are joined by a
+    comma; equal ones count once.
+
+    >>> boxed_answer(r"\boxed{1}, no: $\boxed{\frac{1}{2}}$")
     '\\frac{1}{2}'
+    >>> boxed_answer(r"\boxed{1}, no: $x = \boxed{2}\quad\text{and}\quad\boxed{-3}$.")
+    '2, -3'
     """
-    start = text.rfind(_COMMAND)
-    if start < 0:
-        return None
-    rest = text[start + len(_COMMAND) :].lstrip()
-    if not rest.startswith("{"):
-        return re.split(r"[\s$]", rest, maxsplit=1)[0] or None
-    depth = 0
-    for position, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[1:position].strip()
-    return None
-
-
-def last_boxes(text: str) -> str | None:
-    r"""The last \boxed{...}, with those before it from which only a comma, "and" or "or" divides it; None without one.
-
-    >>> last_boxes(r"\boxed{1}, no: $\boxed{2}$ and $\boxed{3}$.")
-    '\\boxed{2}$ and $\\boxed{3}'
-    """
-    start, end, position = None, 0, len(text)
+    contents: list[str] = []
+    position = first = len(text)
     while (position := text.rfind(_COMMAND, 0, position)) >= 0:
-        length = _braces_length(text[position + len(_COMMAND) :])
-        if length is None or (
-            start is not None and not _DIVIDER.fullmatch(text[position + len(_COMMAND) + length : start])
-        ):
+        box = _box_at(text, position + len(_COMMAND))
+        if box is None:
             break
-        end = end or position + len(_COMMAND) + length
-        start = position
-    return None if start is None else text[start:end]
+        content, end = box
+        if contents and not _divides(text, end, first):
+            break
+        first = position
+        contents.append(content)
+    return ", ".join(dict.fromkeys(reversed(contents))) if contents else None
 
 
-def _braces_length(text: str) -> int | None:
-    """Up to the end of the group that `text` begins with; None if it begins with none, or the group stays open."""
+def _box_at(text: str, position: int) -> tuple[str, int] | None:
+    """Content and end of the box whose command ends at `position`; None if there is no content, or no end of it."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    if not text.startswith("{", position):
+        word = _WORD.match(text, position)
+        return (word[0], word.end()) if word else None
     depth = 0
-    for position, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0 and not character.isspace():
-            return position + 1 if character == "}" else None
+    for end in range(position, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[position + 1 : end].strip(), end + 1
     return None
+
+
+def _divides(text: str, start: int, end: int) -> bool:
+    """Whether text[start:end] is a comma, "and" or "or", layout aside."""
+    return end - start <= MAX_DIVIDER_CHARACTERS and _LAYOUT.sub("", text[start:end]) in _DIVIDERS
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Language (lower case, "" without one) and content of each closed block between lines of ```.
+
+    >>> fenced_blocks("So:\\n```python title=a\\nprint(1)\\n```\\n```\\n1\\n```\\n```c\\nopen")
+    [('python', 'print(1)\\n'), ('', '1\\n')]
+    """
+    blocks: list[tuple[str, str]] = []
+    language, lines = "", None
+    for line in text.split("\n"):
+        if lines is None:
+            if fence := _FENCE.match(line):
+                language, lines = fence[1].lower(), []
+        elif line.strip(" \t\r") == "```":
+            blocks.append((language, "".join(lines)))
+            lines = None
+        else:
+            lines.append(line + "\n")
+    return blocks
 
 
 def gold_answer(sample: dict[str, Any]) -> str:
-    r"""The row's `answer` as text: what follows the last "####" (GSM8K), or the content of its last \boxed{}.
+    r"""The row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes.
+
+    The boxes are read by the rule for the model's answer, `boxed_answer`.
 
     Raises:
         ValueError: there is none, it is empty, or it is neither text nor a number.
@@ -82,7 +109,7 @@ def gold_answer(sample: dict[str, Any]) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     text = str(answer).rpartition("####")[2].strip()
-    boxed = last_boxed(text)
+    boxed = boxed_answer(text)
     text = ungrouped(text if boxed is None else boxed)
     if not text:
         raise ValueError(f"the row's answer {answer!r} is empty: nothing can be compared with it")

@@ -14,16 +14,14 @@ The code has Python's standard library, threads, and a folder in which nothing c
 its own, so none can spoil another. What was expected never enters the process that runs the code.
 """
 
-import re
 import time
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import completion_text
+from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
 from async_grpo.rewards.sandbox.run import Run, Sandbox
 
 MAX_CHARACTERS = 100_000
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _MIN_S = 0.01
 
@@ -35,11 +33,11 @@ def code_of(text: str) -> str:
     'print(1)\\n'
     """
     text = text.rpartition("</think>")[2]
-    blocks = _FENCED.findall(text)
+    blocks = fenced_blocks(text)
     for languages in (_PYTHON, ("",)):
-        fitting = [code for language, code in blocks if language.lower() in languages]
+        fitting = [code for language, code in blocks if language in languages]
         if fitting:
-            return fitting[-1]  # type: ignore[no-any-return]
+            return fitting[-1]
     return text
 
 

@@ -7,7 +7,7 @@ the thought. Accepted is the row's `answer` (as in the mathematics rewards), or 
 import unicodedata
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, last_boxed, ungrouped
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, ungrouped
 from async_grpo.rewards.builtin.format import answer_block
 
 
@@ -17,7 +17,7 @@ def given_answer(text: str) -> str:
     >>> given_answer(r"it is \boxed{B}"), given_answer("so</think> <answer> B </answer>"), given_answer("so</think> B")
     ('B', 'B', 'B')
     """
-    boxed = last_boxed(text)
+    boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
     block = answer_block(text)

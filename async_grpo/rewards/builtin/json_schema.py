@@ -17,14 +17,12 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from async_grpo.rewards.builtin.answers import completion_text
-from async_grpo.rewards.builtin.time_limit import TooSlow, time_limit
+from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
+from async_grpo.rewards.builtin.limits import TooSlow, time_limit
 
 MAX_CHARACTERS = 200_000
 MAX_DEPTH = 100
 SECONDS = 2.0
-
-_FENCED = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 _BETWEEN_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+|"', re.DOTALL)
 
@@ -110,7 +108,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
         raise ValueError("`json_schema` needs a column or an option `schema`")
     validator = validator_of(schema)
     text = completion_text(sample).rpartition("</think>")[2]
-    fenced = _FENCED.findall(text)
+    fenced = [content for language, content in fenced_blocks(text) if language in ("json", "")]
     try:
         value = parse(fenced[-1] if fenced else text)
     except NotJson:

@@ -8,7 +8,7 @@ reward is set by `post_process_scores`. Where the row has an `answer`, the true 
 from collections import Counter
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, last_boxed
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
 from async_grpo.rewards.builtin.format import answer_block
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, normalise
 
@@ -20,7 +20,7 @@ def vote_of(sample: dict[str, Any]) -> str | None:
     ('\\frac{1}{2}', None)
     """
     text = completion_text(sample)
-    boxed = last_boxed(text)
+    boxed = boxed_answer(text)
     answer = answer_block(text) if boxed is None else boxed
     return normalise(answer) or None if answer is not None and len(answer) <= MAX_CHARACTERS else None
 

@@ -1,9 +1,9 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-If there is a \boxed{}, the last one counts and nothing else (several that only commas or "and" divide are one set).
-Without one it is what follows "####" as in GSM8K, else "the answer is ...", else the last formula or number. Of an
-equation the right side counts, and numbers agree to six decimals. LaTeX is read by a grammar; the only text that the
-library hands to sympy's parser is made of digits and + - * / ^ ( ).
+If there is a \boxed{}, the last one counts and nothing else (several that only commas, "and" or "or" divide are one
+set, in the row's answer too). Without one it is what follows "####" as in GSM8K, else "the answer is ...", else the
+last formula or number. Of an equation the right side counts, and numbers agree to six decimals. LaTeX is read by a
+grammar; the only text that the library hands to sympy's parser is made of digits and + - * / ^ ( ).
 
 The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter
 raises.
@@ -15,14 +15,14 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, last_boxes
-from async_grpo.rewards.builtin.magnitude import is_computable
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
+from async_grpo.rewards.builtin.limits import is_computable
 
-MAX_CHARACTERS = 20_000  # of the completion's end: the answer is there, and patterns over more cost time
+MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
 SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
 
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
-_NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d+(?![\d\s]*/))")
+_NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d++(?![\d\s]*/))")
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
@@ -37,12 +37,15 @@ def parse_gold(gold: str) -> list[Any]:
 
 def parse_prediction(text: str) -> list[Any]:
     """The answer in the model's text; empty if there is none, or none that can be computed in time."""
-    boxes = last_boxes(text)
-    if boxes is not None:
-        text = boxes
-    elif "####" in text:
-        text = text.rpartition("####")[2].strip().partition("\n")[0]
-    parsed = parse(readable(text[-MAX_CHARACTERS:]), _EXTRACTION, parsing_timeout=SECONDS)
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        if len(boxed) > MAX_CHARACTERS:
+            return []
+        text = rf"\boxed{{{boxed}}}"
+    else:
+        text = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else text
+        text = text[-MAX_CHARACTERS:]
+    parsed = parse(readable(text), _EXTRACTION, parsing_timeout=SECONDS)
     return [expression for expression in parsed if isinstance(expression, str) or is_computable(expression)]
 
 

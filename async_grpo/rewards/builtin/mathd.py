@@ -8,7 +8,7 @@ not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80
 import re
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, last_boxed, ungrouped
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, ungrouped
 
 MAX_CHARACTERS = 1000
 
@@ -73,7 +73,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     gold = normalise(gold_answer(sample))
     if not gold:
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
-    boxed = last_boxed(completion_text(sample))
+    boxed = boxed_answer(completion_text(sample))
     if boxed is None or len(boxed) > MAX_CHARACTERS:
         return {"reward": 0.0}
     return {"reward": float(normalise(boxed) == gold)}

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from async_grpo.rewards.builtin.answers import completion_text
-from async_grpo.rewards.builtin.time_limit import TooSlow, time_limit
+from async_grpo.rewards.builtin.limits import TooSlow, time_limit
 
 SECONDS = 2.0
 MAX_CHARACTERS = 100_000

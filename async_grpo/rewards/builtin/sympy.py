@@ -14,10 +14,9 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
-from async_grpo.rewards.builtin.answers import completion_text, gold_answer, last_boxed
-from async_grpo.rewards.builtin.magnitude import is_computable
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
+from async_grpo.rewards.builtin.limits import TooSlow, is_computable, time_limit
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
-from async_grpo.rewards.builtin.time_limit import TooSlow, time_limit
 
 SECONDS = 5.0  # for one comparison, then the answers count as different
 RELATIVE_TOLERANCE = 1e-12
@@ -134,7 +133,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     {'reward': 1.0}
     """
     gold = gold_answer(sample)
-    boxed = last_boxed(completion_text(sample))
+    boxed = boxed_answer(completion_text(sample))
     if not boxed or len(boxed) > MAX_CHARACTERS:
         return {"reward": 0.0}
     return {"reward": float(equal(gold, boxed))}

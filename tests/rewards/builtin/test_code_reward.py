@@ -10,6 +10,7 @@ from sandboxes import STANDING, needs_network_off
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.builtin import json_schema
 from async_grpo.rewards.builtin.code import code_of, same_output, score
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.sandbox.run import Sandbox
@@ -116,6 +117,14 @@ def test_the_comparison_forgives_white_space_at_ends_only():
 
 def test_a_text_beyond_the_limit_is_wrong():
     assert score({"completion": "#" * 100_001, "tests": [{"input": "", "output": ""}]})["reward"] == 0.0
+
+
+@pytest.mark.parametrize("text", ["```a\n" * 20_000, "```\na\n" * 20_000, "```python\n" + "``` \t" * 16_000])
+def test_fences_without_end_are_read_in_time(text):
+    started_s = time.process_time()
+    code_of(text)
+    json_schema.score({"completion": text}, schema=True)
+    assert time.process_time() - started_s < 1.0  # a pattern that looks for the end of each took 14 s
 
 
 def test_time_that_is_used_up_makes_the_remaining_tests_time_outs():

@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from async_grpo.rewards.builtin.answers import gold_answer, last_boxed
+from async_grpo.rewards.builtin.answers import boxed_answer, gold_answer
+from async_grpo.rewards.builtin.limits import TooSlow, time_limit
+from async_grpo.rewards.builtin.math_verify import readable
 from async_grpo.rewards.builtin.math_verify import score as math_verify
 from async_grpo.rewards.builtin.mathd import normalise
 from async_grpo.rewards.builtin.mathd import score as mathd
-from async_grpo.rewards.builtin.sympy import TooSlow, time_limit
 from async_grpo.rewards.builtin.sympy import score as sympy
 
 ADAPTERS = [math_verify, mathd, sympy]
@@ -95,10 +96,63 @@ def test_math_verify_reads_answers_without_a_box():
     assert reward(math_verify, "The answer is 26.", 27) == 0.0
 
 
-def test_last_boxed_minds_nested_braces():
-    assert last_boxed(r"\boxed{\frac{1}{\sqrt{2}}} ok") == r"\frac{1}{\sqrt{2}}"
-    assert last_boxed(r"\boxed{1} \boxed{2") is None
-    assert last_boxed(r"$\boxed 5$") == "5"
+def test_boxed_answer_minds_nested_braces():
+    assert boxed_answer(r"\boxed{\frac{1}{\sqrt{2}}} ok") == r"\frac{1}{\sqrt{2}}"
+    assert boxed_answer(r"\boxed{1} \boxed{2") is None
+    assert boxed_answer(r"$\boxed 5$") == "5"
+
+
+TWO = [
+    r"\boxed{1} and \boxed{-2}", r"$\boxed{1}$, $\boxed{-2}$", r"\boxed{1} \quad \text{and} \quad \boxed{-2}",
+    r"\boxed{1}\qquad\mbox{ or }\;\boxed{-2}.", r"\boxed{7}, no: \boxed{1, -2}",
+    r"\boxed{1} and \boxed{1} and \boxed{-2}",
+]  # fmt: skip
+
+
+@every_adapter
+@pytest.mark.parametrize("gold", TWO)
+def test_an_answer_in_several_boxes_is_read_by_the_same_rule_in_the_row_and_in_the_completion(adapter, gold):
+    for text in TWO:
+        assert reward(adapter, text, gold) == 1.0, text
+    for half in (r"\boxed{1}", r"\boxed{-2}", r"\boxed{1} so that \boxed{-2}"):
+        assert reward(adapter, half, gold) == 0.0, half
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1}, then \boxed{2}", "2"),
+        (r"\boxed{1} \textbf{and} \boxed{2}", "2"),
+        (r"\boxed{1}" + " " * 201 + r"and\boxed{2}", "2"),
+        (r"\boxed{\boxed{1}, \boxed{2}}", "1, 2"),
+        (r"\boxed{1} and \boxed 2", "1, 2"),
+        (r"\boxed{1} and \boxed{}", "1, "),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_only_a_comma_or_a_word_joins_boxes(text, content):
+    assert boxed_answer(text) == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{1}" + " " * 170_000 + r"\boxed{2}",
+        r"\boxed{1}" + " and " * 40_000 + r"\boxed{2}",
+        r"\boxed{1}, " * 20_000,
+        "".join(rf"\boxed{{{n}}}," for n in range(20_000)),
+        r"\boxed{" * 20_000 + "}" * 20_000,
+        "1 " + "9" * 19_000 + "/",
+    ],
+    ids=lambda text: text[:14],
+)
+def test_reading_the_answer_takes_time_in_proportion_to_the_text(text):
+    started_s = time.process_time()
+    boxed_answer(text)
+    readable(text)
+    assert (
+        time.process_time() - started_s < 1.0
+    )  # patterns that start anew at each blank take 2 s to a minute
 
 
 def test_gold_answer_takes_what_follows_the_last_marker():
