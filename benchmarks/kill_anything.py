@@ -5,7 +5,7 @@
     python benchmarks/kill_anything.py --victim supervisor --signal SIGINT          a Ctrl-C
 
 The command must end within 60 s with a non-zero code and a message that names what died, or go on to a correct end, with
-exactly one reward per sample; what only scores (pool, verifier, adapter) must let it go on. No process may be left.
+exactly one reward per sample; what only scores (verifier, adapter, judge) must let it go on. No process may be left.
 Prints one row per kill and exits with 1 if one of them broke the rule.
 """
 
@@ -38,9 +38,7 @@ VICTIMS = {
     "vLLM engine core": ["EngineCore"],
     "vLLM worker": ["VLLM::Worker"],
     "logprob worker": ["ray::LogprobActor"],
-    "experience batcher": ["ray::BatcherActor"],
-    "generation registry": ["ray::RegistryActor"],
-    "verifier pool": ["ray::VerifierPoolActor"],
+    "controller": ["ray::RunController"],
     "verifier worker": ["ray::VerifierActor"],
     "adapter process": ["async_grpo.rewards.isolation.child"],
     "judge server": ["vllm.entrypoints.openai.api_server"],
@@ -50,7 +48,7 @@ VICTIMS = {
 }
 
 
-MUST_GO_ON = ("verifier pool", "verifier worker", "adapter process", "judge server")
+MUST_GO_ON = ("verifier worker", "adapter process", "judge server")
 PAGE = """
 from async_grpo.rewards.judges import GenerativeRM
 from async_grpo.rewards.judges import judge_urls

@@ -1,8 +1,8 @@
 """How the library makes Ray actors: asynchronous, and at no cost in logical CPUs.
 
-rank 0 makes        RegistryActor (one per kind), VerifierPoolActor -> VerifierActor (one per adapter and more),
-                    BatcherActor; they end with rank 0's job
+rank 0 makes        RunController, which makes VerifierActor (one per adapter and more); they end with rank 0's job
 a dispatcher makes  GenerationActor or LogprobActor; it ends with the dispatcher
+the cluster's       RateLimitActor, made by whoever needs it first
 
 Each is a few lines around a class with logic, in a module of its own.
 """

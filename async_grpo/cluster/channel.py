@@ -104,12 +104,15 @@ class _Caller:
 class Channel:
     """The caller's half, bound to one event loop.
 
+    Args:
+        on_lost: called once when the actor is lost, even if nothing is asked of it; not when the channel is closed.
+
     Raises (from `call`):
         WorkerLost: the actor died or stopped answering; every call in flight gets it, and every later one.
     """
 
-    def __init__(self, actor: Any, name: str) -> None:
-        self._actor, self.name = actor, name
+    def __init__(self, actor: Any, name: str, on_lost: Callable[[WorkerLost], None] | None = None) -> None:
+        self._actor, self.name, self._on_lost = actor, name, on_lost
         self._caller_id = uuid.uuid4().hex
         self._call_ids = itertools.count()
         self._pending: dict[int, asyncio.Future] = {}
@@ -118,6 +121,8 @@ class Channel:
         self._flush_scheduled = False
         self._poller: asyncio.Task | None = None
         self.lost: WorkerLost | None = None
+        if on_lost is not None:
+            self._poller = asyncio.create_task(self._poll())
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a handler of the actor and return its answer, or raise what it raised."""
@@ -137,6 +142,7 @@ class Channel:
 
     def close(self) -> None:
         """Stop polling; calls in flight fail."""
+        self._on_lost = None
         if self._poller:
             self._poller.cancel()
         self._fail(WorkerLost(f"the channel to {self.name} was closed"))
@@ -196,6 +202,8 @@ class Channel:
         for future in pending.values():
             if not future.done():
                 future.set_exception(error)
+        if self._on_lost is not None:
+            self._on_lost(error)
 
 
 async def _result(reference: Any) -> Any:

@@ -32,9 +32,7 @@ FORWARDED = (
 )
 FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
-GENERATION = "generation"  # the kind of worker that every run needs
-VERIFIER_POOL = "verifier-pool"
-EXPERIENCE_BATCHER = "experience-batcher"
+CONTROLLER = "controller"  # name of the run's `RunController`
 CONNECT_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -100,21 +98,17 @@ def _how_to_join(error: str) -> str:
     )
 
 
-def registry_name(kind: str) -> str:
-    """The name of the registry of one kind of worker: "generation", "reference" or "proximal"."""
-    return f"{kind}-registry"
-
-
-def find_actor(name: str, deadline_s: float, what: str) -> Any:
-    """The handle of a named actor of this run, waiting for it to appear.
+def find_controller(run_name: str, deadline_s: float) -> Any:
+    """The handle of the run's controller, waiting for it to appear.
 
     Raises:
-        DeadlineExceeded: it did not appear in time; says who should have made it.
+        DeadlineExceeded: it did not appear in time.
     """
+    what = f"waiting for a trainer to open the run {run_name!r}"
     give_up, announced = time.monotonic() + deadline_s, False
     while True:
         try:
-            return ray.get_actor(name)
+            return ray.get_actor(CONTROLLER)
         except ValueError:
             if time.monotonic() > give_up:
                 raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s") from None

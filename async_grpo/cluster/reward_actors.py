@@ -1,9 +1,8 @@
-"""The verifier pool as actors: one pool, and for each adapter some actors with killable processes, on any node.
+"""The verifiers of a run: for each adapter some actors with killable processes, on any node, and the judges.
 
-Remote judges need no process: they run in the pool's own, and share the cluster's traffic control.
+Judges need no process: they run in the controller's own, and share the cluster's traffic control.
 """
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from async_grpo.rewards.judges.idle_sleep import idle_sleep_of_the_run
 from async_grpo.rewards.judges.remote_judge import is_run_judge
 from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
-from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool, has_failed
+from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.pool_plan import PoolConfig
 from async_grpo.rewards.verifier_worker import VerifierWorker
 from async_grpo.types import AdapterResult, Verdict
@@ -63,44 +62,54 @@ class VerifierActor(ChannelServer):
         await self._slots.pop(slot).close()
 
 
-class VerifierPoolActor(ChannelServer):
-    """A `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
-
-    Ray starts it anew when it dies; everything that it needs comes with its arguments, and from the cache's file.
-    """
+class RunVerification:
+    """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges."""
 
     def __init__(self, source: RewardRegistrySource, plan: PoolConfig) -> None:
-        os.environ.update(plan.secrets)  # only here: adapters' processes get an allow-list of variables
+        os.environ.update(
+            plan.secrets
+        )  # the judges' keys: adapters' processes get an allow-list of variables
         self._source, self._plan = source, dataclasses.replace(plan, secrets={})
         self._adapters = resolve(source, plan.all_adapters)
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep = idle_sleep_of_the_run()
-        self._pool: VerifierPool | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self.serve(
-            {"verify": self._verify, "post_process": self._post_process, "take_stats": self._take_stats}
-        )
+        self._surroundings = self._make_surroundings()
+        self._pool = self._make_pool()
 
     async def start(self) -> None:
-        """Make all workers; whoever comes meanwhile waits for the same start."""
-        if self._starting is None or has_failed(self._starting):
-            self._starting = asyncio.create_task(self._start())
-        await asyncio.shield(self._starting)
+        """Make all workers of the training."""
+        try:
+            await self._pool.start()
+        except BaseException:
+            await self._surroundings.close()
+            raise
+
+    async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
+        """See `VerifierPool.verify`."""
+        return await self._pool.verify(sample, evaluation=evaluation)
+
+    async def post_process(
+        self, samples: Sequence[dict], verdicts: Sequence[Verdict], *, evaluation: bool = False
+    ) -> list[Verdict]:
+        """See `VerifierPool.post_process`."""
+        return await self._pool.post_process(samples, verdicts, evaluation=evaluation)
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
+        return {"verifiers": self._pool.take_stats(), **self._surroundings.stats()}
 
     async def close(self) -> None:
         """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
-        if self._pool is not None:
-            await self._pool.close()
-            await self._surroundings.close()
+        await self._pool.close()
+        await self._surroundings.close()
         await self._rate_limiter.close()
         if self._idle_sleep is not None:
             await self._idle_sleep.close()
 
-    async def _start(self) -> None:
+    def _make_pool(self) -> VerifierPool:
         plan = self._plan
-        self._surroundings = self._make_surroundings()
-        self._pool = VerifierPool(
+        return VerifierPool(
             plan.adapters,
             partial(self._make_worker, lane=TRAINING),
             make_evaluator=partial(self._make_worker, lane=EVALUATION),
@@ -114,11 +123,6 @@ class VerifierPoolActor(ChannelServer):
             around=self._surroundings,
             timeout_s=plan.timeout_s,
         )
-        try:
-            await self._pool.start()
-        except BaseException:
-            await self._surroundings.close()  # the next start opens the same files
-            raise
 
     def _make_surroundings(self) -> CallMiddleware:
         plan = self._plan
@@ -167,23 +171,6 @@ class VerifierPoolActor(ChannelServer):
             )  # another run's reward of this name has limits of its own
             return LimitedWorker(slot, self._rate_limiter, f"{adapter} of {run}", limits, lane)
         return slot
-
-    async def _verify(self, sample: dict[str, Any], evaluation: bool) -> Verdict:
-        await self.start()
-        assert self._pool is not None
-        return await self._pool.verify(sample, evaluation=evaluation)
-
-    async def _post_process(
-        self, samples: Sequence[dict], verdicts: Sequence[Verdict], evaluation: bool
-    ) -> list[Verdict]:
-        await self.start()
-        assert self._pool is not None
-        return await self._pool.post_process(samples, verdicts, evaluation=evaluation)
-
-    async def _take_stats(self) -> dict[str, Any]:
-        await self.start()
-        assert self._pool is not None
-        return {"verifiers": self._pool.take_stats(), **self._surroundings.stats()}
 
 
 class _VerifierHost:

@@ -1,16 +1,15 @@
 """What trainer rank 0 opens on the cluster, and how every rank reaches it.
 
-open_run        registries, with the settings of the run: workers can find it from now on
+open_run        the run's controller, with the settings of the run: workers can find it from now on
 await_workers   until each kind that the run needs is there (or one of them refused)
-start_batcher   verifier pool and experience batcher
+start_batcher   verifiers and experience batcher
 end_rewards     the batcher, and then the rewards, in order
 close_run       tells the workers that the run is over
 """
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -18,22 +17,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_grpo.cluster.actors import zero_cpu_actor
-from async_grpo.cluster.batcher_actor import BatcherActor
-from async_grpo.cluster.ray_session import (
-    EXPERIENCE_BATCHER,
-    GENERATION,
-    VERIFIER_POOL,
-    find_actor,
-    registry_name,
-)
-from async_grpo.cluster.registry_actor import RegistryActor
-from async_grpo.cluster.reward_actors import VerifierPoolActor
+from async_grpo.cluster.channel import Channel
+from async_grpo.cluster.controller import GENERATION, RollCall, RunController
+from async_grpo.cluster.ray_session import CONTROLLER
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.experience.batcher import BatcherConfig
 from async_grpo.experience.dataset import Question
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.pool_plan import PoolConfig
+from async_grpo.experience.protocols import Verification
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
 
 log = logging.getLogger(__name__)
@@ -41,36 +32,23 @@ SHUTDOWN_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """Handles of the run's registries, by kind of worker."""
-
-    registries: dict[str, Any]
-
-    @property
-    def generation(self) -> Any:
-        return self.registries[GENERATION]
-
-
-def open_run(config: RunConfig, settings: SharedRunSettings) -> OpenRun:
-    """Make a registry for each kind of worker that the run needs, on this node.
+def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
+    """Make the run's controller on this node, which needs no other one for its bookkeeping; returns its handle.
 
     Raises:
         ConfigurationError: a run of this name is open already.
     """
-    registries = {}
-    for kind in (GENERATION, *settings.logprob_roles):
-        try:
-            actor = _here(RegistryActor, registry_name(kind))
-            registries[kind] = actor.remote(kind, settings, config.worker_grace_s)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
-            ) from error
-    return OpenRun(registries)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    try:
+        actor = zero_cpu_actor(RunController, scheduling_strategy=here, name=CONTROLLER)
+        return actor.remote(settings, config.worker_grace_s, Channel)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
+        ) from error
 
 
-def await_workers(run: OpenRun, config: RunConfig) -> str:
+def await_workers(controller: Any, config: RunConfig) -> str:
     """Wait for a worker of each kind that the run needs.
 
     Returns:
@@ -82,22 +60,30 @@ def await_workers(run: OpenRun, config: RunConfig) -> str:
     """
     give_up, next_word = time.monotonic() + config.start_timeout_s, time.monotonic() + 2.0
     while True:
-        roll_calls = {kind: _get(registry.roll_call.remote()) for kind, registry in run.registries.items()}
-        if refusals := [reason for _, _, reasons in roll_calls.values() for reason in reasons]:
-            raise ConfigurationError("; ".join(refusals))
-        missing = [_missing(kind) for kind, (members, _, _) in roll_calls.items() if not members]
+        roll_call, refusals = answer(controller.roll_call.remote())
+        missing = missing_workers(roll_call, refusals, config.samples_per_question)
         if not missing:
-            members, rewards, _ = roll_calls[GENERATION]
-            _check_capacity(max(info.max_sequences for info in members), config.samples_per_question)
-            return _one_reward_list(rewards)
+            return one_reward_list(roll_call[GENERATION][1])
         if time.monotonic() > give_up:
-            raise DeadlineExceeded(
-                f"after {config.start_timeout_s:.0f} s there is still {'; and '.join(missing)}"
-            )
+            raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
         if time.monotonic() > next_word:
-            log.info("waiting: there is %s", "; and ".join(missing))
+            log.info("waiting: there is %s", missing)
             next_word = time.monotonic() + 15.0
         time.sleep(0.2)
+
+
+def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_question: int) -> str:
+    """What the run still lacks, in words; "" when it can start.
+
+    Raises:
+        ConfigurationError: a worker refused, or none can hold one group.
+    """
+    if refusals:
+        raise ConfigurationError("; ".join(refusals))
+    if missing := [_missing(kind) for kind, (members, _) in roll_call.items() if not members]:
+        return "; and ".join(missing)
+    _check_capacity(max(info.max_sequences for info in roll_call[GENERATION][0]), samples_per_question)
+    return ""
 
 
 def _missing(kind: str) -> str:
@@ -114,7 +100,12 @@ def _check_capacity(capacity: int, samples_per_question: int) -> None:
         )
 
 
-def _one_reward_list(rewards: Sequence[str]) -> str:
+def one_reward_list(rewards: Sequence[str]) -> str:
+    """The one list of rewards that all workers name, if they name any.
+
+    Raises:
+        ConfigurationError: they name different ones.
+    """
     named = sorted({names for names in rewards if names})
     if len(named) > 1:
         raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
@@ -122,34 +113,30 @@ def _one_reward_list(rewards: Sequence[str]) -> str:
 
 
 def start_batcher(
-    run: OpenRun,
+    controller: Any,
     config: RunConfig,
     plan: BatcherConfig,
     questions: list[Question],
-    rewards: tuple[RewardRegistrySource, PoolConfig],
-) -> tuple[Any, Any]:
-    """Start the verifiers and the batcher; returns the handles of the batcher and of the verifier pool."""
-    # Ray starts the pool anew when it dies, and the batcher asks again for what it owed
-    pool = _here(VerifierPoolActor, VERIFIER_POOL, max_restarts=-1).remote(*rewards)
-    _get(pool.start.remote(), config.start_timeout_s)
-    batcher = _here(BatcherActor, EXPERIENCE_BATCHER).remote(plan, ray.put(questions), run.registries, pool)
-    return batcher, pool
+    make_verification: Callable[[], Verification],
+) -> None:
+    """Start the verifiers and the batcher in the controller."""
+    started = controller.start_batcher.remote(plan, ray.put(questions), make_verification)
+    answer(started, config.start_timeout_s)
 
 
-def end_rewards(batcher: Any, pool: Any) -> None:
+def end_rewards(controller: Any) -> None:
     """End what works for a step that nobody will train on; rewards are closed, and what they have cost is on disk."""
-    ray.kill(batcher)
     try:
-        _get(pool.close.remote(), SHUTDOWN_TIMEOUT_S)
+        answer(controller.stop.remote(), SHUTDOWN_TIMEOUT_S)
     except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
         log.warning("the rewards did not end in order: %s", error)
 
 
-def close_run(run: OpenRun, reason: str) -> None:
-    """Tell the workers that the run is over, and wait until they have signed off (their registries end with us)."""
-    _get([registry.close.remote(reason) for registry in run.registries.values()])
+def close_run(controller: Any, reason: str) -> None:
+    """Tell the workers that the run is over, and wait until they have signed off (the controller ends with us)."""
+    answer(controller.close.remote(reason))
     give_up = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    while any(_get(registry.roll_call.remote())[0] for registry in run.registries.values()):
+    while any(members for members, _ in answer(controller.roll_call.remote())[0].values()):
         if time.monotonic() > give_up:
             log.warning("not all workers have signed off after %.0f s", SHUTDOWN_TIMEOUT_S)
             return
@@ -159,48 +146,39 @@ def close_run(run: OpenRun, reason: str) -> None:
 class RemoteExperience:
     """`ExperienceSource` of one rank: fetches the next message while the rank computes on the last one."""
 
-    def __init__(self, batcher: Any, rank: int, timeout_s: float) -> None:
-        self._batcher, self._rank = batcher, rank
+    def __init__(self, controller: Any, rank: int, timeout_s: float) -> None:
+        self._controller, self._rank = controller, rank
         self._timeout_s = timeout_s + CONTROL_TIMEOUT_S  # the batcher's own deadline has the better message
         self._next: Any = None
 
     def start(self) -> None:
         if self._rank == 0:
-            _get(self._batcher.start.remote())
+            answer(self._controller.start.remote())
 
     def next_message(self, rank: int) -> MicroBatch | StepEnd:
         """The next micro-batch or step end; raises what the batcher raises."""
-        self._next = self._next or self._batcher.next_message.remote(rank)
-        message = _get(self._next, self._timeout_s)
+        self._next = self._next or self._controller.next_message.remote(rank)
+        message = answer(self._next, self._timeout_s)
         # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates.
-        self._next = None if isinstance(message, StepEnd) else self._batcher.next_message.remote(rank)
+        self._next = None if isinstance(message, StepEnd) else self._controller.next_message.remote(rank)
         return message
 
-    def weights_live(self, version: int) -> None:
-        _get(self._batcher.weights_live.remote(version))
-
     def evaluate(self, questions: list[Question], timeout_s: float) -> dict[str, Any]:
-        return _get(self._batcher.evaluate.remote(questions, 1), timeout_s)
+        return answer(self._controller.evaluate.remote(questions, 1), timeout_s)
 
 
-def find_batcher(deadline_s: float) -> Any:
-    """The batcher's handle, on ranks other than 0."""
-    return find_actor(EXPERIENCE_BATCHER, deadline_s, "waiting for rank 0 to start the experience batcher")
+def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    """What the run's controller answers, within a deadline; raises its own error instead of Ray's wrapping of it.
 
-
-def _here(actor_class: type, name: str, **options: Any) -> Any:
-    """A control actor on this node: the run then does not depend on any other node for its bookkeeping."""
-    affinity = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    return zero_cpu_actor(actor_class, scheduling_strategy=affinity, name=name, **options)
-
-
-def _get(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-    """`ray.get` with a deadline, raising the actor's own error instead of Ray's wrapping of it."""
+    Raises:
+        DeadlineExceeded: no answer came in time.
+        WorkerLost: the controller died, and the run with it.
+    """
     try:
         return ray.get(reference, timeout=timeout_s)
     except RayTaskError as error:
         raise getattr(error, "cause", None) or error from None
     except GetTimeoutError as error:
-        raise DeadlineExceeded(f"an actor of the run did not answer within {timeout_s:.0f} s") from error
+        raise DeadlineExceeded(f"the run's controller did not answer within {timeout_s:.0f} s") from error
     except RayActorError as error:
-        raise WorkerLost(f"an actor of the run died: {' '.join(str(error).split())[:300]}") from error
+        raise WorkerLost(f"the run's controller died: {' '.join(str(error).split())[:300]}") from error

@@ -5,18 +5,19 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
 
-from async_grpo.cluster.ray_session import GENERATION, connect, find_actor, registry_name
+from async_grpo.cluster.ray_session import connect, find_controller
+from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.cluster.run_setup import (
-    OpenRun,
     RemoteExperience,
+    answer,
     await_workers,
     close_run,
     end_rewards,
-    find_batcher,
     open_run,
     start_batcher,
 )
@@ -38,9 +39,8 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import SharedRunSettings
-from async_grpo.weights.nccl import EngineControl, NCCLPublisher
-from async_grpo.weights.package import WeightPackage
-from async_grpo.weights.publisher import Canary, EngineLink, Publisher
+from async_grpo.weights.nccl import NCCLPublisher
+from async_grpo.weights.publisher import Canary, Publisher
 
 log = logging.getLogger(__name__)
 CANARY_TOKENS = 64
@@ -60,18 +60,17 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
         if prepared is not None:
             _train_as_head(config, prepared, ranks)
         else:
-            batcher = find_batcher(config.start_timeout_s)
-            registry = find_actor(registry_name(GENERATION), config.start_timeout_s, "waiting for rank 0")
-            settings = ray.get(registry.settings.remote(), timeout=60)
-            experience = Experience(config, batcher, ranks, [])
-            _run_loop(config, settings, ranks, experience, engines=None, metrics=None)
+            controller = find_controller(config.run_name, config.start_timeout_s)
+            settings = answer(controller.settings.remote())
+            experience = Experience(config, controller, ranks, [])
+            _run_loop(config, settings, ranks, experience, controller=None, metrics=None)
     ray.shutdown()
 
 
 def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     """Rank 0: it also opens the run, feeds the engines and writes the files."""
-    run = open_run(config, prepared.settings)
-    rewards = config.reward_fns or await_workers(run, config)
+    controller = open_run(config, prepared.settings)
+    rewards = config.reward_fns or await_workers(controller, config)
     source, names = prepared.rewards.with_files(rewards), parse_names(rewards)
     adapters = resolve(source, names)  # an unknown name ends the run here, with the known ones
     check_reward_column(config, adapters, [*prepared.questions, *prepared.eval_questions])
@@ -79,18 +78,18 @@ def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
     _write_params(config, prepared, ranks, names)
     plan = batcher_plan(config, ranks.world_size, adapters)
     verifiers = with_secrets(pool_plan(config, source, names), source)
-    batcher, pool = start_batcher(run, config, plan, prepared.questions, (source, verifiers))
-    experience = Experience(config, batcher, ranks, prepared.eval_questions)
-    engines = Engines(run, config, experience)
+    verification = partial(RunVerification, source, verifiers)
+    start_batcher(controller, config, plan, prepared.questions, verification)
+    experience = Experience(config, controller, ranks, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
-    await_workers(run, config)
+    await_workers(controller, config)
     metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
     try:
-        _run_loop(config, prepared.settings, ranks, experience, engines, metrics)
+        _run_loop(config, prepared.settings, ranks, experience, controller, metrics)
     finally:
         metrics.close()
-    end_rewards(batcher, pool)
-    close_run(run, f"{config.num_steps} steps are done")
+    end_rewards(controller)
+    close_run(controller, f"{config.num_steps} steps are done")
 
 
 def _run_loop(
@@ -98,7 +97,7 @@ def _run_loop(
     settings: SharedRunSettings,
     ranks: Ranks,
     experience: "Experience",
-    engines: "Engines | None",
+    controller: Any,
     metrics: MetricsWriter | None,
 ) -> None:
     policy = PolicyModel(
@@ -119,7 +118,7 @@ def _run_loop(
         policy=policy,
         accumulator=_accumulator(config, policy, ranks),
         source=experience,
-        publisher=_publisher(config, policy, settings, ranks, engines),
+        publisher=_publisher(config, policy, settings, ranks, controller),
         metrics=metrics,
         checkpoints=CheckpointWriter(
             config.output_path,
@@ -150,54 +149,31 @@ def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> Gradie
 
 
 def _publisher(
-    config: RunConfig,
-    policy: PolicyModel,
-    settings: SharedRunSettings,
-    ranks: Ranks,
-    engines: "Engines | None",
+    config: RunConfig, policy: PolicyModel, settings: SharedRunSettings, ranks: Ranks, controller: Any
 ) -> Publisher | NCCLPublisher:
-    """Engine links exist on rank 0 alone; the other ranks take part in the gathering."""
+    """Engines are reached from rank 0 alone (the others have no controller here, and take part in the gathering)."""
     length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
     common = (named_full_tensors, canary, torch_dtype(settings.dtype))
     if settings.transport == "nccl":
-        control = engines.control() if engines else None
         return NCCLPublisher(
-            control,
+            RayEngineControl(controller, config.sync_timeout_s) if controller else None,
             *common,
             rank=ranks.rank,
             timeout_s=config.sync_timeout_s,
             tolerance=config.canary_tolerance,
         )
-    return Publisher(engines.link() if engines else None, *common, tolerance=config.canary_tolerance)
-
-
-@dataclasses.dataclass(frozen=True)
-class Engines:
-    """How rank 0 reaches the engines, by either transport; the batcher is told which version is live."""
-
-    run: OpenRun
-    config: RunConfig
-    experience: "Experience"
-
-    def link(self) -> EngineLink:
-        follows = {
-            kind: actor for kind, actor in self.run.registries.items() if kind != "reference"
-        }  # it is frozen
-        return RayEngineLink(follows, self.config.sync_timeout_s, self._live)
-
-    def control(self) -> EngineControl:
-        return RayEngineControl(self.run.generation, self.config.sync_timeout_s, self._live)
-
-    def _live(self, package: WeightPackage) -> None:
-        self.experience.weights_live(package.version)
+    link = RayEngineLink(controller, config.sync_timeout_s) if controller else None
+    return Publisher(link, *common, tolerance=config.canary_tolerance)
 
 
 class Experience(RemoteExperience):
     """A rank's experience, with rank 0's evaluations: before the first step, every `eval_every`, and at the end."""
 
-    def __init__(self, config: RunConfig, batcher: Any, ranks: Ranks, eval_questions: list[Question]) -> None:
-        super().__init__(batcher, ranks.rank, config.experience_timeout_s)
+    def __init__(
+        self, config: RunConfig, controller: Any, ranks: Ranks, eval_questions: list[Question]
+    ) -> None:
+        super().__init__(controller, ranks.rank, config.experience_timeout_s)
         self._config, self._questions = config, eval_questions
 
     def start(self) -> None:

@@ -1,13 +1,13 @@
 """`RayEngineLink`: weight packages through Ray's object store to every registered worker, and their receipts back."""
 
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from async_grpo.cluster.controller import GENERATION
 from async_grpo.errors import WorkerLost
 from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage
 
@@ -18,15 +18,12 @@ class RayEngineLink:
     """`EngineLink` over Ray. A worker that fails to load is fenced, not waited for; the others go on.
 
     Args:
-        registries: the registry actors whose workers follow the policy.
+        controller: the run's, which knows the workers.
         timeout_s: longest time a worker may take to load one package.
-        on_commit: called with a package once its weights generate.
     """
 
-    def __init__(
-        self, registries: Mapping[str, Any], timeout_s: float, on_commit: Callable[[WeightPackage], None]
-    ) -> None:
-        self._registries, self._timeout_s, self._on_commit = registries, timeout_s, on_commit
+    def __init__(self, controller: Any, timeout_s: float) -> None:
+        self._controller, self._timeout_s = controller, timeout_s
 
     def put(self, chunk: np.ndarray) -> Any:
         return ray.put(chunk)
@@ -38,62 +35,55 @@ class RayEngineLink:
             WorkerLost: no generation worker is left.
         """
         receipts: dict[str, Receipt] = {}
-        self._owners: dict[str, Any] = {}
-        loading = []
-        for registry in self._registries.values():
-            for info, handle in ray.get(registry.begin_sync.remote(), timeout=self._timeout_s):
-                loading.append((info.worker_id, handle, registry, handle.update_weights.remote(package)))
-        losses = []
-        for worker_id, handle, registry, answer in loading:
+        losses, generates = [], False
+        members = ray.get(self._controller.begin_sync.remote(), timeout=self._timeout_s)
+        loading = [(info, handle, handle.update_weights.remote(package)) for info, handle in members]
+        for info, handle, answer in loading:
             try:
-                receipts[worker_id] = ray.get(answer, timeout=self._timeout_s)
-                self._owners[worker_id] = registry
+                receipts[info.worker_id] = ray.get(answer, timeout=self._timeout_s)
+                generates |= info.kind == GENERATION
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
-                losses.append(f"{worker_id}: {_cause(error)}")
+                losses.append(f"{info.worker_id}: {_cause(error)}")
                 ray.kill(handle)  # its open requests fail now, and its dispatcher notices
                 log.error(
                     "worker %s did not load version %s and is fenced: %s",
-                    worker_id,
+                    info.worker_id,
                     package.version,
                     losses[-1],
                 )
-                ray.get(registry.deregister.remote(worker_id, losses[-1]), timeout=self._timeout_s)
-        if self._registries["generation"] not in self._owners.values():
+                fenced = self._controller.deregister.remote(info.kind, info.worker_id, losses[-1])
+                ray.get(fenced, timeout=self._timeout_s)
+        if not generates:
             raise WorkerLost(
                 f"no generation worker took the weights of version {package.version}: {'; '.join(losses)}"
             )
         return receipts
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """Tell the registries that the package is proven, and once it generates whoever asked."""
+        """Tell the controller that the package is proven: its weights generate now (not those of a self-test)."""
         if package.version == SELF_TEST:
-            calls = [registry.keep_self_test.remote(package) for registry in self._registries.values()]
+            told = self._controller.keep_self_test.remote(package)
         else:
-            calls = [
-                registry.end_sync.remote(package, [w for w in landed if self._owners[w] is registry])
-                for registry in self._registries.values()
-            ]
-        ray.get(calls, timeout=self._timeout_s)
-        if package.version != SELF_TEST:
-            self._on_commit(package)
+            told = self._controller.end_sync.remote(package, landed)
+        ray.get(told, timeout=self._timeout_s)
 
 
 class RayEngineControl:
     """`EngineControl` over Ray: the generation workers, driven step by step by vLLM's trainer engine.
 
     Args:
-        registry: of the generation workers.
-        on_commit: called with the package once its weights generate.
+        controller: the run's, which knows the workers.
+        timeout_s: longest time that one step may take.
     """
 
-    def __init__(self, registry: Any, timeout_s: float, on_commit: Callable[[WeightPackage], None]) -> None:
-        self._registry, self._timeout_s, self._on_commit = registry, timeout_s, on_commit
+    def __init__(self, controller: Any, timeout_s: float) -> None:
+        self._controller, self._timeout_s = controller, timeout_s
         self.address = ray.util.get_node_ip_address()
         self._handles: dict[str, Any] = {}
         self._world_sizes: dict[str, int] = {}
 
     def begin(self) -> dict[str, int]:
-        members = self._get(self._registry.begin_sync.remote())
+        members = [m for m in self._get(self._controller.begin_sync.remote()) if m[0].kind == GENERATION]
         self._handles = {info.worker_id: handle for info, handle in members}
         self._world_sizes = {info.worker_id: info.world_size for info, _ in members}
         return self._world_sizes
@@ -108,8 +98,7 @@ class RayEngineControl:
         return self._each("receipt", package.canary_ids)
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        self._get(self._registry.end_sync.remote(package, landed))
-        self._on_commit(package)
+        self._get(self._controller.end_sync.remote(package, landed))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every engine joins the group after the ones before it: rank 0 is the trainer."""

@@ -21,15 +21,13 @@ class WorkerActor(ChannelServer):
         self._loading = asyncio.Lock()
         self._version: int | None = None
 
-    async def enlist(self, registry: Any, info: WorkerInfo, rewards: str) -> None:
+    async def enlist(self, controller: Any, info: WorkerInfo, rewards: str) -> None:
         """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
-        packages = await registry.register.remote(info, ray.get_runtime_context().current_actor, rewards)
+        packages = await controller.register.remote(info, ray.get_runtime_context().current_actor, rewards)
         while packages:
             for package in packages:
                 prove_landed(package, {info.worker_id: await self.update_weights(package)})
-            if await registry.activate.remote(info.worker_id, packages[-1].version):
-                return
-            packages = await registry.current.remote()  # a sync came in between
+            packages = await controller.activate.remote(info, packages[-1].version)
 
     async def update_weights(self, package: WeightPackage) -> Receipt:
         """Load a package and answer its canary under the new weights.

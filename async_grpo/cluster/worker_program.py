@@ -10,16 +10,11 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from async_grpo.cluster.actors import zero_cpu_actor
-from async_grpo.cluster.ray_session import (
-    GENERATION,
-    connect,
-    find_actor,
-    forwarded_environment,
-    registry_name,
-)
+from async_grpo.cluster.controller import GENERATION
+from async_grpo.cluster.ray_session import connect, find_controller, forwarded_environment
 from async_grpo.cluster.worker_actors import GenerationActor, LogprobActor
 from async_grpo.config.run import WorkerConfig
-from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.modeling.load import context_length, model_fingerprint
 from async_grpo.types import SharedRunSettings, WorkerInfo
 
@@ -36,38 +31,72 @@ def dispatch(config: WorkerConfig) -> None:
         WorkerLost: the worker, or the trainer, died.
     """
     connect(config.run_name, config.logging_level)
-    generation = _registry(GENERATION, config)
-    settings: SharedRunSettings = _ask(generation.settings.remote())
-    kind = GENERATION if config.mode == "generation" else config.role
+    controller = find_controller(config.run_name, config.start_timeout_s)
+    closed = controller.closed.remote()
     try:
-        check_model(config.model_path, settings)
-    except ConfigurationError as refusal:
-        _ask(generation.refuse.remote(str(refusal)))
-        raise
-    if kind not in (GENERATION, *settings.logprob_roles):
-        raise ConfigurationError(
-            f"the loss of run {settings.run_name!r} uses no {kind} log-probs: this worker would have nothing to do "
-            "(a reference is used with --kl-coef above 0, a proximal one with --old-policy proximal)"
-        )
-    registry = _registry(kind, config)
-    worker_id = f"{kind}-{uuid.uuid4().hex[:6]}"
+        settings: SharedRunSettings = _unless_closed(controller.settings.remote(), closed, 60)
+        kind = GENERATION if config.mode == "generation" else config.role
+        try:
+            check_model(config.model_path, settings)
+        except ConfigurationError as refusal:
+            _unless_closed(controller.refuse.remote(str(refusal)), closed, 60)
+            raise
+        if kind not in (GENERATION, *settings.logprob_roles):
+            raise ConfigurationError(
+                f"the loss of run {settings.run_name!r} uses no {kind} log-probs: this worker would have nothing to do "
+                "(a reference is used with --kl-coef above 0, a proximal one with --old-policy proximal)"
+            )
+        _work(config, settings, kind, controller, closed)
+    except _RunIsOver as over:
+        log.info("the run is over: %s", over)
+
+
+def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controller: Any, closed: Any) -> None:
+    """Load a worker, let it join, and wait for the end of the run or for a death."""
+    worker_id, doing, reason = f"{kind}-{uuid.uuid4().hex[:6]}", "could not start", "the run is over"
     log.info("starting worker %s on %s", worker_id, config.model_path)
-    worker = _start(config, settings, registry, kind, worker_id)
-    log.info("worker %s is at work", worker_id)
-    _stay(worker, registry, worker_id)
-
-
-def _registry(kind: str, config: WorkerConfig) -> Any:
-    what = f"waiting for a trainer to open the run {config.run_name!r}"
-    return find_actor(registry_name(kind), config.start_timeout_s, what)
-
-
-def _ask(reference: Any) -> Any:
-    """An answer of the run's registry; WorkerLost if it is gone."""
+    actor, loading, max_sequences = _start(config, settings)
     try:
-        return ray.get(reference, timeout=60)
+        max_tokens = _unless_closed(loading, closed, config.start_timeout_s)
+        info = WorkerInfo(worker_id, kind, max_sequences, max_tokens, world_size=config.tensor_parallel_size)
+        joining = actor.enlist.remote(controller, info, config.reward_fns)
+        _unless_closed(joining, closed, config.start_timeout_s)
+        log.info("worker %s is at work", worker_id)
+        doing = "died"
+        reason = str(_unless_closed(actor.until_failure.remote(), closed, None))
+        raise WorkerLost(f"worker {worker_id} died: {reason}")
+    except (RayError, DeadlineExceeded) as error:
+        reason = _cause(error)
+        raise WorkerLost(f"worker {worker_id} {doing}: {reason}") from error
+    finally:
+        # Also where it failed while it joined: else it would count as a member for ever. It may be gone already.
+        with contextlib.suppress(RayError):
+            ray.get(controller.deregister.remote(kind, worker_id, reason), timeout=60)
+        _close(actor, is_loaded=doing == "died")
+
+
+class _RunIsOver(Exception):
+    """The run ended in order; carries its reason."""
+
+
+def _unless_closed(answer: Any, closed: Any, timeout_s: float | None) -> Any:
+    """`answer`, unless the run ends first.
+
+    Raises:
+        _RunIsOver: it did.
+        DeadlineExceeded: neither came in time.
+        WorkerLost: the trainer, and with it the run's controller, died.
+        RayError: the answer is an error.
+    """
+    ready, _ = ray.wait([answer, closed], timeout=timeout_s)
+    if not ready:
+        raise DeadlineExceeded(f"it was not ready within {timeout_s:.0f} s (--start-timeout-s)")
+    try:
+        if closed in ray.wait([closed], timeout=0)[0]:
+            raise _RunIsOver(ray.get(closed))
     except RayActorError as error:
-        raise WorkerLost("the trainer is gone: its registry died while this worker was starting") from error
+        raise WorkerLost("the trainer is gone: the run's controller died without closing the run") from error
+    return ray.get(answer)
 
 
 def check_model(model_path: str, settings: SharedRunSettings) -> None:
@@ -84,37 +113,28 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
         )
 
 
-def _start(
-    config: WorkerConfig, settings: SharedRunSettings, registry: Any, kind: str, worker_id: str
-) -> Any:
-    """The worker's actor, loaded and registered."""
+def _start(config: WorkerConfig, settings: SharedRunSettings) -> tuple[Any, Any, int]:
+    """The worker's actor, what it answers once it has loaded (its tokens), and the sequences that it takes at once."""
     options: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment()}}
+    model_path = os.path.abspath(config.model_path)
     if config.mode == "generation":
         from async_grpo.generation.options import EngineConfig
 
         options["num_gpus"] = config.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0
         actor = zero_cpu_actor(GenerationActor, **options).remote()
         engine = EngineConfig(
-            model_path=os.path.abspath(config.model_path),
+            model_path=model_path,
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel_size,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_prefix_caching=config.enable_prefix_caching,
             enforce_eager=config.enforce_eager,
         )
-        loading = actor.start.remote(engine, settings)
-        max_sequences = config.max_num_seqs + config.overhead_seqs
-    else:
-        options["num_gpus"] = 1 if ray.cluster_resources().get("GPU") else 0
-        actor = zero_cpu_actor(LogprobActor, **options).remote()
-        loading = actor.start.remote(
-            os.path.abspath(config.model_path), settings, config.max_tokens_per_gpu, config.max_wait_s
-        )
-        max_sequences = UNLIMITED
-    max_tokens = _await_worker(loading, config.start_timeout_s, worker_id)
-    info = WorkerInfo(worker_id, kind, max_sequences, max_tokens, world_size=config.tensor_parallel_size)
-    _await_worker(actor.enlist.remote(registry, info, config.reward_fns), config.start_timeout_s, worker_id)
-    return actor
+        return actor, actor.start.remote(engine, settings), config.max_num_seqs + config.overhead_seqs
+    options["num_gpus"] = 1 if ray.cluster_resources().get("GPU") else 0
+    actor = zero_cpu_actor(LogprobActor, **options).remote()
+    loading = actor.start.remote(model_path, settings, config.max_tokens_per_gpu, config.max_wait_s)
+    return actor, loading, UNLIMITED
 
 
 def worker_environment() -> dict[str, str]:
@@ -129,43 +149,17 @@ def worker_environment() -> dict[str, str]:
     return {**defaults, **forwarded_environment()}
 
 
-def _await_worker(reference: Any, timeout_s: float, worker_id: str) -> Any:
+def _cause(error: Exception) -> str:
+    """The worker's own error, without Ray's pages around it."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+
+
+def _close(worker: Any, *, is_loaded: bool) -> None:
+    """End the worker; one that still loads answers nothing, and is killed at once."""
     try:
-        return ray.get(reference, timeout=timeout_s)
-    except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise WorkerLost(f"worker {worker_id} could not start: {type(cause).__name__}: {cause}") from error
-
-
-def _stay(worker: Any, registry: Any, worker_id: str) -> None:
-    """Wait for the end of the run, or for a death."""
-    closed, failure = registry.closed.remote(), worker.until_failure.remote()
-    while not (ended := ray.wait([closed, failure], timeout=5.0)[0]):
-        pass
-    if failure in ended:
-        reason = _reason(failure)
-        with contextlib.suppress(RayError):  # the registry may be gone as well
-            ray.get(registry.deregister.remote(worker_id, reason), timeout=60)
-        raise WorkerLost(f"worker {worker_id} died: {reason}")
-    try:
-        log.info("the run is over: %s", ray.get(closed))
-        ray.get(registry.deregister.remote(worker_id, "the run is over"), timeout=60)
-    except RayActorError as error:
-        raise WorkerLost("the trainer is gone: its registry died without closing the run") from error
-    finally:
-        _close(worker)
-
-
-def _reason(failure: Any) -> str:
-    try:
-        return str(ray.get(failure))
-    except RayError as error:
-        return " ".join(str(error).split())[:300]
-
-
-def _close(worker: Any) -> None:
-    try:
-        ray.get(worker.close.remote(), timeout=20)
+        if is_loaded:
+            ray.get(worker.close.remote(), timeout=20)
     except RayError as error:
         log.warning("the worker did not close by itself: %s", " ".join(str(error).split())[:200])
     ray.kill(worker)

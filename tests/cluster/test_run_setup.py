@@ -1,121 +1,93 @@
-"""What rank 0 opens on a real Ray cluster, and whom it lets in."""
+"""The run's controller as an actor of a real Ray cluster: its name, its workers' deaths, and its own."""
 
+import os
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_controller import MODEL, SETTINGS, worker
 
 from async_grpo.config.run import RunConfig
-from async_grpo.errors import ConfigurationError, DeadlineExceeded
-from async_grpo.modeling.load import model_fingerprint
-from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.package import SELF_TEST, WeightPackage
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster import run_setup, worker_program  # noqa: E402 - after the check that ray is there
+from async_grpo.cluster.actors import zero_cpu_actor  # noqa: E402
+from async_grpo.cluster.channel import ChannelServer  # noqa: E402
 from async_grpo.cluster.weight_sync import RayEngineControl  # noqa: E402
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "sample-data" / "tiny-model"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    here = os.path.dirname(__file__)  # workers unpickle the actor classes of this file by name
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), here]), "OMP_NUM_THREADS": "1"}}
     ray.init(
         address="local",  # never a cluster that happens to run here
         include_dashboard=False,
         log_to_driver=False,
-        namespace="test-head",
+        namespace="test-run-setup",
         runtime_env=environment,
     )
     yield
     ray.shutdown()
 
 
-SETTINGS = SharedRunSettings(
-    run_name="test",
-    model_fingerprint=model_fingerprint(MODEL),
-    vocab_size=300,
-    dtype="float32",
-    temperature=1.0,
-    stop_token_ids=(1,),
-    max_total_tokens=64,
-    max_completion_tokens=16,
-    samples_per_question=8,
-    transport="object_store",
-    logprob_roles=("reference",),
-    seed=0,
-)
-
-
-def config(**changes) -> RunConfig:
+def config(**changes: Any) -> RunConfig:
     paths = {"model_name_or_path": str(MODEL), "data_path": "d", "samples_per_question": 8, "batch_size": 2}
     return RunConfig(**{**paths, "start_timeout_s": 2.0, **changes})
 
 
-def worker(worker_id: str = "g0", kind: str = "generation", max_sequences: int = 8) -> WorkerInfo:
-    return WorkerInfo(worker_id, kind, max_sequences, 1000)
+@pytest.fixture
+def run() -> Iterator[Any]:
+    controller = run_setup.open_run(config(), SETTINGS)
+    yield controller
+    ray.kill(controller)
+
+
+class Worker(ChannelServer):
+    """A worker that has loaded, and waits for work."""
+
+    def __init__(self) -> None:
+        self.serve({})
+
+    async def pid(self) -> int:
+        return os.getpid()
 
 
 @pytest.fixture
-def run() -> Iterator[run_setup.OpenRun]:
-    opened = run_setup.open_run(config(), SETTINGS)
-    yield opened
-    for registry in opened.registries.values():
-        ray.kill(registry)
+def handle() -> Iterator[Any]:
+    actor = zero_cpu_actor(Worker).remote()
+    yield actor
+    ray.kill(actor)
 
 
-def register(run: run_setup.OpenRun, info: WorkerInfo, rewards: str = "countdown"):
-    registry = run.registries[info.kind]
-    return ray.get(registry.register.remote(info, "handle", rewards), timeout=30)
+def call(reference: Any) -> Any:
+    return ray.get(reference, timeout=30)
 
 
-def test_the_rewards_that_workers_name_are_the_run_s(run):
-    register(run, worker("g0"))
-    register(run, worker("g1"))
-    register(run, worker("r0", kind="reference"))
-    assert run_setup.await_workers(run, config()) == "countdown"
+def register(run: Any, handle: Any, *ids: str, kind: str = "generation", rewards: str = "") -> None:
+    for worker_id in ids:
+        call(run.register.remote(worker(worker_id, kind=kind), handle, rewards))
 
 
-def test_workers_that_name_different_rewards_do_not_start_a_run(run):
-    register(run, worker("g0"), "countdown")
-    register(run, worker("g1"), "format")
-    register(run, worker("r0", kind="reference"))
-    with pytest.raises(ConfigurationError, match="different rewards: countdown / format"):
-        run_setup.await_workers(run, config())
+def members(run: Any) -> list[str]:
+    return [info.worker_id for info in call(run.roll_call.remote())[0]["generation"][0]]
 
 
-def test_a_missing_worker_is_named_with_its_command_when_the_wait_is_over(run):
-    register(run, worker("g0"))
+def test_a_missing_worker_is_named_when_the_wait_is_over_and_the_rewards_are_those_that_workers_name(
+    run, handle
+):
+    register(run, handle, "g0", "g1", rewards="countdown")
     with pytest.raises(DeadlineExceeded, match="no reference logprob worker .python worker_dispatcher.py"):
         run_setup.await_workers(run, config())
-
-
-def test_a_group_that_fits_no_worker_is_refused(run):
-    register(run, worker("g0", max_sequences=7))
-    register(run, worker("r0", kind="reference"))
-    with pytest.raises(ConfigurationError, match=r"a group of 8 .* takes 7 sequences"):
-        run_setup.await_workers(run, config())
-
-
-def test_another_model_is_refused_on_both_sides(run, tmp_path):
-    for path in MODEL.iterdir():
-        text = path.read_bytes()
-        (tmp_path / path.name).write_bytes(text.replace(b'"hidden_size": 128', b'"hidden_size": 64'))
-    with pytest.raises(ConfigurationError, match="another architecture or vocabulary") as refusal:
-        worker_program.check_model(str(tmp_path), SETTINGS)
-    ray.get(run.generation.refuse.remote(str(refusal.value)), timeout=30)
-    with pytest.raises(ConfigurationError, match="another architecture or vocabulary"):
-        run_setup.await_workers(run, config())
-
-
-def test_a_model_whose_context_is_too_short_is_refused():
-    with pytest.raises(ConfigurationError, match="the run needs 100000"):
-        worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
+    register(run, handle, "r0", kind="reference")
+    assert run_setup.await_workers(run, config()) == "countdown"
 
 
 def test_two_runs_of_one_name_do_not_meet(run):
@@ -123,52 +95,43 @@ def test_two_runs_of_one_name_do_not_meet(run):
         run_setup.open_run(config(), SETTINGS)
 
 
-def package(version: int, chunks: list | None = None) -> WeightPackage:
-    return WeightPackage(version, {}, ["a chunk"] if chunks is None else chunks, None, None, 1e-4)
+def test_an_nccl_sync_begins_with_the_generation_workers_and_their_sizes(run, handle):
+    register(run, handle, "g0", "g1")
+    assert RayEngineControl(run, 30).begin() == {"g0": 1, "g1": 1}
 
 
-def call(reference):
-    return ray.get(reference, timeout=30)
+def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle):
+    register(run, handle, "g0")
+    assert members(run) == ["g0"]
+    os.kill(call(handle.pid.remote()), 9)
+    give_up = time.monotonic() + 20
+    while members(run) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert members(run) == []
 
 
-def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_before_it_gets_work(run):
-    """It joins while weights are on their way: it waits, and is handed the self-test and the new weights."""
-    registry = run.generation
-    assert register(run, worker("early")) == []  # before the first sync there is nothing to load
-    call(registry.keep_self_test.remote(package(SELF_TEST)))
-    assert [info.worker_id for info, _ in call(registry.begin_sync.remote())] == ["early"]
-    joining = registry.register.remote(worker("late"), "handle", "")
-    assert not ray.wait([joining], timeout=0.5)[0]  # not between begin and end
-    call(registry.end_sync.remote(package(5), ["early"]))
-    assert [p.version for p in call(joining)] == [SELF_TEST, 5]
-    assert [info.worker_id for info, _ in call(registry.begin_sync.remote())] == [
-        "early"
-    ]  # it is on its own way
-    call(registry.end_sync.remote(package(6), ["early"]))
-    assert call(registry.activate.remote("late", 5)) is False  # version 6 came first: it must load again
-    assert [p.version for p in call(registry.current.remote())] == [6]
-    assert call(registry.activate.remote("late", 6)) is True
-    assert {info.worker_id for info, _ in call(registry.begin_sync.remote())} == {"early", "late"}
-
-
-def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(run):
-    call(run.generation.end_sync.remote(package(5, chunks=[]), []))
-    assert register(run, worker("late")) == []
-
-
-def test_an_nccl_sync_begins_with_the_members_and_their_sizes(run):
-    register(run, replace(worker("g0"), world_size=2))
-    register(run, worker("g1"))
-    assert RayEngineControl(run.generation, 30, lambda package: None).begin() == {"g0": 2, "g1": 1}
-
-
-def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run):
-    register(run, worker("g0"))
-    waiting = run.generation.closed.remote()
+def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle):
+    register(run, handle, "g0")
+    waiting = run.closed.remote()
     closing = threading.Thread(target=run_setup.close_run, args=(run, "all steps are done"))
     closing.start()
-    assert ray.get(waiting, timeout=30) == "all steps are done"
+    assert call(waiting) == "all steps are done"
     assert closing.is_alive()  # it waits for the workers to sign off
-    call(run.generation.deregister.remote("g0", "the run is over"))
+    call(run.deregister.remote("generation", "g0", "the run is over"))
     closing.join(10)
     assert not closing.is_alive()
+
+
+def test_a_worker_that_is_still_loading_learns_that_the_run_is_over(run, handle):
+    call(run.close.remote("all steps are done"))
+    with pytest.raises(worker_program._RunIsOver, match="all steps are done"):
+        worker_program._unless_closed(handle.poll.remote("x"), run.closed.remote(), 30)
+
+
+def test_the_controller_s_death_is_named(run, handle):
+    closed = run.closed.remote()
+    ray.kill(run)
+    with pytest.raises(WorkerLost, match="the run's controller died"):
+        run_setup.answer(run.settings.remote())
+    with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
+        worker_program._unless_closed(handle.poll.remote("x"), closed, 30)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from async_grpo.cluster.reward_actors import VerifierPoolActor
+from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.config.reward_plans import pool_plan, reward_limits, with_secrets
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
@@ -230,7 +230,7 @@ def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_re
 async def test_the_size_of_the_cache_reaches_it(tmp_path):
     made = config(verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
     source = RewardRegistrySource.from_text("page_of_plans", PAGE)
-    around = VerifierPoolActor(source, pool_plan(made, source, ["rule"]))._make_surroundings()
+    around = RunVerification(source, pool_plan(made, source, ["rule"]))._make_surroundings()
     sample = {"completion": "x" * 100}
     for number in range(1, 1002):  # it prunes after every thousand
         await around("rule", {**sample, "n": number}, "train", Judge(delay_s=0))

@@ -18,7 +18,6 @@ from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.jobs import Scoring
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.pool_plan import PoolConfig
 from async_grpo.rewards.queue_stats import QueueStats
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -766,25 +765,3 @@ def test_with_real_processes_rewards_survive_a_killed_process():
         assert all(worker.pid is None for worker in workers)
 
     run(main())
-
-
-def test_a_pool_actor_whose_start_failed_starts_anew(monkeypatch):
-    pytest.importorskip("ray")
-    from async_grpo.cluster.reward_actors import VerifierPoolActor
-
-    workshop = Workshop(healthy=0, mishap=ConfigurationError("the node is full"))
-    source = RewardRegistrySource.from_text("page_a", "REWARD_ADAPTERS = {'a': lambda sample: 1.0}")
-    monkeypatch.setattr(VerifierPoolActor, "_make_worker", lambda self, adapter, lane: workshop.make(adapter))
-
-    async def main() -> None:
-        actor = VerifierPoolActor(source, PoolConfig(Combination(("a",))))
-        for _ in range(2):
-            with pytest.raises(ConfigurationError, match="the node is full"):
-                await actor.start()
-        workshop.healthy = 1
-        await actor.start()
-        assert (await actor._verify(sample(1, 0.5), False)).reward == 0.5
-        await actor.close()
-
-    run(main())
-    assert workshop.num_mishaps == 2 and workshop.made[0].closed

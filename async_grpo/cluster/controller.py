@@ -1,0 +1,157 @@
+"""`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
+
+    dispatchers   settings, register, activate, deregister, refuse, closed      -> RegisteredWorkers, one per kind
+    the sync      begin_sync, keep_self_test, end_sync                          -> RegisteredWorkers, ExperienceBatcher
+    rank 0        roll_call, start_batcher, start, evaluate, stop, close        -> ExperienceBatcher, Verification
+    every rank    settings, next_message                                        -> ExperienceBatcher
+
+A sample leaves this process for an engine, for a reward worker and for a rank; all else is a method call. Plain asyncio
+without Ray: `run_setup` makes an actor of it on rank 0's node. Its death ends the run.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from async_grpo.cluster.registered_workers import Connect, RegisteredWorkers
+from async_grpo.cluster.remote_services import RemoteGeneration, RemoteLogprobs
+from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
+from async_grpo.experience.dataset import Question
+from async_grpo.experience.protocols import Logprobs, Verification
+from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
+from async_grpo.weights.package import WeightPackage
+
+GENERATION = "generation"  # the kind of worker that every run needs
+RollCall = dict[
+    str, tuple[list[WorkerInfo], list[str]]
+]  # kind -> its members, and the rewards each one names
+
+
+class RunController:
+    """Every public method may be called from another process.
+
+    Args:
+        settings: what every worker of the run must share.
+        worker_grace_s: how long work waits while no worker of a kind is registered.
+        connect: makes a link to a worker of its handle.
+    """
+
+    def __init__(self, settings: SharedRunSettings, worker_grace_s: float, connect: Connect) -> None:
+        self._settings = settings
+        self._workers = {
+            kind: RegisteredWorkers(kind, worker_grace_s, connect)
+            for kind in (GENERATION, *settings.logprob_roles)
+        }
+        self._refusals: list[str] = []
+        self._batcher: ExperienceBatcher | None = None
+        self._verification: Verification | None = None
+        self._over = asyncio.Event()
+        self._reason = ""  # why it is over
+
+    # What dispatchers and workers call --------------------------------------------------------------------------
+
+    async def settings(self) -> SharedRunSettings:
+        return self._settings
+
+    async def register(self, info: WorkerInfo, handle: Any, rewards: str) -> list[WeightPackage]:
+        """Let a worker in; returns what it must load, and prove, before `activate`."""
+        return await self._workers[info.kind].register(info, handle, rewards)
+
+    async def activate(self, info: WorkerInfo, version: int) -> list[WeightPackage]:
+        """A late worker has loaded `version`; returns what it must load next: nothing, unless a sync came in between."""
+        workers = self._workers[info.kind]
+        return [] if await workers.activate(info.worker_id, version) else await workers.current()
+
+    async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
+        """A worker is gone, or fenced."""
+        self._workers[kind].deregister(worker_id, reason)
+
+    async def refuse(self, reason: str) -> None:
+        """A worker found that it cannot work for this run."""
+        self._refusals.append(reason)
+
+    async def closed(self) -> str:
+        """Waits for the end of the run; returns its reason."""
+        await self._over.wait()
+        return self._reason
+
+    # What a weight sync calls -----------------------------------------------------------------------------------
+
+    async def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
+        """Weights are about to be sent: nobody joins meanwhile. Returns those who follow the policy, and their handles."""
+        return [
+            member
+            for workers in self._workers.values()
+            if not workers.is_frozen
+            for member in workers.begin_sync()
+        ]
+
+    async def keep_self_test(self, package: WeightPackage) -> None:
+        """What every late worker is tested with, as the first ones were."""
+        for workers in self._workers.values():
+            workers.keep_self_test(package)
+
+    async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
+        """`landed` hold the weights of `package` and generate with them: they may work, and new groups be admitted."""
+        for workers in self._workers.values():
+            if not workers.is_frozen:
+                workers.end_sync(package, landed)
+        if self._batcher is not None:
+            await self._batcher.weights_live(package.version)
+
+    # What the ranks call -------------------------------------------------------------------------------------------
+
+    async def roll_call(self) -> tuple[RollCall, list[str]]:
+        """The workers by kind, and what others refused the run for."""
+        return {kind: workers.roll_call() for kind, workers in self._workers.items()}, self._refusals
+
+    async def start_batcher(
+        self,
+        plan: BatcherConfig,
+        questions: Sequence[Question],
+        make_verification: Callable[[], Verification],
+    ) -> None:
+        """Start the verifiers, and make the batcher."""
+        verification = make_verification()
+        await verification.start()
+        self._verification = verification
+        self._batcher = ExperienceBatcher(
+            plan,
+            questions,
+            RemoteGeneration(self._workers[GENERATION]),
+            verification,
+            reference=self._logprobs("reference"),
+            proximal=self._logprobs("proximal"),
+        )
+
+    def _logprobs(self, kind: str) -> Logprobs | None:
+        return RemoteLogprobs(self._workers[kind]) if kind in self._workers else None
+
+    async def start(self) -> None:
+        """Begin to generate. The engines must hold policy version 0."""
+        await self.batcher.start()
+
+    async def next_message(self, rank: int) -> MicroBatch | StepEnd:
+        """See `ExperienceBatcher.next_message`."""
+        return await self.batcher.next_message(rank)
+
+    async def evaluate(self, questions: Sequence[Question], count: int) -> dict[str, Any]:
+        """See `ExperienceBatcher.evaluate`."""
+        return await self.batcher.evaluate(questions, count)
+
+    async def stop(self) -> None:
+        """End what works for a step that nobody will train on; rewards are closed, and what they cost is on disk."""
+        if self._batcher is not None:
+            await self._batcher.close()
+        if self._verification is not None:
+            await self._verification.close()
+
+    async def close(self, reason: str) -> None:
+        """The run is over: tell the dispatchers."""
+        self._reason = self._reason or reason
+        self._over.set()
+
+    @property
+    def batcher(self) -> ExperienceBatcher:
+        assert self._batcher is not None, "start_batcher comes first"
+        return self._batcher

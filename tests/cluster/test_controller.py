@@ -1,0 +1,214 @@
+"""The run's controller as a plain class: whom it lets in, which weights they must hold, what it makes of a loss."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.cluster import run_setup, worker_program
+from async_grpo.cluster.controller import RunController
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.modeling.load import model_fingerprint
+from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.weights.package import SELF_TEST, WeightPackage
+
+MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
+SETTINGS = SharedRunSettings(
+    run_name="test",
+    model_fingerprint=model_fingerprint(MODEL),
+    vocab_size=300,
+    dtype="float32",
+    temperature=1.0,
+    stop_token_ids=(1,),
+    max_total_tokens=64,
+    max_completion_tokens=16,
+    samples_per_question=8,
+    transport="object_store",
+    logprob_roles=("reference",),
+    seed=0,
+)
+
+
+class Links:
+    """`Connect` that only keeps what it is given: a test loses a worker by `lost[name]`."""
+
+    def __init__(self) -> None:
+        self.lost: dict[str, Callable[[WorkerLost], None]] = {}
+        self.closed: list[str] = []
+
+    def __call__(self, handle: Any, name: str, on_lost: Callable[[WorkerLost], None]) -> "Links.Link":
+        self.lost[name] = on_lost
+        return Links.Link(self, name)
+
+    class Link:
+        def __init__(self, links: "Links", name: str) -> None:
+            self._links, self._name = links, name
+
+        async def call(self, method: str, *args: Any) -> Any:
+            return f"{self._name} did {method}"
+
+        def close(self) -> None:
+            self._links.closed.append(self._name)
+
+
+@pytest.fixture
+def links() -> Links:
+    return Links()
+
+
+@pytest.fixture
+def controller(links) -> RunController:
+    return RunController(SETTINGS, 5.0, links)
+
+
+def worker(worker_id: str = "g0", kind: str = "generation", max_sequences: int = 8) -> WorkerInfo:
+    return WorkerInfo(worker_id, kind, max_sequences, 1000)
+
+
+def package(version: int, chunks: list | None = None) -> WeightPackage:
+    return WeightPackage(version, {}, ["a chunk"] if chunks is None else chunks, None, None, 1e-4)
+
+
+async def lacking(controller: RunController) -> str:
+    return run_setup.missing_workers(*await controller.roll_call(), SETTINGS.samples_per_question)
+
+
+async def is_waiting(task: asyncio.Task) -> bool:
+    await asyncio.sleep(0.02)
+    return not task.done()
+
+
+async def synced_to(controller: RunController) -> set[str]:
+    """The workers that a sync would reach now; nothing is sent, and it ends."""
+    return {info.worker_id for info, _ in await controller.begin_sync()}
+
+
+# Who is there -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_starts_when_every_kind_of_worker_is_there_and_says_what_is_missing(controller):
+    assert "no generation worker (python worker_dispatcher.py --mode generation" in await lacking(controller)
+    await controller.register(worker("g0"), "handle", "countdown")
+    assert (await lacking(controller)).startswith("no reference logprob worker (python worker_dispatcher.py")
+    await controller.register(worker("r0", kind="reference"), "handle", "")
+    assert await lacking(controller) == ""
+    (_, rewards), _ = (await controller.roll_call())[0].values()
+    assert run_setup.one_reward_list(rewards) == "countdown"
+
+
+async def test_a_group_that_fits_no_worker_is_refused(controller):
+    await controller.register(worker("g0", max_sequences=7), "handle", "")
+    await controller.register(worker("r0", kind="reference"), "handle", "")
+    with pytest.raises(ConfigurationError, match=r"a group of 8 .* takes 7 sequences"):
+        await lacking(controller)
+
+
+def test_workers_that_name_different_rewards_do_not_start_a_run():
+    with pytest.raises(ConfigurationError, match="different rewards: countdown / format"):
+        run_setup.one_reward_list(["countdown", "", "format"])
+
+
+async def test_another_model_is_refused_on_both_sides(controller, tmp_path):
+    for path in MODEL.iterdir():
+        text = path.read_bytes()
+        (tmp_path / path.name).write_bytes(text.replace(b'"hidden_size": 128', b'"hidden_size": 64'))
+    with pytest.raises(ConfigurationError, match="another architecture or vocabulary") as refusal:
+        worker_program.check_model(str(tmp_path), SETTINGS)
+    await controller.refuse(str(refusal.value))
+    with pytest.raises(ConfigurationError, match="another architecture or vocabulary"):
+        await lacking(controller)
+
+
+def test_a_model_whose_context_is_too_short_is_refused():
+    with pytest.raises(ConfigurationError, match="the run needs 100000"):
+        worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
+
+
+# Weights ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_before_it_gets_work(
+    controller,
+):
+    """It joins while weights are on their way: it waits, and is handed the self-test and the new weights."""
+    assert (
+        await controller.register(worker("early"), "handle", "") == []
+    )  # nothing to load before the first sync
+    await controller.keep_self_test(package(SELF_TEST))
+    assert await synced_to(controller) == {"early"}
+    joining = asyncio.create_task(controller.register(worker("late"), "handle", ""))
+    assert await is_waiting(joining)  # not between begin and end
+    await controller.end_sync(package(5), ["early"])
+    assert [p.version for p in await joining] == [SELF_TEST, 5]
+    assert await synced_to(controller) == {"early"}  # the other one is on its own way
+    await controller.end_sync(package(6), ["early"])
+    assert [p.version for p in await controller.activate(worker("late"), 5)] == [6]  # it must load again
+    assert await controller.activate(worker("late"), 6) == []
+    assert await synced_to(controller) == {"early", "late"}
+
+
+async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
+    for name in ("g0", "g1"):
+        await controller.register(worker(name), "handle", "")
+    await controller.begin_sync()
+    await controller.end_sync(package(0), ["g1"])
+    workers = controller._workers["generation"]
+    assert [(await workers.registry.acquire(4, 1)).worker_id for _ in range(2)] == ["g1", "g1"]
+
+
+async def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(controller):
+    await controller.keep_self_test(package(SELF_TEST))
+    await controller.end_sync(package(5, chunks=[]), [])
+    assert await controller.register(worker("late"), "handle", "") == []
+    assert await synced_to(controller) == {"late"}
+
+
+async def test_the_reference_is_never_sent_weights_and_works_at_once(controller):
+    await controller.register(worker("r0", kind="reference"), "handle", "")
+    assert await synced_to(controller) == set()
+    lease = await controller._workers["reference"].registry.acquire(1, 1)
+    assert lease.worker_id == "r0"
+
+
+# Losses -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller, links):
+    """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
+    await controller.register(worker("early"), "handle", "")
+    await controller.keep_self_test(package(SELF_TEST))
+    await controller.begin_sync()
+    await controller.end_sync(package(3), ["early"])
+    await controller.register(worker("late"), "handle", "")
+    links.lost["generation worker late"](WorkerLost("late died: killed"))
+    members, _ = (await controller.roll_call())[0]["generation"]
+    assert [info.worker_id for info in members] == ["early"] and links.closed == ["generation worker late"]
+    with pytest.raises(WorkerLost, match="late was given up"):
+        await controller.activate(worker("late"), 3)
+    assert await controller.register(worker("late"), "handle", "") != []  # and it may come again
+
+
+async def test_a_fenced_worker_is_deregistered_and_its_lease_void(controller, links):
+    workers = controller._workers["generation"]
+    await controller.register(worker("g0"), "handle", "")
+    await controller.end_sync(package(0), ["g0"])
+    leased = await workers.lease(8, 10)
+    leased.fence(WorkerLost("g0 died"))
+    leased.release(8)
+    assert workers.registry.members() == [] and workers.registry.outstanding() == (0, 0)
+    assert links.closed == ["generation worker g0"]
+    assert await synced_to(controller) == set()
+
+
+# The end ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(controller):
+    waiting = asyncio.create_task(controller.closed())
+    assert await is_waiting(waiting)
+    await controller.close("all steps are done")
+    await controller.close("once more")
+    assert await waiting == await controller.closed() == "all steps are done"
