@@ -1,27 +1,6 @@
-"""Start one inference worker and keep it until the run is over: `python worker_dispatcher.py --mode generation ...`."""
+"""`python worker_dispatcher.py --mode generation ...`: the same as `async-grpo worker --mode generation ...`."""
 
-from async_grpo.config.run import WorkerConfig
-from async_grpo.options.command_line import run_command, set_up_logging
-
-RETIRED = {
-    "temperature": "the trainer's --temperature holds for all workers",
-    "global_num_verifiers": "the trainer's --verifiers-per-reward says how many",
-    "write_failed_generation_samples": "the trainer's --dump-samples-filename writes every sample with its status",
-}
-
-
-def run(config: WorkerConfig) -> None:
-    set_up_logging(config.logging_level, prefix=f"[{config.mode}] ")
-    from async_grpo.cluster.worker_program import (
-        dispatch,  # heavy imports only once the options are known to be good
-    )
-
-    dispatch(config)
-
-
-def main(argv: list[str] | None = None) -> None:
-    run_command(WorkerConfig, run, help="Run one generation or logprob worker.", retired=RETIRED, argv=argv)
-
+from async_grpo.programs.worker import main
 
 if __name__ == "__main__":
     main()

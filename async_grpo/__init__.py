@@ -1,3 +1,85 @@
-"""Asynchronous GRPO from scratch: generation, scoring and training each at their own pace, one step apart."""
+"""Asynchronous GRPO from scratch: generation, scoring and training each at their own pace, one step apart.
+
+The names in `__all__` are the public ones. Each is imported on first use: `from async_grpo import VerifierPool`
+brings in neither torch nor Ray.
+
+>>> from async_grpo import VerifierPool
+>>> VerifierPool.__module__
+'async_grpo.rewards.pool'
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    from async_grpo.algorithm.aggregation import aggregate_loss
+    from async_grpo.algorithm.kl import kl_penalty
+    from async_grpo.algorithm.losses import POLICY_LOSSES
+    from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
+    from async_grpo.config.run import RunConfig, WorkerConfig
+    from async_grpo.data.reward_registry import REWARD_ADAPTERS, RewardType
+    from async_grpo.errors import AsyncGrpoError, ConfigurationError
+    from async_grpo.experience.batcher import ExperienceBatcher
+    from async_grpo.experience.worker_registry import WorkerRegistry
+    from async_grpo.generation.generation_worker import GenerationWorker
+    from async_grpo.launch.local_run import LocalConfig, run_locally
+    from async_grpo.logprob.logprob_worker import LogprobWorker
+    from async_grpo.rewards.pool import VerifierPool
+    from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "algorithm.advantages": ("ADVANTAGE_ESTIMATORS",),
+    "algorithm.aggregation": ("aggregate_loss",),
+    "algorithm.kl": ("kl_penalty",),
+    "algorithm.losses": ("POLICY_LOSSES",),
+    "algorithm.off_policy": ("importance_weights", "rejection_mask"),
+    "config.run": ("RunConfig", "WorkerConfig"),
+    "data.reward_registry": ("REWARD_ADAPTERS", "RewardType"),
+    "errors": ("AsyncGrpoError", "ConfigurationError"),
+    "experience.batcher": ("ExperienceBatcher",),
+    "experience.worker_registry": ("WorkerRegistry",),
+    "generation.generation_worker": ("GenerationWorker",),
+    "launch.local_run": ("LocalConfig", "run_locally"),
+    "logprob.logprob_worker": ("LogprobWorker",),
+    "rewards.pool": ("VerifierPool",),
+    "types": ("AdapterResult", "RewardStatus", "Verdict"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "POLICY_LOSSES",
+    "REWARD_ADAPTERS",
+    "RewardType",
+    "ExperienceBatcher",
+    "GenerationWorker",
+    "LogprobWorker",
+    "VerifierPool",
+    "WorkerRegistry",
+    "aggregate_loss",
+    "importance_weights",
+    "kl_penalty",
+    "rejection_mask",
+    "LocalConfig",
+    "RunConfig",
+    "WorkerConfig",
+    "run_locally",
+    "AdapterResult",
+    "RewardStatus",
+    "Verdict",
+    "AsyncGrpoError",
+    "ConfigurationError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'async_grpo' has no attribute {name!r}")
+    return getattr(import_module(f"async_grpo.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

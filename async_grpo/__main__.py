@@ -1,4 +1,4 @@
-"""The console script `async-grpo`: a whole run, the demo, and tools, each from one command on one machine."""
+"""The console script `async-grpo`: a whole run, the demo, its parts, and tools, each from one command."""
 
 import inspect
 import sys
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from async_grpo import __version__
 from async_grpo.options.command_line import as_function, normalized, set_up_logging
 
 
@@ -16,13 +17,14 @@ from async_grpo.options.command_line import as_function, normalized, set_up_logg
 class Command:
     """Where a command lives: only the one that is called is imported, for some bring in torch.
 
-    `argument`: the field of its configuration that is given without a dash.
+    `config`: the dataclass of its options; a command without one parses its arguments itself.
+    `argument`: the field of it that is given without a dash.
     """
 
     help: str
     module: str
-    config: str
-    run: str
+    config: str | None = None
+    run: str = "main"
     argument: str | None = None
 
 
@@ -35,6 +37,14 @@ COMMANDS = {
         "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
         *("async_grpo.launch.demo", "DemoConfig", "demo"),
     ),
+    "train": Command(
+        "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.programs.trainer.",
+        "async_grpo.programs.trainer",
+    ),
+    "worker": Command(
+        "Run one generation or logprob worker on a Ray cluster that runs already.",
+        "async_grpo.programs.worker",
+    ),
     "verify": Command(
         "Try rewards on a file of completions: scores, latencies, failures, disagreements. Exit code 1 if a reward "
         "failed on any row, 2 if the file or an option is wrong.",
@@ -44,25 +54,37 @@ COMMANDS = {
         "Show what a verdict cache holds, and prune it.",
         *("async_grpo.programs.cache", "CacheConfig", "inspect_cache", "path"),
     ),
+    "plot": Command(
+        "Draw the metrics of runs, or list them: plot FILE..., plot info FILE.", "async_grpo.programs.plot"
+    ),
+    "data": Command(
+        "Make training data for a tokenizer: data countdown, data gsm8k.", "async_grpo.programs.data"
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: the program's own), and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    called = COMMANDS.get(arguments[0]) if arguments else None
+    if called and called.config is None:
+        getattr(import_module(called.module), called.run)(arguments[1:])
+        return
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
     )
-    called = arguments[0] if arguments else ""
+    app.callback()(_options_of_no_command)
     for name, command in COMMANDS.items():
-        app.command(name, help=command.help)(_loaded(command, arguments) if name == called else _not_called)
+        app.command(name, help=command.help)(
+            _loaded(command, arguments) if command is called else _not_called
+        )
     app(args=arguments)
 
 
 def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:
     """The command as a function for typer; `arguments`, of which it is the first, are put in the one known spelling."""
     module = import_module(command.module)
-    config_class, run = getattr(module, command.config), getattr(module, command.run)
+    config_class, run = getattr(module, str(command.config)), getattr(module, command.run)
     arguments[1:] = normalized(arguments[1:], config_class, {})
 
     def run_with_logging(config: Any) -> None:
@@ -82,6 +104,20 @@ def _give_without_dash(function: Callable[..., None], name: str) -> None:
     argument = typer.Argument(metavar=name.upper(), help=given.help)
     parameters[name] = parameters[name].replace(annotation=Annotated[kind, argument])
     function.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"async-grpo {__version__}")
+        raise typer.Exit
+
+
+def _options_of_no_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Asynchronous GRPO on one machine or many."""
 
 
 def _not_called() -> None:

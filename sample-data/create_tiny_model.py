@@ -20,10 +20,17 @@ from typing import Annotated
 
 import torch
 import typer
-from create_count_down import SHORT_PREFILL, Problem, PromptStyle, apply_operator, chat_messages
 from rich.progress import track
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.data.create_count_down import (
+    SHORT_PREFILL,
+    Problem,
+    PromptStyle,
+    apply_operator,
+    chat_messages,
+)
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 FORMAT_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]

@@ -18,14 +18,13 @@ from async_grpo.config.compatibility import early_at_gate
 from async_grpo.config.plans import advantage_plan, estimator_options, objective, optimizer_settings
 from async_grpo.config.reward_plans import combination, failure_policy, pool_plan, with_secrets
 from async_grpo.config.run import RunConfig
+from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.dataset import Question, check_longest, load_questions
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
 from async_grpo.types import SharedRunSettings
-
-DEFAULT_REGISTRY = Path(__file__).resolve().parents[2] / "reward_registry.py"
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _unknown(option: str, value: str, known: Any) -> str:
 
 
 def _rewards(config: RunConfig) -> RewardRegistrySource:
-    page = RewardRegistrySource.from_file(Path(config.reward_registry or DEFAULT_REGISTRY))
+    page = RewardRegistrySource.from_file(registry_file(config.reward_registry))
     return page.with_files(config.reward_fns)
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.errors import ConfigurationError
-from async_grpo.launch.local_run import ROOT, LocalConfig, run_locally
+from async_grpo.launch.local_run import LocalConfig, run_locally
 from async_grpo.metrics.figures import plot_runs
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE
 from async_grpo.options.fields import option
 
-DATA = ROOT / "sample-data"
 PLOTTED = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
 
 
@@ -45,9 +45,9 @@ def demo(config: DemoConfig) -> None:
 def run_config(config: DemoConfig) -> LocalConfig:
     """The demo as an ordinary run."""
     return LocalConfig(
-        model_name_or_path=str(DATA / "tiny-model"),
-        data_path=str(DATA / "countdown_train.jsonl"),
-        eval_data_path=str(DATA / "countdown_heldout.jsonl"),
+        model_name_or_path=str(TINY_MODEL),
+        data_path=str(COUNTDOWN_TRAIN),
+        eval_data_path=str(COUNTDOWN_HELDOUT),
         output_dir=config.output_dir,
         run_name=f"demo-{config.seed}",
         reward_fns="countdown,format",

@@ -26,7 +26,7 @@ from async_grpo.launch.judge_servers import LocalJudge, serving
 from async_grpo.options.fields import option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 
-ROOT = Path(__file__).resolve().parents[2]  # where the front doors lie
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # a checkout, or where packages are installed
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
 INHERITED = (
     "PATH",
@@ -132,7 +132,7 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
         supervisor.start(
-            f"{worker.mode} worker {number}", program("worker_dispatcher.py", worker), environment
+            f"{worker.mode} worker {number}", program("async_grpo.programs.worker", worker), environment
         )
         for number, worker in enumerate(_workers(config))
     ]
@@ -168,15 +168,15 @@ def _workers(config: LocalConfig) -> list[WorkerConfig]:
     return [generation] * config.generation_workers + logprob
 
 
-def program(script: str, config: Any) -> list[str]:
-    """The command line of a front door with every setting that differs from its default."""
-    return [sys.executable, str(ROOT / script), *as_arguments(config, type(config))]
+def program(module: str, config: Any) -> list[str]:
+    """The command line of a program with every setting that differs from its default."""
+    return [sys.executable, "-m", module, *as_arguments(config, type(config))]
 
 
 def _trainer_command(config: LocalConfig) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
     rendezvous = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    return [*torchrun, *rendezvous, str(ROOT / "trainer_core.py"), *as_arguments(config, RunConfig)]
+    return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", *as_arguments(config, RunConfig)]
 
 
 def as_arguments(config: Any, fields_of: type) -> list[str]:
@@ -220,9 +220,12 @@ def local_environment(config: LocalConfig, scratch: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would fight over the cores
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
     }
+    if (PACKAGE_PARENT / "pyproject.toml").exists():  # a checkout need not be installed
+        private["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")])
+        )
     if not config.ray_address:
         private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if devices := gpus():

@@ -8,13 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from async_grpo.config.run import required
+from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import option, parse_assignments
 from async_grpo.programs.verify_tables import print_report
@@ -36,7 +36,6 @@ from async_grpo.rewards.verifier_worker import VerifierWorker
 from async_grpo.types import AdapterResult, Verdict
 
 WIDTH = 100  # of what is no terminal
-DEFAULT_PAGE = Path(__file__).resolve().parents[2] / "reward_registry.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
         width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False, emoji=False
     )
     names = parse_names(config.reward_fns)
-    source = RewardRegistrySource.from_file(config.reward_registry or DEFAULT_PAGE).with_files(names)
+    source = RewardRegistrySource.from_file(registry_file(config.reward_registry)).with_files(names)
     options = parse_assignments(config.reward_options, "reward-options")
     if options or not names:
         check_options(resolve(source, names), options)

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-import trainer_core
 from async_grpo.__main__ import main
+from async_grpo.programs import trainer as trainer_core
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "sample-data"

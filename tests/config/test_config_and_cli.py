@@ -105,7 +105,8 @@ def test_the_prior_options_of_the_front_doors_are_accepted_or_retired(front_door
     """Names of prior art; each is an option here, or warns."""
     import importlib
 
-    module = importlib.import_module(front_door)
+    program = {"trainer_core": "trainer", "worker_dispatcher": "worker"}[front_door]
+    module = importlib.import_module(f"async_grpo.programs.{program}")
     prior = {
         "trainer_core": "model_name_or_path learning_rate batch_size lr_scheduler num_warmup_steps "
         "experience_batcher_name max_tokens_per_gpu temperature max_generation_tokens insert_reasoning_phrases data_path "

@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 
 SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"
 TINY_MODEL = SAMPLE_DATA / "tiny-model"
-sys.path.insert(0, str(SAMPLE_DATA))
-count_down = importlib.import_module("create_count_down")
-gsm8k = importlib.import_module("create_gsm8k")
-tiny_model = importlib.import_module("create_tiny_model")
+count_down = importlib.import_module("async_grpo.data.create_count_down")
+gsm8k = importlib.import_module("async_grpo.data.create_gsm8k")
+tiny_model = importlib.import_module("async_grpo.data.create_tiny_model")
 
 Problem = count_down.Problem
 PromptStyle = count_down.PromptStyle

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).parents[2]
 SAMPLE_DATA = ROOT / "sample-data"
-sys.path[:0] = [str(SAMPLE_DATA), str(ROOT / "benchmarks")]
-tiny_model = importlib.import_module("create_tiny_model")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+tiny_model = importlib.import_module("async_grpo.data.create_tiny_model")
 plain_grpo = importlib.import_module("plain_grpo")
 
 TOKENIZER = tiny_model.build_tokenizer(1024)

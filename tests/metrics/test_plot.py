@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
-import plot
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import reader as metrics_files
 from async_grpo.metrics.figures import draw, moving_average, plot_runs
@@ -32,6 +31,7 @@ from async_grpo.metrics.reader import (
     read_run,
     wall_seconds,
 )
+from async_grpo.programs import plot
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
