@@ -44,7 +44,8 @@ def reply_to(request: Any) -> dict[str, Any]:
     if not isinstance(images, list) or len(images) != len(samples):
         raise ValueError("`images` must hold one list per sample")
     scores = [_score(sample, shown) for sample, shown in zip(samples, images, strict=True)]
-    return {"protocol": PROTOCOL, "scores": scores}
+    named = {"id": request["id"]} if "id" in request else {}  # by which the client knows its own reply
+    return {"protocol": PROTOCOL, **named, "scores": scores}
 
 
 def _score(sample: dict[str, Any], images: list[str]) -> dict[str, Any]:

@@ -51,11 +51,11 @@ class RateLimitActor(ChannelServer):
         self.serve({name: getattr(self, f"_{name}") for name in handlers})
 
     async def _acquire(
-        self, caller_id: str, ticket: int, key: str, limits: Limits, tokens: float, lane: str
+        self, caller_id: str, ticket: int, key: str, limits: Limits, tokens: float, phase: str
     ) -> float | None:
         """When (on the actor's clock) the ticket got its permit; None: it was withdrawn, or its caller seemed gone."""
         holder = self._holder(caller_id)
-        wait = asyncio.ensure_future(self._limiter.acquire(key, limits, tokens=tokens, lane=lane))
+        wait = asyncio.ensure_future(self._limiter.acquire(key, limits, tokens=tokens, phase=phase))
         holder.waits[ticket] = wait
         wait.add_done_callback(functools.partial(holder.settle, ticket, key))
         await asyncio.wait({wait})
@@ -154,13 +154,13 @@ class RemoteRateLimiter:
         self._heartbeat_task: asyncio.Task | None = None
         self._background_tasks: set[asyncio.Task] = set()
 
-    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, lane: str = "train") -> int:
+    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """See `RateLimiter`. If the actor dies, the wait goes on at the end of the next one's queue."""
         hand_backs = 0
         while True:
             channel, ticket = self._connected(), next(self._tickets)
             call = asyncio.ensure_future(
-                channel.call("acquire", self._caller_id, ticket, key, limits, tokens, lane)
+                channel.call("acquire", self._caller_id, ticket, key, limits, tokens, phase)
             )
             try:
                 given_at = await asyncio.shield(call)

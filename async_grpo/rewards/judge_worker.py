@@ -1,13 +1,15 @@
-"""`JudgeWorker`: a remote judge as a worker of a lane. No process: it only waits for the network."""
+"""`JudgeWorker`: a remote judge as a worker of a phase. No process: it only waits for the network."""
 
 import contextlib
+import inspect
 import time
 from typing import Any
 
 from async_grpo.rewards.adapter.result import describe, failure, read_answer
 from async_grpo.rewards.adapter.traits import JUDGE_CAPACITY
 from async_grpo.rewards.http.deadline import Deadline, after
-from async_grpo.rewards.http.http_client import Endpoint, EndpointClient, JudgeError, JudgeTimeout
+from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, JudgeTimeout
+from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
 from async_grpo.rewards.verifier_worker import QUEUE_S
@@ -20,7 +22,7 @@ class JudgeWorker:
     Args:
         judge: see `judges`.
         endpoint: the judge's own, or with the run's limits in it.
-        lane: "train" or "eval": they share the judge's limits fairly.
+        phase: "train" or "eval": they share the judge's limits fairly.
         naps: of the judge's servers, if they sleep between calls; shared by all who ask them.
     """
 
@@ -32,10 +34,13 @@ class JudgeWorker:
         judge: Any,
         endpoint: Endpoint,
         rate_limiter: RateLimiter,
-        lane: str,
+        phase: str,
         idle_sleep: IdleSleep | None = None,
     ) -> None:
-        self._name, self._judge, self._lane, self._idle_sleep = name, judge, lane, idle_sleep
+        self._name, self._judge, self._idle_sleep = name, judge, idle_sleep
+        # A judge of the user's own may still take the phase under its old name, `lane`, for one release
+        old = "phase" not in (known := inspect.signature(judge.score).parameters) and "lane" in known
+        self._options = {"lane" if old else "phase": phase}
         self._client = EndpointClient(name, endpoint, rate_limiter)
         # More would only wait inside, where nobody sees the queue
         self.capacity = min(JUDGE_CAPACITY, endpoint.limits.concurrency or JUDGE_CAPACITY)
@@ -51,7 +56,9 @@ class JudgeWorker:
                 str(error), RewardStatus.TIMED_OUT.value if timed_out else RewardStatus.FAILED.value
             )
             spent = getattr(error, "spent", {})  # a call that failed has cost something all the same
-        except Exception as error:  # a judge is asked by code of many hands; no error of it may cost the lane
+        except (
+            Exception
+        ) as error:  # a judge is asked by code of many hands; no error of it may cost the phase
             answer = failure(describe(error))
         return AdapterResult(
             self._name,
@@ -65,7 +72,7 @@ class JudgeWorker:
 
     async def _ask(self, sample: dict[str, Any], deadline: Deadline) -> Any:
         async with self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext():
-            return await self._judge.score(dict(sample), self._client, lane=self._lane, deadline=deadline)
+            return await self._judge.score(dict(sample), self._client, deadline=deadline, **self._options)
 
     async def close(self) -> None:
         await self._client.close()

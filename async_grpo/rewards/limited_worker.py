@@ -40,7 +40,7 @@ class LimitedWorker:
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(self.max_queue_s):
-                permit = await self._rate_limiter.acquire(self._key, self._limits, lane=self._lane)
+                permit = await self._rate_limiter.acquire(self._key, self._limits, phase=self._lane)
         except TimeoutError:
             reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
             return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)

@@ -37,7 +37,7 @@ class CallMiddleware:
         self._versions, self._cache, self._budget = versions, cache, budget
         self._estimates = dict(estimates or {})
 
-    async def __call__(self, name: str, sample: dict[str, Any], lane: str, score: Score) -> AdapterResult:
+    async def __call__(self, name: str, sample: dict[str, Any], phase: str, score: Score) -> AdapterResult:
         if self._cache is None:
             return await self._paid(name, sample, score)
 

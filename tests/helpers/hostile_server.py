@@ -163,9 +163,32 @@ def gzipped(value: Any) -> Behaviour:
 # Dishonest ones
 
 
-def truncated(body: bytes = b'{"score": 1}') -> Behaviour:
-    """Half of what was promised, then the end of the connection."""
-    return raw(message(200, body[: len(body) // 2], content_length=str(len(body))), then_close=True)
+def truncated(body: bytes = b'{"score": 1}', *, then_reset: bool = False) -> Behaviour:
+    """Half of what was promised, then the end of the connection, by a FIN or by an RST."""
+
+    async def behave(request: Request, connection: Connection) -> bool:
+        await connection.write(message(200, body[: len(body) // 2], content_length=str(len(body))))
+        if then_reset:
+            await asyncio.sleep(0.05)  # an RST at once would overtake what was written
+            connection.reset()
+        return False
+
+    return behave
+
+
+def one_too_many(value: Any, unasked: Any, *, later_s: float = 0.0) -> Behaviour:
+    """The reply, and then one more that nothing asked for."""
+
+    async def behave(request: Request, connection: Connection) -> bool:
+        answer = value(request) if callable(value) else value
+        replies = [message(200, json.dumps(one).encode()) for one in (answer, unasked)]
+        if later_s:
+            await connection.write(replies.pop(0))
+            await asyncio.sleep(later_s)
+        await connection.write(b"".join(replies))
+        return True
+
+    return behave
 
 
 def cut_gzip(value: Any) -> Behaviour:

@@ -68,7 +68,7 @@ async def client_of(judge, name: str = "judge"):
 
 
 async def score(judge, client, sample, within_s: float = 50.0):
-    return await judge.score(sample, client, lane="train", deadline=time.monotonic() + within_s)
+    return await judge.score(sample, client, phase="train", deadline=time.monotonic() + within_s)
 
 
 def sample(number: int, completion: str = "") -> dict:

@@ -55,9 +55,9 @@ class Callers:
         self.starts: list[tuple[float, float, Any]] = []
         self.running = self.most_running = 0
 
-    async def call(self, name=None, *, at=0.0, tokens=0.0, used=None, lasts=0.0, lane="train") -> None:
+    async def call(self, name=None, *, at=0.0, tokens=0.0, used=None, lasts=0.0, phase="train") -> None:
         await asyncio.sleep(at)
-        permit = await self.limiter.acquire("judge", self.limits, tokens=tokens, lane=lane)
+        permit = await self.limiter.acquire("judge", self.limits, tokens=tokens, phase=phase)
         self.starts.append((now(), tokens if used is None else used, name))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -241,8 +241,8 @@ def test_small_calls_do_not_overtake_a_large_one():
 def test_lanes_take_turns_whatever_their_backlogs():
     async def scenario() -> Callers:
         callers = Callers(Limits(requests_per_minute=60, burst_s=0, slack_s=0))
-        train = [dict(name="t", lane="train")] * 100
-        return await callers.calls(*train, *[dict(name="e", at=10.5, lane="eval")] * 5)
+        train = [dict(name="t", phase="train")] * 100
+        return await callers.calls(*train, *[dict(name="e", at=10.5, phase="eval")] * 5)
 
     names = virtually(scenario).names
     assert names[:11] == ["t"] * 11
@@ -390,11 +390,11 @@ def test_whatever_is_cancelled_whenever_every_slot_comes_back(calls):
         limits = Limits(concurrency=2, requests_per_minute=120, tokens_per_minute=1200)
         callers = Callers(limits)
 
-        async def impatient(at: float, patience_s: float, lane: str, tokens: int) -> None:
+        async def impatient(at: float, patience_s: float, phase: str, tokens: int) -> None:
             await asyncio.sleep(at)
             try:
                 async with asyncio.timeout(patience_s):
-                    await callers.call(tokens=tokens, lasts=0.5, lane=lane)
+                    await callers.call(tokens=tokens, lasts=0.5, phase=phase)
             except TimeoutError:
                 pass
 

@@ -40,7 +40,7 @@ def test_importing_the_page_is_cheap():
         "torch",
         "ray",
         "vllm",
-        "httpx",
+        "aiohttp",
         "jsonschema",
         "openai",
         "asyncio",

@@ -1,23 +1,28 @@
-"""`Exchange`: one HTTP request and its reply, where every way to fail is a `RequestFailed` with the name of its kind."""
+"""`Exchange`: one HTTP request and its reply, where every way to fail is a `RequestFailed` with the name of its kind.
+
+The library is aiohttp: it knows when a connection holds data that no request asked for (`should_close`), which httpx
+0.28 does not tell, so that such a connection would give the next sample the reply to another one. What aiohttp leaves
+to its callers stands here: a bound on the decompressed size, strict JSON, and a key that no message shows.
+"""
 
 import asyncio
 import contextlib
-import http.cookiejar
-import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+import time
+import urllib.request
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
-from async_grpo.rewards.http.deadline import Deadline
 from async_grpo.rewards.http.endpoint import BadReply, JudgeUnavailable
 from async_grpo.rewards.http.responses import excerpt, json_object, read_body
-from async_grpo.rewards.http.retry import outcome_of, retry_after_s
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
+COME_LATER = (425, 429)  # 425 Too Early (RFC 8470), 429 Too Many Requests (RFC 6585)
 ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0
 HEADERS = {
     "Content-Type": "application/json",
@@ -27,51 +32,18 @@ HEADERS = {
 }
 
 
-UsedTokens = Callable[[dict[str, Any]], float]
-
-log = logging.getLogger(__name__)
-for chatty in ("httpx", "httpcore"):  # a line per request, and at DEBUG the headers of every reply
-    if logging.getLogger(chatty).level == logging.NOTSET:
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-
-
-@dataclass
-class Call:
-    """What is to be answered by the deadline, in one request or several."""
-
-    path: str
-    content: bytes
-    tokens: float
-    lane: str
-    deadline: Deadline
-    used_tokens: UsedTokens | None = None
-    unanswered: Callable[[], None] | None = (
-        None  # told of each request that was sent, and what it took is unknown
-    )
-    tried: set[str] = field(default_factory=set)  # addresses that it was sent to
-
-    @property
-    def remaining_s(self) -> float:
-        return self.deadline.left_s
-
-    def used(self, reply: dict[str, Any]) -> float | None:
-        """The tokens that the reply says it took; None (the estimate stands) if it says nothing sensible."""
-        if self.used_tokens is None:
-            return None
-        try:
-            used = float(self.used_tokens(reply))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            log.debug("a reply without a count of its tokens: %r", error)
-            return None
-        return used if 0 <= used < math.inf else None
-
-
 class RequestFailed(Exception):
-    """One request came to nothing; `outcome` says how, `pause_s` for how long the server wants to be left alone."""
+    """One request came to nothing.
 
-    def __init__(self, outcome: str, message: str, pause_s: float = 0.0) -> None:
+    Args:
+        outcome: how, one of OUTCOMES.
+        pause_s: for how long the server wants to be left alone.
+        worked: whether the server may have done the work all the same, and used tokens.
+    """
+
+    def __init__(self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = False) -> None:
         super().__init__(message)
-        self.outcome, self.pause_s = outcome, pause_s
+        self.outcome, self.pause_s, self.worked = outcome, pause_s, worked
 
 
 class Exchange:
@@ -84,13 +56,8 @@ class Exchange:
 
     def __init__(self, key: str | None, max_body_bytes: int) -> None:
         self._key, self._max_body_bytes = key, max_body_bytes
-        self._http = httpx.AsyncClient(
-            headers={**HEADERS, "Authorization": f"Bearer {key}"} if key else HEADERS,
-            cookies=http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[])),
-            follow_redirects=False,
-            timeout=None,  # each request has a deadline as a whole: one per read would let a slow loris live
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
+        self._session: aiohttp.ClientSession | None = None  # it can only be made in an event loop
+        self._closed = False
 
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
         """The JSON object of a reply with status 200.
@@ -99,37 +66,55 @@ class Exchange:
             RequestFailed: anything else came, or nothing within `allowed_s`.
             JudgeUnavailable: `close` was called.
         """
-        shown, connected = url.partition("?")[0], False
+        shown, began = url.partition("?")[0], False
+        if self._closed:
+            raise JudgeUnavailable(f"{shown}: the client was closed")
         try:
             async with (
                 asyncio.timeout(allowed_s),
-                self._http.stream("POST", url, content=content) as response,
+                self._connections().post(
+                    url, data=content, allow_redirects=False, proxy=_proxy_for(url)
+                ) as response,
             ):
-                connected = True
-                if response.status_code != 200:
+                began = True
+                if response.status != 200:
                     raise await self._failure_of(response, shown)
                 body = await _body_of(response, self._max_body_bytes)
             return self._json_object(body)
         except TimeoutError:
-            raise self._failed("timeout", f"{shown} did not answer within {allowed_s:.3g} s") from None
+            message = f"{shown} did not answer within {allowed_s:.3g} s"
+            raise self._failed("timeout", message, worked=True) from None
         except BadReply as error:
-            raise self._failed("bad_reply", f"{shown}: {error}") from None
-        except httpx.RemoteProtocolError as error:  # before the status it is any lost connection
-            outcome = "bad_reply" if connected else "connection"
-            raise self._failed(outcome, f"{shown}: the reply breaks off: {error}") from None
-        except (httpx.HTTPError, OSError) as error:
-            raise self._failed("connection", f"{shown}: {type(error).__name__}: {error}") from None
-        except RuntimeError:
-            if not self._http.is_closed:
-                raise
-            raise JudgeUnavailable(f"{shown}: the client was closed") from None
+            raise self._failed("bad_reply", f"{shown}: {error}", worked=True) from None
+        except (aiohttp.ClientError, OSError) as error:
+            what = "the reply breaks off: " if began else ""
+            worked = began or isinstance(
+                error, aiohttp.ClientResponseError
+            )  # the latter: something was replied
+            raise self._failed("connection", f"{shown}: {what}{_cause(error)}", worked=worked) from None
 
     async def close(self) -> None:
-        await self._http.aclose()
+        """Close all connections; requests in flight fail."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
-    async def _failure_of(self, response: httpx.Response, shown: str) -> RequestFailed:
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=_Connector(limit=0),
+                headers={**HEADERS, "Authorization": f"Bearer {self._key}"} if self._key else HEADERS,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # `read_body` does, and never holds more than is allowed
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=None
+                ),  # one per read lets a slow loris live
+            )
+        return self._session
+
+    async def _failure_of(self, response: aiohttp.ClientResponse, shown: str) -> RequestFailed:
         """What a status other than 200 means, with the beginning of what the server says about it."""
-        status, outcome = response.status_code, outcome_of(response.status_code)
+        status, outcome = response.status, outcome_of(response.status)
         if 300 <= status < 400:
             target = _host(response.headers.get("location", ""))
             return self._failed(
@@ -137,12 +122,11 @@ class Exchange:
             )
         pause_s = retry_after_s(response.headers.get("retry-after")) if outcome in ("429", "5xx") else 0.0
         said = b""
-        with contextlib.suppress(TimeoutError, BadReply, httpx.HTTPError):
+        with contextlib.suppress(TimeoutError, BadReply, aiohttp.ClientError):
             async with asyncio.timeout(ERROR_BODY_S):
                 said = await _body_of(response, ERROR_BODY_BYTES)
-        return self._failed(
-            outcome, f"{shown} replied with status {status}: {excerpt(self._censored(said))}", pause_s
-        )
+        message = f"{shown} replied with status {status}: {excerpt(self._censored(said))}"
+        return self._failed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
 
     def _json_object(self, body: bytes) -> dict[str, Any]:
         try:
@@ -150,16 +134,89 @@ class Exchange:
         except BadReply as error:
             raise BadReply(f"{error}: {excerpt(self._censored(body))}") from None
 
-    def _failed(self, outcome: str, message: str, pause_s: float = 0.0) -> RequestFailed:
-        return RequestFailed(outcome, message.replace(self._key, "***") if self._key else message, pause_s)
+    def _failed(
+        self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = False
+    ) -> RequestFailed:
+        message = message.replace(self._key, "***") if self._key else message
+        return RequestFailed(outcome, message, pause_s, worked)
 
     def _censored(self, text: bytes) -> bytes:
         """Before an excerpt is cut out of it, which could leave half of the key."""
         return text.replace(self._key.encode(), b"***") if self._key else text
 
 
-async def _body_of(response: httpx.Response, max_bytes: int) -> bytes:
-    return await read_body(response.aiter_raw(), response.headers.get("content-encoding", ""), max_bytes)
+class _Connector(aiohttp.TCPConnector):
+    """Never uses a connection again on which something came after the reply: aiohttp looks only when it is put back."""
+
+    async def connect(self, *arguments: Any, **options: Any) -> Any:
+        while (connection := await super().connect(*arguments, **options)).protocol.should_close:
+            connection.close()
+        return connection
+
+
+def outcome_of(status: int) -> str:
+    """The kind of reply: `ok`, `429`, `5xx`, `timeout` (all three worth a retry), `bad_reply` or `refused`.
+
+    >>> [outcome_of(status) for status in (200, 429, 425, 503, 408, 204, 302, 404)]
+    ['ok', '429', '429', '5xx', 'timeout', 'bad_reply', 'refused', 'refused']
+    """
+    if status == 200:
+        return "ok"
+    if status in COME_LATER:
+        return "429"
+    if status >= 500:
+        return "5xx"
+    if status == 408:
+        return "timeout"
+    return "bad_reply" if status < 300 else "refused"
+
+
+def retry_after_s(value: str | None, now: float | None = None) -> float:
+    """Seconds that a `Retry-After` header asks for (RFC 9110, 10.2.3): a number or a date; 0 if it says nothing.
+
+    Args:
+        value: the header, None if there was none.
+        now: Unix time; of this moment if None.
+
+    >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
+    (120.0, 30.0, 0.0)
+    """
+    if not value:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = _seconds_until(value, time.time() if now is None else now)
+    return max(seconds, 0.0) if not math.isnan(seconds) else 0.0
+
+
+def _seconds_until(date: str, now: float) -> float:
+    try:
+        moment = parsedate_to_datetime(date)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return moment.timestamp() - now
+    except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
+        return 0.0
+
+
+async def _body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    encoding = response.headers.get("content-encoding", "")
+    return await read_body(response.content.iter_any(), encoding, max_bytes)
+
+
+def _cause(error: Exception) -> str:
+    """The error in words, with what the operating system calls it ("connection refused"): aiohttp leaves that out."""
+    number, text = getattr(error, "errno", None), excerpt(f"{type(error).__name__}: {error}".encode())
+    name = os.strerror(number).lower() if number is not None and number > 0 else ""
+    return text if not name or name in text.lower() else f"{name} ({text})"
+
+
+def _proxy_for(url: str) -> str | None:
+    """The environment's proxy for the address; aiohttp would read it in a thread for each request, and .netrc with it."""
+    parts = urlsplit(url)
+    return (
+        None if urllib.request.proxy_bypass(parts.netloc) else urllib.request.getproxies().get(parts.scheme)
+    )
 
 
 def _host(location: str) -> str:

@@ -43,7 +43,7 @@ async def first_answer(
 ) -> T:
     """What `start` returns, or its `rival`, which is started when `start` goes on for longer than `patience_s`.
 
-    Whoever returns first wins and the other is cancelled; one that fails leaves it to the other. If both fail, the
+    The first to return wins and the other is cancelled; one that fails leaves it to the other. If both fail, the
     error is that of `start`.
 
     Args:
@@ -57,18 +57,13 @@ async def first_answer(
         await asyncio.wait({tasks[0]}, timeout=patience_s)
         if not tasks[0].done():
             tasks.append(asyncio.ensure_future(rival(sent.result())))
-        return await _first_success(tasks)
+        for task in asyncio.as_completed(tasks):
+            try:
+                return await task
+            except Exception:
+                continue  # the other one may still answer
+        return await tasks[0]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # the loser's permit is back before we are
-
-
-async def _first_success(tasks: list[asyncio.Future[T]]) -> T:
-    running = set(tasks)
-    while running:
-        finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in finished:
-            if not task.cancelled() and task.exception() is None:
-                return task.result()
-    return await tasks[0]

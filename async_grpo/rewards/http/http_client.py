@@ -4,19 +4,23 @@
     reply = await client.post("/chat/completions", {...}, tokens=800, deadline=time.monotonic() + 60)
 
 One call is up to `attempts` requests, each under a permit of its own, taken just before it and given back whatever
-happens. Every wait ends: for a replica in service, for the reply and before an attempt by the deadline; for a permit, or
-for a replica that asked to be left alone, by the deadline's `latest`, for such a wait puts it off.
+happens. This is the one place where a request that failed on the network is sent again (tenacity decides when). Every
+wait ends: for a replica in service, for the reply and before an attempt by the deadline; for a permit, or for a replica
+that asked to be left alone, by the deadline's `latest`, for such a wait puts it off.
 """
 
 import asyncio
 import contextlib
 import json
-import random
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from async_grpo.rewards.http.deadline import Deadline
 from async_grpo.rewards.http.endpoint import (
@@ -27,21 +31,10 @@ from async_grpo.rewards.http.endpoint import (
     JudgeTimeout,
     JudgeUnavailable,
 )
-from async_grpo.rewards.http.exchange import OUTCOMES, Call, Exchange, RequestFailed, UsedTokens
+from async_grpo.rewards.http.exchange import OUTCOMES, Exchange, RequestFailed
 from async_grpo.rewards.http.hedging import Latencies, first_answer
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.http.replicas import Lease, Replicas
-from async_grpo.rewards.http.retry import backoff_delay
-
-__all__ = [
-    "BadReply",
-    "Endpoint",
-    "EndpointClient",
-    "JudgeError",
-    "JudgeRefused",
-    "JudgeTimeout",
-    "JudgeUnavailable",
-]
 
 HEALTHY = {
     "ok": True,
@@ -49,7 +42,40 @@ HEALTHY = {
     "refused": True,
     "cancelled": None,
 }  # the others are failures of the replica
-UNUSED = ("429", "refused", "connection")  # the judge did no work: no tokens were used
+BAD_REPLIES = 2  # of one call: a third one would be bad, too
+UsedTokens = Callable[[dict[str, Any]], float]
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Call:
+    """What is to be answered by the deadline, in one request or several."""
+
+    path: str
+    content: bytes
+    tokens: float
+    phase: str
+    deadline: Deadline
+    used_tokens: UsedTokens | None
+    unanswered: Callable[[], None] | None
+    tried: set[str] = field(default_factory=set)  # addresses that it was sent to
+    bad_replies: int = 0
+    last_failure: str = ""
+
+    def used(self, reply: dict[str, Any]) -> float | None:
+        """The tokens that the reply says it took; None (the estimate stands) if it says nothing sensible."""
+        if self.used_tokens is None:
+            return None
+        try:
+            used = float(self.used_tokens(reply))
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            log.debug("a reply without a count of its tokens: %r", error)
+            return None
+        return used if 0 <= used < math.inf else None
+
+    def so_far(self) -> str:
+        """For the message of a wait that came to nothing: what failed before it."""
+        return f"; before that: {self.last_failure}" if self.last_failure else ""
 
 
 @dataclass
@@ -65,7 +91,7 @@ class EndpointClient:
     Args:
         name: of the judge, in messages. Clients of the same name and addresses share its limits.
         endpoint: its settings.
-        traffic: where permits come from.
+        rate_limiter: where permits come from.
 
     Raises:
         ConfigurationError: the key is not in the environment.
@@ -81,7 +107,6 @@ class EndpointClient:
         self._latencies = Latencies()
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self._requests = self._retries = self._hedges = 0
-        self._random = random.Random()
 
     def __repr__(self) -> str:
         return f"EndpointClient({self.name!r}, {self._endpoint!r})"
@@ -92,10 +117,11 @@ class EndpointClient:
         payload: dict[str, Any],
         *,
         tokens: float = 0.0,
-        lane: str = "train",
+        phase: str = "train",
         deadline: Deadline | float,
         used_tokens: UsedTokens | None = None,
         unanswered: Callable[[], None] | None = None,
+        lane: str | None = None,
     ) -> dict[str, Any]:
         """The JSON object that the judge replies with status 200.
 
@@ -103,39 +129,31 @@ class EndpointClient:
             path: appended to the address of a replica; begins with a slash.
             payload: sent as JSON.
             tokens: estimate for the limits; of a request that is done, `used_tokens(reply)` takes its place.
-            lane: "train" or "eval": they share the limits fairly.
+            phase: "train" or "eval": they share the limits fairly.
             deadline: the moment of `time.monotonic` by which this returns or raises; a `Deadline` is put off while
                 this waits for a permit, or for a replica that asked to be left alone.
             unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
+            lane: the old name of `phase`, accepted for one release.
 
         Raises:
-            JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`.
+            JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`; the message tells the last cause.
             ValueError: the payload is no JSON (NaN is none), or the path has no slash.
         """
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
-        call = Call(path, content, tokens, lane, Deadline.of(deadline), used_tokens, unanswered)
-        bad_replies = 0
-        for attempt in range(1, self._endpoint.attempts + 1):
-            try:
-                return await self._ask(call)
-            except RequestFailed as failure:
-                bad_replies += failure.outcome == "bad_reply"
-                final = attempt == self._endpoint.attempts or failure.outcome == "refused" or bad_replies == 2
-                delay_s = 0.0 if final else self._backoff_s(attempt)
-                late = call.remaining_s <= delay_s
-                if final or late:
-                    raise self._error(failure, attempt, late) from None
-            await asyncio.sleep(delay_s)
-            self._retries += 1
-        raise AssertionError("the last attempt returns or raises")
+        call = _Call(path, content, tokens, lane or phase, Deadline.of(deadline), used_tokens, unanswered)
+        retrying = self._retrying(call)
+        try:
+            return await retrying(self._ask, call)
+        except RequestFailed as failure:
+            raise self._error(failure, retrying.statistics["attempt_number"], call) from None
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start: `requests` that were sent = the sum of `outcomes` + `in_flight`; `retries`; `hedges`.
 
         `latency_p50_s` and `latency_p95_s` are of the last 500 good replies (None before the first), `breakers` the
-        state of each replica.
+        state of each replica, and `breakers_opened` how often one went out of service.
         """
         return {
             "requests": self._requests,
@@ -145,6 +163,7 @@ class EndpointClient:
             "latency_p50_s": self._latencies.quantile(0.5, enough=1),
             "latency_p95_s": self._latencies.quantile(0.95, enough=1),
             "breakers": self._replicas.states(),
+            "breakers_opened": self._replicas.num_opened,
             "in_flight": self._requests - sum(self._outcomes.values()),
         }
 
@@ -152,17 +171,43 @@ class EndpointClient:
         """Close all connections; calls in flight fail."""
         await self._exchange.close()
 
-    async def _ask(self, call: Call) -> dict[str, Any]:
+    def _retrying(self, call: _Call) -> AsyncRetrying:
+        """Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
+        together must not come back together."""
+
+        def is_over(state: RetryCallState) -> bool:
+            used_up = state.attempt_number >= self._endpoint.attempts
+            return used_up or call.deadline.left_s <= state.upcoming_sleep
+
+        def count(_: RetryCallState) -> None:
+            self._retries += 1
+
+        return AsyncRetrying(
+            retry=retry_if_exception(lambda error: _is_worth_another(error, call)),
+            wait=wait_random_exponential(
+                multiplier=self._endpoint.backoff_s, max=self._endpoint.backoff_max_s
+            ),
+            stop=is_over,
+            before_sleep=count,
+            reraise=True,
+        )
+
+    async def _ask(self, call: _Call) -> dict[str, Any]:
         """One attempt, with a rival if it is slow."""
         share = self._endpoint.hedge_quantile
         patience_s = self._latencies.quantile(share) if share is not None else None
-        if patience_s is None:
-            return await self._request(call)
-        return await first_answer(
-            lambda sent: self._request(call, sent), lambda url: self._rival(call, url), patience_s
-        )
+        try:
+            if patience_s is None:
+                return await self._request(call)
+            return await first_answer(
+                lambda sent: self._request(call, sent), lambda url: self._rival(call, url), patience_s
+            )
+        except RequestFailed as failure:
+            call.last_failure = str(failure)
+            call.bad_replies += failure.outcome == "bad_reply"
+            raise
 
-    async def _request(self, call: Call, sent: asyncio.Future[str] | None = None) -> dict[str, Any]:
+    async def _request(self, call: _Call, sent: asyncio.Future[str] | None = None) -> dict[str, Any]:
         """One request to the best replica, as soon as there is one, and a permit."""
         while True:
             try:
@@ -180,7 +225,7 @@ class EndpointClient:
                 if lease:
                     self._replicas.settle(lease, None)
 
-    async def _rival(self, call: Call, url: str) -> dict[str, Any]:
+    async def _rival(self, call: _Call, url: str) -> dict[str, Any]:
         """The same request to another replica than `url`; a failure if there is none."""
         if self._replicas.has_other(url):
             async with self._permit(call) as permit:
@@ -190,56 +235,65 @@ class EndpointClient:
         raise RequestFailed("cancelled", "no other replica is in service")
 
     @contextlib.asynccontextmanager
-    async def _permit(self, call: Call) -> AsyncIterator[_Permit]:
+    async def _permit(self, call: _Call) -> AsyncIterator[_Permit]:
         try:
             with call.deadline.put_off():
                 async with asyncio.timeout(call.deadline.most_s):
                     number = await self._rate_limiter.acquire(
-                        self.key, self._endpoint.limits, tokens=call.tokens, lane=call.lane
+                        self.key, self._endpoint.limits, tokens=call.tokens, phase=call.phase
                     )
         except TimeoutError:
-            raise JudgeTimeout(f"{self.name}: no permit for a request before the deadline") from None
+            why = f"no permit for a request before the deadline{call.so_far()}"
+            raise JudgeTimeout(f"{self.name}: {why}") from None
         permit = _Permit()
         try:
-            if call.remaining_s <= 0:  # it came in the last moment: a request would only be counted, not sent
-                raise JudgeTimeout(f"{self.name}: a permit for a request came only with the deadline")
+            if (
+                call.deadline.left_s <= 0
+            ):  # it came in the last moment: a request would only be counted, not sent
+                why = f"a permit for a request came only with the deadline{call.so_far()}"
+                raise JudgeTimeout(f"{self.name}: {why}")
             yield permit
         finally:
             await self._rate_limiter.release(self.key, number, used_tokens=permit.used_tokens)
 
-    async def _send(self, call: Call, lease: Lease, permit: _Permit) -> dict[str, Any]:
+    async def _send(self, call: _Call, lease: Lease, permit: _Permit) -> dict[str, Any]:
         """Count, time and settle one exchange."""
-        allowed_s = min(self._endpoint.timeout_s, call.remaining_s)
-        started, outcome, hurried = time.monotonic(), "cancelled", False
+        left_s = call.deadline.left_s
+        # A probe must leave its call the time for another request, should the replica still be silent
+        allowed_s = min(self._endpoint.timeout_s, left_s / 2 if lease.probe else left_s)
+        started, outcome, why, hurried = time.monotonic(), "cancelled", "", False
+        worked = True  # for all that is known of a request that is cancelled
         self._requests += 1
         call.tried.add(lease.replica.url)
         permit.used_tokens = None
         try:
             reply = await self._exchange.post(lease.replica.url + call.path, call.content, allowed_s)
-            outcome = "ok"
+            outcome, worked = "ok", False
             self._latencies.add(time.monotonic() - started)
             permit.used_tokens = call.used(reply)
             return reply
         except RequestFailed as failure:
-            outcome = failure.outcome
+            outcome, why, worked = failure.outcome, str(failure), failure.worked
             self._replicas.pause(lease.replica, failure.pause_s)
-            permit.used_tokens = 0.0 if outcome in UNUSED else None
+            permit.used_tokens = None if worked else 0.0
             usual_s = self._latencies.quantile(0.95) or 0.0
             hurried = outcome == "timeout" and allowed_s < min(self._endpoint.timeout_s, usual_s)
             raise
         finally:
             self._outcomes[outcome] += 1
-            if outcome not in ("ok", *UNUSED) and call.unanswered:
+            if worked and call.unanswered:
                 call.unanswered()
             # A request whose permit came late had less time than others need: no fault of the replica.
-            self._replicas.settle(lease, None if hurried else HEALTHY.get(outcome, False))
+            self._replicas.settle(lease, None if hurried else HEALTHY.get(outcome, False), why)
 
-    def _backoff_s(self, failures: int) -> float:
-        return backoff_delay(failures, self._endpoint.backoff_s, self._endpoint.backoff_max_s, self._random)
-
-    def _error(self, failure: RequestFailed, attempts: int, late: bool) -> JudgeError:
+    def _error(self, failure: RequestFailed, attempts: int, call: _Call) -> JudgeError:
+        late = attempts < self._endpoint.attempts and _is_worth_another(failure, call)
         timeout = JudgeTimeout if late else JudgeUnavailable
         kinds = {"refused": JudgeRefused, "bad_reply": BadReply, "timeout": timeout}
         why = ", and the deadline leaves no time for another" if late else ""
         message = f"{self.name}: {failure} (attempt {attempts} of {self._endpoint.attempts}{why})"
         return kinds.get(failure.outcome, JudgeUnavailable)(message)
+
+
+def _is_worth_another(error: BaseException, call: _Call) -> bool:
+    return isinstance(error, RequestFailed) and error.outcome != "refused" and call.bad_replies < BAD_REPLIES

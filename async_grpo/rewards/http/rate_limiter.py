@@ -17,7 +17,7 @@ Tokens are an estimate until the release: what was too much may be used at once,
 The price of the first promise is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are
 taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at once.
 
-Order: first come, first served within a lane; lanes that wait take turns, whatever their backlogs.
+Order: first come, first served within a phase; phases that wait take turns, whatever their backlogs.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from async_grpo.rewards.http.meter import Meter, Start
 class RateLimiter(Protocol):
     """Where permits come from: a `Limiter` in this process, or one for a whole cluster."""
 
-    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, lane: str = "train") -> int:
+    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """A permit for one call that is expected to use `tokens`; waits its turn and may be cancelled."""
         ...
 
@@ -55,7 +55,7 @@ class Limiter:
         self._resumed = resumed
         self._queues: dict[str, _Queue] = {}
 
-    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, lane: str = "train") -> int:
+    async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """See `RateLimiter`. Cancelling it leaves no trace.
 
         Raises:
@@ -66,11 +66,11 @@ class Limiter:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
         queue = self._queue(key, limits)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        queue.append(lane, turn, float(tokens))
+        queue.append(phase, turn, float(tokens))
         try:
             return await turn
         except asyncio.CancelledError:  # also when the permit was given in this very turn of the event loop
-            queue.withdraw(lane, turn)
+            queue.withdraw(phase, turn)
             raise
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
@@ -93,7 +93,7 @@ class Limiter:
         self._holding(key, permit).refund(permit)
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By key: permits `in_flight`, `waiting` by lane, and how many were `granted` so far."""
+        """By key: permits `in_flight`, `waiting` by phase, and how many were `granted` so far."""
         return {key: queue.stats() for key, queue in self._queues.items()}
 
     def _holding(self, key: str, permit: int) -> "_Queue":
@@ -123,11 +123,11 @@ class _Wait:
 
 
 class _Queue:
-    """The calls of one key: those that wait, by lane, and those that are out."""
+    """The calls of one key: those that wait, by phase, and those that are out."""
 
     def __init__(self, limits: Limits, resumed: bool) -> None:
         self._requests, self._tokens = Meter(resumed=resumed), Meter(resumed=resumed)
-        self._lanes: dict[str, OrderedDict[asyncio.Future[int], _Wait]] = {}  # the next lane is the first
+        self._phases: dict[str, OrderedDict[asyncio.Future[int], _Wait]] = {}  # the next phase is the first
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._granted = 0
@@ -141,15 +141,15 @@ class _Queue:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.permits) or any(self._lanes.values())
+        return bool(self.permits) or any(self._phases.values())
 
-    def append(self, lane: str, turn: asyncio.Future[int], tokens: float) -> None:
-        self._lanes.setdefault(lane, OrderedDict())[turn] = _Wait(tokens, _now())
+    def append(self, phase: str, turn: asyncio.Future[int], tokens: float) -> None:
+        self._phases.setdefault(phase, OrderedDict())[turn] = _Wait(tokens, _now())
         self._grant()
 
-    def withdraw(self, lane: str, turn: asyncio.Future[int]) -> None:
-        if turn in self._lanes[lane]:
-            del self._lanes[lane][turn]
+    def withdraw(self, phase: str, turn: asyncio.Future[int]) -> None:
+        if turn in self._phases[phase]:
+            del self._phases[phase][turn]
         elif turn.done() and not turn.cancelled():  # granted, and its caller never heard of it
             self.refund(turn.result())
         self._grant()
@@ -168,7 +168,7 @@ class _Queue:
         self._grant()
 
     def stats(self) -> dict[str, Any]:
-        waiting = {lane: len(turns) for lane, turns in self._lanes.items() if turns}
+        waiting = {phase: len(turns) for phase, turns in self._phases.items() if turns}
         return {"in_flight": len(self.permits), "waiting": waiting, "granted": self._granted}
 
     def _grant(self) -> None:
@@ -176,15 +176,15 @@ class _Queue:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        while (lane := self._next_lane()) and len(self.permits) < (self.limits.concurrency or math.inf):
-            turn, wait = next(iter(self._lanes[lane].items()))
+        while (phase := self._next_phase()) and len(self.permits) < (self.limits.concurrency or math.inf):
+            turn, wait = next(iter(self._phases[phase].items()))
             now = _now()
             may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(wait.tokens, now))
             if may_start > now:  # nobody overtakes the first in line, however small
                 self._timer = asyncio.get_running_loop().call_at(may_start, self._grant)
                 return
-            del self._lanes[lane][turn]
-            self._lanes[lane] = self._lanes.pop(lane)
+            del self._phases[phase][turn]
+            self._phases[phase] = self._phases.pop(phase)
             permit = next(self._ids)
             self.permits[permit] = (
                 self._requests.start(1.0, now, wait.since),
@@ -193,11 +193,11 @@ class _Queue:
             self._granted += 1
             turn.set_result(permit)
 
-    def _next_lane(self) -> str | None:
-        for lane, turns in self._lanes.items():
+    def _next_phase(self) -> str | None:
+        for phase, turns in self._phases.items():
             while turns:
                 if not (turn := next(iter(turns))).done():
-                    return lane
+                    return phase
                 del turns[turn]  # cancelled, and its caller has not yet been told: it cannot take a permit
         return None
 

@@ -1,32 +1,68 @@
-"""`Replicas`: which of several equal addresses gets the next request."""
+"""`Replicas`: which of several equal addresses gets the next request.
+
+Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it. (Of the
+libraries that were looked at, aiobreaker and purgatory know one address: they neither choose among several, nor let
+callers wait for a probe, nor obey a `Retry-After`.)
+
+    closed --- `failures` in a row ---> open --- a pause later ---> half-open: one probe
+      ^----------- probe succeeds -----------------------------------'  (it fails: open, for half as long again)
+"""
 
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from async_grpo.rewards.http.breaker import Breaker
 from async_grpo.rewards.http.deadline import Deadline
 from async_grpo.rewards.http.endpoint import JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_PAUSE_S = 300.0  # whatever a server asks for: after that one request may see whether it still means it
+MAX_PAUSE_S = (
+    300.0  # a server that asks for more is not waited for; after that one request may see if it still does
+)
+NOTICEABLE_PAUSE_S = 10.0  # a pause from which on the console is told
+FIRST_PROBE, GROWTH = (
+    1 / 16,
+    1.5,
+)  # of `reset_s`, and from probe to probe: what fails for a moment is soon back
 
 
 class Replica:
     """One address: its breaker, its requests in flight, and until when it asked to be left alone."""
 
-    def __init__(self, url: str, breaker: Breaker) -> None:
-        self.url, self.breaker = url, breaker
-        self.in_flight = self.sent = 0
-        self.paused_until = 0.0
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.in_flight = self.sent = self.failures = 0
+        self.paused_until, self.asked_s = 0.0, 0.0
+        self.open_until: float | None = None  # None: the breaker is closed
+        self.open_s = 0.0  # how long it was opened for the last time
+        self.probing = False
+        self.last_failure = ""
 
-    @property
     def ready_at(self) -> float:
-        return max(self.breaker.ready_at, self.paused_until)
+        """When the next request may be sent; inf while a probe is on its way."""
+        if self.open_until is None:
+            return self.paused_until
+        return math.inf if self.probing else max(self.open_until, self.paused_until)
+
+    def state(self, now: float) -> str:
+        """`closed`, `open` or `half-open`."""
+        if self.open_until is None:
+            return "closed"
+        return "half-open" if self.probing or now >= self.open_until else "open"
+
+    def describe(self, now: float) -> str:
+        paused = (
+            f", asked to be left alone for {self.asked_s:.6g} s"
+            if self.asked_s and self.paused_until > now
+            else ""
+        )
+        last = f" (the last failure: {self.last_failure})" if self.last_failure else ""
+        return f"{self.url} is {self.state(now)}{paused}{last}"
 
 
 @dataclass
@@ -43,95 +79,113 @@ class Replicas:
 
     Args:
         urls: the addresses.
-        failures, reset_s: of each one's `Breaker`.
+        failures: in a row, that take one out of service.
+        reset_s: the longest time between two probes of one that is; the first comes after a sixteenth of it.
     """
 
     def __init__(self, urls: Sequence[str], failures: int, reset_s: float) -> None:
-        self._replicas = [Replica(url, Breaker(failures, reset_s)) for url in urls]
+        self._replicas = [Replica(url) for url in urls]
+        self._max_failures, self._reset_s = failures, reset_s
         self._changed = asyncio.Event()  # replaced each time that it is set
-
-    @property
-    def in_flight(self) -> int:
-        return sum(replica.in_flight for replica in self._replicas)
+        self.num_opened = 0
 
     def states(self) -> dict[str, str]:
         """By address: the state of its breaker."""
         now = time.monotonic()
-        return {replica.url: replica.breaker.state(now) for replica in self._replicas}
+        return {replica.url: replica.state(now) for replica in self._replicas}
 
     async def ready(self, deadline: Deadline) -> Lease | None:
         """Wait until a request may be sent to some replica; a lease if this request is to be a probe.
 
         Where a replica asked to be left alone (`Retry-After`), the wait puts the deadline off; where all are out of order
-        it does not, or nobody would hear of a judge that is gone.
+        it does not, or a judge that is gone would be heard of too late.
 
         Raises:
-            JudgeUnavailable: none may be before the deadline.
+            JudgeUnavailable: none may be before the deadline, with the last failure of each.
         """
         while True:
             now = time.monotonic()
-            due = [r for r in self._replicas if r.breaker.may_probe(now) and now >= r.paused_until]
+            due = [r for r in self._replicas if r.open_until is not None and now >= r.ready_at()]
             if due:
-                due[0].breaker.begin_probe()
+                due[0].probing = True
                 return self._lease(due[0], probe=True)
-            ready_at = min(replica.ready_at for replica in self._replicas)
-            if ready_at <= now:
+            first = min(self._replicas, key=Replica.ready_at)
+            if (ready_at := first.ready_at()) <= now:
                 return None
-            asked_to_wait = any(r.breaker.closed and r.paused_until > now for r in self._replicas)
-            probing = any(replica.breaker.probing for replica in self._replicas)
-            give_up = deadline.latest if asked_to_wait else deadline.at
-            if now >= give_up or (ready_at > give_up and not probing):
-                raise JudgeUnavailable(f"no replica may be asked before the deadline: {self._describe(now)}")
+            paused = [r for r in self._replicas if r.open_until is None and r.paused_until > now]
+            probing = any(replica.probing for replica in self._replicas)
+            give_up = deadline.latest if paused else deadline.at
+            too_long = first in paused and first.asked_s > MAX_PAUSE_S and not probing
+            if now >= give_up or too_long or (ready_at > give_up and not probing):
+                described = "; ".join(replica.describe(now) for replica in self._replicas)
+                raise JudgeUnavailable(f"no replica may be asked before the deadline: {described}")
             changed = self._changed
             with (
                 contextlib.suppress(TimeoutError),
-                deadline.put_off() if asked_to_wait else contextlib.nullcontext(),
+                deadline.put_off() if paused else contextlib.nullcontext(),
             ):
                 async with asyncio.timeout(min(ready_at, give_up) - now):
                     await changed.wait()
 
     def take(self, tried: Collection[str], never: str | None = None) -> Lease | None:
         """A lease of the least busy replica in service, rather one that was not tried; None if there is none."""
-        now = time.monotonic()
-        usable = [r for r in self._replicas if r.ready_at <= now and r.breaker.closed and r.url != never]
+        usable = self._usable(never)
         if not usable:
             return None
         return self._lease(min(usable, key=lambda r: (r.url in tried, r.in_flight, r.sent)), probe=False)
 
     def has_other(self, url: str) -> bool:
         """Whether another replica than that one is in service."""
-        now = time.monotonic()
-        return any(r.ready_at <= now and r.breaker.closed and r.url != url for r in self._replicas)
+        return bool(self._usable(never=url))
 
     def pause(self, replica: Replica, seconds: float) -> None:
         """The replica asked to be left alone for so long."""
-        until = time.monotonic() + min(seconds, MAX_PAUSE_S)
-        replica.paused_until = max(replica.paused_until, until)
+        now = time.monotonic()
+        if seconds >= NOTICEABLE_PAUSE_S and now >= replica.paused_until:
+            obeyed = "it is waited for" if seconds <= MAX_PAUSE_S else "calls fail meanwhile"
+            logger.warning(
+                "the judge at %s asks to be left alone for %.6g s: %s", replica.url, seconds, obeyed
+            )
+        until = now + min(seconds, MAX_PAUSE_S)
+        if until > replica.paused_until:
+            replica.paused_until, replica.asked_s = until, seconds
 
-    def settle(self, lease: Lease, healthy: bool | None) -> None:
+    def settle(self, lease: Lease, healthy: bool | None, failure: str = "") -> None:
         """The request is over; `healthy` None says nothing of the replica. A second time is ignored."""
         if lease.settled:
             return
         lease.settled = True
-        lease.replica.in_flight -= 1
-        breaker, now = lease.replica.breaker, time.monotonic()
+        replica, now = lease.replica, time.monotonic()
+        replica.in_flight -= 1
+        replica.last_failure = failure or replica.last_failure
         if lease.probe:
-            breaker.end_probe(healthy, now)
-        elif healthy:
-            breaker.succeeded()
-        elif healthy is not None and breaker.failed(now):
-            logger.warning("a judge is out of service for a while: %s", self._describe(now))
+            self._end_probe(replica, healthy, now)
+        elif healthy:  # of before the breaker opened, if it is open: the probe has the last word
+            replica.failures = 0
+        elif healthy is not None:
+            replica.failures += 1
+            if replica.open_until is None and replica.failures >= self._max_failures:
+                replica.open_s = self._reset_s * FIRST_PROBE
+                replica.open_until = now + replica.open_s
+                self.num_opened += 1
+                logger.warning("a judge is out of service for a while: %s", replica.describe(now))
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _end_probe(self, replica: Replica, healthy: bool | None, now: float) -> None:
+        replica.probing = False
+        if healthy:
+            logger.warning("the judge at %s is back in service", replica.url)
+            replica.open_until, replica.failures, replica.last_failure = None, 0, ""
+        elif healthy is not None:  # None: it was given up, and the next request may probe
+            replica.open_s = min(GROWTH * replica.open_s, self._reset_s)
+            replica.open_until = now + replica.open_s
+
+    def _usable(self, never: str | None) -> list[Replica]:
+        now = time.monotonic()
+        return [r for r in self._replicas if r.open_until is None and r.ready_at() <= now and r.url != never]
 
     def _lease(self, replica: Replica, probe: bool) -> Lease:
         replica.in_flight += 1
         replica.sent += 1
         return Lease(replica, probe)
-
-    def _describe(self, now: float) -> str:
-        return ", ".join(
-            f"{r.url} {r.breaker.state(now)}"
-            + (f" and paused for {r.paused_until - now:.1f} s" if r.paused_until > now else "")
-            for r in self._replicas
-        )

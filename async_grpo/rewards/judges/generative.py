@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.rewards.judges.judge_replies import Unreadable, yes_probability
+from async_grpo.rewards.judges.judge_replies import Unreadable, Vote, check_finished, yes_probability
 from async_grpo.rewards.judges.llm import LLMJudge
 from async_grpo.rewards.judges.remote_judge import require
-from async_grpo.rewards.judges.votes import Vote
 
 SHOWN = "Question:\n{prompt}\n\nResponse:\n{completion}\n\n"
 SCORE = "Rate how good the response is, from {low} (worst) to {high} (best). End with one line `Score: x`."
@@ -75,6 +74,7 @@ class GenerativeRM(LLMJudge):
     def _vote(self, choice: Mapping[str, Any]) -> Vote:
         if not self.yes_no:
             return super()._vote(choice)
+        check_finished(choice, "length")  # one token was asked for
         probability, mass = yes_probability(choice, self.yes, self.no)
         if mass < self.min_mass:
             raise Unreadable(

@@ -2,22 +2,23 @@
 
 The request is POSTed to `path`, one sample at a time:
 
-    {"protocol": 1,
+    {"protocol": 1, "id": "9f86d081884c7d65",
      "samples": [{"prompt": ..., "completion": ..., "answer": ..., and the chosen columns}],
      "images": [["<base64>", ...]]}                        only if a column of images is named; a list per sample
 
 The reply is a 200 with one score per sample, in their order:
 
-    {"protocol": 1,
+    {"protocol": 1, "id": "9f86d081884c7d65",                 the id may be left out; another one is refused
      "scores": [{"reward": 0.5, and any further finite numbers} | {"abstain": "why"} | {"error": "why"}]}
 
-An `error` is a failed call, and the sample is left out of training; so is a reply of another version, of another
-length, or with a number that is none. Everything is JSON and base64: nothing of a reply can be run.
+An `error` is a failed call, and the sample is left out of training; so is a reply of another version or id, of
+another length, or with a number that is none. Everything is JSON and base64: nothing of a reply can be run.
 `examples/http_scorer_server.py` is a server to begin with.
 """
 
 import base64
 import binascii
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply
 from async_grpo.rewards.judges.judge_prompts import as_text, column
 from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, require
-from async_grpo.rewards.judges.usage import fits
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, fits, require
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.deadline import Deadline
@@ -62,7 +62,7 @@ class HTTPScorer(RemoteJudge):
         return "/score"
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
         """The answer (see `contract`) for one sample; `deadline` is for the client.
 
@@ -72,7 +72,9 @@ class HTTPScorer(RemoteJudge):
         """
         body = self._body(sample)
         estimate = sum(len(str(value)) for value in body["samples"][0].values()) / CHARACTERS_PER_TOKEN
-        reply = await client.post(self.path, body, tokens=estimate, lane=lane, deadline=deadline)
+        reply = await client.post(self.path, body, tokens=estimate, phase=phase, deadline=deadline)
+        if reply.get("id", body["id"]) != body["id"]:
+            raise BadReply(f"the scorer answers the request {quote(reply['id'])}, not {body['id']!r}")
         return score_of(reply)
 
     def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class HTTPScorer(RemoteJudge):
         if "answer" in sample:
             shown["answer"] = sample["answer"]
         shown |= {name: column(sample, name) for name in self.columns}
-        body: dict[str, Any] = {"protocol": PROTOCOL, "samples": [shown]}
+        body: dict[str, Any] = {"protocol": PROTOCOL, "id": secrets.token_hex(8), "samples": [shown]}
         if self.images is not None:
             body["images"] = [_as_base64(column(sample, self.images), self.images)]
         return body

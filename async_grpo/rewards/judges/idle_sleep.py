@@ -1,12 +1,13 @@
-"""`IdleSleep`: vLLM servers sleep while nobody asks them, so that whoever shares their GPUs may use the memory."""
+"""`IdleSleep`: vLLM servers sleep while they have no call, so that the programs on the same GPUs get the memory."""
 
 import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
-import httpx
+import aiohttp
 
 from async_grpo.rewards.http.deadline import Deadline
 from async_grpo.rewards.http.endpoint import JudgeUnavailable
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 class IdleSleep:
     """For all who ask the same servers from this process; plain asyncio, one event loop.
 
-        async with naps.awake(deadline):
+        async with idle_sleep.keep_awake(deadline):
             ... ask ...
 
     Args:
@@ -35,8 +36,8 @@ class IdleSleep:
         self._waking: asyncio.Task[None] | None = None
         self._dozing: asyncio.Task[None] | None = None
         self._falling_asleep: asyncio.Task[None] | None = None
-        self._client = httpx.AsyncClient(trust_env=False)
-        self.num_naps = 0
+        self._session: aiohttp.ClientSession | None = None  # it can only be made in an event loop
+        self.num_sleeps = 0
 
     @asynccontextmanager
     async def keep_awake(self, deadline: Deadline) -> AsyncIterator[None]:
@@ -67,7 +68,8 @@ class IdleSleep:
         """Leave the servers as they are."""
         if self._dozing:
             self._dozing.cancel()
-        await self._client.aclose()
+        if self._session:
+            await self._session.close()
 
     async def _sleep_when_idle(self) -> None:
         await asyncio.sleep(self._after_s)
@@ -80,9 +82,10 @@ class IdleSleep:
                 return
             self._asleep = True  # also if one of them does not obey: who asks next finds out
             told = await asyncio.gather(
-                *(self._tell(url, "/sleep?level=1") for url in self._urls), return_exceptions=True
+                *(self._ask("POST", f"{url}/sleep?level=1", MOVE_S) for url in self._urls),
+                return_exceptions=True,
             )
-            self.num_naps += 1
+            self.num_sleeps += 1
             for url, error in zip(self._urls, told, strict=True):
                 if error is not None:
                     log.warning("the judge at %s does not sleep, its memory is not free: %r", url, error)
@@ -95,15 +98,18 @@ class IdleSleep:
 
     async def _wake(self, url: str) -> None:
         try:
-            answer = await self._client.get(f"{url}/is_sleeping", timeout=ANSWER_S)
-            answer.raise_for_status()
-            if answer.json()["is_sleeping"]:
-                await self._tell(url, "/wake_up")
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            if (await self._ask("GET", f"{url}/is_sleeping", ANSWER_S))["is_sleeping"]:
+                await self._ask("POST", f"{url}/wake_up", MOVE_S)
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
             raise JudgeUnavailable(f"the judge at {url} cannot be woken: {error!r}") from error
 
-    async def _tell(self, url: str, path: str) -> None:
-        (await self._client.post(url + path, timeout=MOVE_S)).raise_for_status()
+    async def _ask(self, method: str, url: str, timeout_s: float) -> Any:
+        self._session = self._session or aiohttp.ClientSession(raise_for_status=True)
+        async with (
+            asyncio.timeout(timeout_s),
+            self._session.request(method, url, timeout=aiohttp.ClientTimeout(total=None)) as reply,
+        ):
+            return await reply.json(content_type=None) if method == "GET" else None
 
 
 def _look_at_its_error(waking: asyncio.Task[None]) -> None:

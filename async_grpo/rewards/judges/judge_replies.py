@@ -1,23 +1,39 @@
-"""Reading a judge's reply. It is data like the completion: parsed, checked, and never run."""
+"""From a judge's replies to one score. They are data like the completion: parsed, checked, and never run."""
 
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply
-from async_grpo.rewards.judges.remote_judge import require
-from async_grpo.rewards.judges.usage import fits
-from async_grpo.rewards.judges.votes import Vote
+from async_grpo.rewards.judges.remote_judge import fits, require
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
+# What servers call a reply that is whole. Others are cut off ("length"), censored ("content_filter") or something else
+# than an answer ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
+FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
+MAX_BRACES = 32  # of a reply in search of its JSON object: each may be read to the end in vain
+_THOUGHT = re.compile(
+    r"\A\s*(?:<think>)?.*</think>", re.DOTALL
+)  # its beginning may stand in the chat template
 
 
 class Unreadable(ValueError):
     """A reply without a verdict: worth one more try, then a failure."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One verdict: the score on the judge's own scale, and further numbers of the reply."""
+
+    score: float
+    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -31,14 +47,28 @@ def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a finished reply. Raises Unreadable if there is none, or if it was cut off."""
+    """The text of a finished reply. Raises Unreadable if there is none, or if it is not whole."""
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
-    if choice.get("finish_reason") == "length":  # "Score: 1" may be all that is left of "Score: 10"
-        raise Unreadable(f"the reply was cut off at max_tokens: {quote(text)}")
+    check_finished(choice)
     if not isinstance(text, str):
         raise Unreadable(f"the reply holds no text: {quote(choice)}")
     return text
+
+
+def check_finished(choice: Mapping[str, Any], *also: str) -> None:
+    """Raise Unreadable unless the reply is whole by its `finish_reason`, or that is one of `also`.
+
+    A server that has no such field cannot be checked; null says that the reply goes on.
+    """
+    reason = choice.get("finish_reason", "stop")
+    if reason in FINISHED or reason in also:
+        return
+    message = choice.get("message")
+    text = quote(message.get("content") if isinstance(message, dict) else None)
+    if reason == "length":
+        raise Unreadable(f"the reply was cut off at max_tokens: {text}")
+    raise Unreadable(f"the reply is not whole, its finish_reason is {quote(reason)}: {text}")
 
 
 def by_pattern(text: str, pattern: str) -> Vote:
@@ -62,13 +92,15 @@ def by_pattern(text: str, pattern: str) -> Vote:
 def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
     """The score of a JSON reply that satisfies the schema; its other numbers are extras.
 
+    A thought before it (`<think>...</think>`) is left out, and so is text around a single JSON object.
+
     >>> by_schema('{"score": 4, "style": 2, "why": "terse"}', {"required": ["score"]}, "score")
     Vote(score=4.0, extra={'style': 2.0})
     """
     import jsonschema
 
     try:
-        verdict = json.loads(_without_code_block(text))
+        verdict = _json_of(text)
         _validator(json.dumps(schema)).validate(verdict)
     except jsonschema.ValidationError as error:
         raise Unreadable(
@@ -108,6 +140,31 @@ def check_schema(schema: Mapping[str, Any], score_key: str) -> None:
         score_key in known and score_key in required,
         f"json_schema must have the property score_key={score_key!r}, and require it; it has {sorted(known)}",
     )
+
+
+def _json_of(text: str) -> Any:
+    """The JSON value that a reply is, or the only JSON object in it. Raises ValueError where it is not clear which."""
+    text = _without_code_block(_THOUGHT.sub("", text))
+    if text.startswith("<think>"):
+        raise ValueError("the thought never ends")
+    try:
+        return json.loads(text)
+    except ValueError:
+        objects, start = [], text.find("{")
+        for _ in range(MAX_BRACES):
+            if start < 0:
+                break
+            try:
+                value, end = json.JSONDecoder().raw_decode(text, start)
+                objects.append(value)
+            except ValueError:
+                end = start + 1
+            start = text.find("{", end)
+        if (
+            len(objects) != 1 or start >= 0
+        ):  # the completion may have been quoted: which of them is the verdict?
+            raise
+        return objects[0]
 
 
 def _without_code_block(text: str) -> str:
@@ -166,3 +223,51 @@ def quote(value: Any) -> str:
     """
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
     return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
+
+
+def majority(scores: Sequence[float]) -> float:
+    """The score of most votes; of several such, their mean.
+
+    >>> majority([1.0, 5.0, 5.0]), majority([1.0, 5.0])
+    (5.0, 3.0)
+    """
+    counts = Counter(scores)
+    most = max(counts.values())
+    return statistics.fmean(score for score, count in counts.items() if count == most)
+
+
+AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "majority": majority,
+}
+
+
+def verdict(
+    votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], asked: int
+) -> dict[str, float]:
+    """The answer of at least one vote: `reward` in [0, 1], and the judge's numbers.
+
+    >>> verdict([Vote(4.0), Vote(5.0, {"style": 2.0})], "mean", (1.0, 5.0), asked=3)
+    {'reward': 0.875, 'judge_score': 4.5, 'judge_votes': 2, 'judge_spread': 1.0, 'judge_style': 2.0}
+    """
+    scores = [vote.score for vote in votes]
+    score = AGGREGATES[aggregate](scores)
+    low, high = scale
+    answer = {"reward": (score - low) / (high - low), "judge_score": score}
+    if asked > 1:
+        answer |= {"judge_votes": len(votes), "judge_spread": max(scores) - min(scores)}
+    for name in sorted(set().union(*(vote.extra for vote in votes))):
+        values = [vote.extra[name] for vote in votes if name in vote.extra]
+        answer.setdefault(f"judge_{name}", statistics.fmean(values))
+    return answer
+
+
+def too_few(num_votes: int, asked: int, needed: int, reasons: Sequence[str]) -> str:
+    """Why there is no verdict.
+
+    >>> too_few(1, 5, 3, ["no number", "no number", "cut off"])
+    '1 of 5 votes could be read, 3 are needed: no number; cut off'
+    """
+    counted = f"{num_votes} of {asked} votes could be read, {needed} are needed: " if asked > 1 else ""
+    return counted + "; ".join(list(dict.fromkeys(reasons))[:2])

@@ -16,17 +16,26 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.rewards.http.endpoint import BadReply, JudgeError
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template
 from async_grpo.rewards.judges.judge_replies import (
+    AGGREGATES,
     Unreadable,
+    Vote,
     by_pattern,
     by_schema,
     check_pattern,
     check_schema,
     choices_of,
     text_of,
+    too_few,
+    verdict,
 )
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, require
-from async_grpo.rewards.judges.usage import Usage, total_tokens, with_spending
-from async_grpo.rewards.judges.votes import AGGREGATES, Vote, too_few, verdict
+from async_grpo.rewards.judges.remote_judge import (
+    CHARACTERS_PER_TOKEN,
+    RemoteJudge,
+    Usage,
+    require,
+    total_tokens,
+    with_spending,
+)
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.deadline import Deadline
@@ -129,7 +138,7 @@ class LLMJudge(RemoteJudge):
         return QUESTION + (JSON_CLOSING if self.json_schema is not None else CLOSING)
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
         """The answer (see `contract`) for one sample; `deadline` is for the client.
 
@@ -143,7 +152,7 @@ class LLMJudge(RemoteJudge):
         usage, wanted = Usage(), self.votes
         for _ in range(ROUNDS):
             unread = []
-            for reply in await self._replies(sample, client, wanted, lane, deadline, usage):
+            for reply in await self._replies(sample, client, wanted, phase, deadline, usage):
                 if isinstance(reply, JudgeError):
                     lost.append(reply)
                     continue
@@ -169,14 +178,14 @@ class LLMJudge(RemoteJudge):
         sample: Mapping[str, Any],
         client: "EndpointClient",
         count: int,
-        lane: str,
+        phase: str,
         deadline: "Deadline | float",
         usage: Usage,
     ) -> list[dict[str, Any] | JudgeError]:
         """`count` votes, in one request or as many; each with a new key for its fence."""
         per_request = count if self.one_request else 1
         bodies = [self._body(sample, per_request) for _ in range(count // per_request)]
-        calls = [self._ask(client, body, per_request, lane, deadline, usage) for body in bodies]
+        calls = [self._ask(client, body, per_request, phase, deadline, usage) for body in bodies]
         import asyncio  # here, because the page of rewards imports this module and must stay cheap
 
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -190,7 +199,7 @@ class LLMJudge(RemoteJudge):
         client: "EndpointClient",
         body: dict[str, Any],
         count: int,
-        lane: str,
+        phase: str,
         deadline: "Deadline | float",
         usage: Usage,
     ) -> dict[str, Any]:
@@ -199,7 +208,7 @@ class LLMJudge(RemoteJudge):
             self.path,
             body,
             tokens=prompt + completion,
-            lane=lane,
+            phase=phase,
             deadline=deadline,
             used_tokens=total_tokens,
             unanswered=lambda: usage.missed(prompt, completion),

@@ -15,8 +15,15 @@ from async_grpo.rewards.judges.judge_prompts import (
     is_conversation,
 )
 from async_grpo.rewards.judges.judge_replies import quote
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, require
-from async_grpo.rewards.judges.usage import Usage, fits, total_tokens, with_spending
+from async_grpo.rewards.judges.remote_judge import (
+    CHARACTERS_PER_TOKEN,
+    RemoteJudge,
+    Usage,
+    fits,
+    require,
+    total_tokens,
+    with_spending,
+)
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.deadline import Deadline
@@ -74,7 +81,7 @@ class RewardModelJudge(RemoteJudge):
         return f"/{self.task}"
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, lane: str, deadline: "Deadline | float"
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
         """The answer (see `contract`) for one sample; `deadline` is for the client.
 
@@ -91,7 +98,7 @@ class RewardModelJudge(RemoteJudge):
                 self.path,
                 body,
                 tokens=tokens,
-                lane=lane,
+                phase=phase,
                 deadline=deadline,
                 used_tokens=total_tokens,
                 unanswered=lambda: usage.missed(tokens, 0.0),
@@ -134,13 +141,21 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:
-    """The last number of the last item's field, however deep it lies. Raises BadReply if there is none.
+    """The last number of the only item's field, however deep it lies.
+
+    Raises:
+        BadReply: there is none; or the reply holds another number of items than the one sample that was sent, or
+            one of another index.
 
     >>> last_number({"data": [{"data": [[0.5], [0.25]]}]}, "data")
     0.25
     """
     items = reply.get("data")
-    value = items[-1].get(name) if isinstance(items, list) and items and isinstance(items[-1], dict) else None
+    if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):
+        raise BadReply(f"the reward model's reply must hold one item for one sample: {quote(reply)}")
+    if items[0].get("index", 0) != 0:
+        raise BadReply(f"the reward model's reply is of the item {quote(items[0]['index'])}, not 0")
+    value = items[0].get(name)
     while isinstance(value, list) and value:
         value = value[-1]
     if not fits(value):

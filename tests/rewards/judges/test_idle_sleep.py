@@ -130,7 +130,7 @@ async def test_calls_from_all_sides_are_never_asked_of_a_sleeper(server):
         return result.status
 
     assert set(await asyncio.gather(*map(ask, range(40)))) == {RewardStatus.OK}
-    assert idle_sleep.num_naps >= 2
+    assert idle_sleep.num_sleeps >= 2
     for worker in workers:
         await worker.close()
     await idle_sleep.close()

@@ -67,11 +67,11 @@ class Scripted:
         self.replies, self.answer, self.calls = list(replies), answer, []
 
     async def post(
-        self, path, payload, *, tokens=0.0, lane="train", deadline, used_tokens=None, unanswered=None
+        self, path, payload, *, tokens=0.0, phase="train", deadline, used_tokens=None, unanswered=None
     ):
         json.dumps(payload, allow_nan=False)
         self.calls.append(
-            {"path": path, "payload": payload, "tokens": tokens, "lane": lane, "deadline": deadline}
+            {"path": path, "payload": payload, "tokens": tokens, "phase": phase, "deadline": deadline}
         )
         reply = self.answer(payload) if self.answer else self.replies.pop(0)
         if isinstance(reply, Exception):
@@ -93,8 +93,8 @@ def llm(**settings: Any) -> LLMJudge:
     return LLMJudge(**{"url": URL, "model": "judge"} | settings)
 
 
-async def scored(judge: Any, client: Any, sample: dict | None = None, lane: str = "train") -> dict[str, Any]:
-    return await judge.score(sample or SAMPLE, client, lane=lane, deadline=time.monotonic() + 20)
+async def scored(judge: Any, client: Any, sample: dict | None = None, phase: str = "train") -> dict[str, Any]:
+    return await judge.score(sample or SAMPLE, client, phase=phase, deadline=time.monotonic() + 20)
 
 
 # What the judge is shown
@@ -102,9 +102,9 @@ async def scored(judge: Any, client: Any, sample: dict | None = None, lane: str 
 
 async def test_the_request_is_openais_and_shows_prompt_answer_rubric_and_completion():
     client = Scripted(chat("Fine. Score: 8"))
-    answer = await scored(llm(rubric="Is it polite?", max_tokens=99), client, lane="eval")
+    answer = await scored(llm(rubric="Is it polite?", max_tokens=99), client, phase="eval")
     (call,) = client.calls
-    assert call["path"] == "/v1/chat/completions" and call["lane"] == "eval"
+    assert call["path"] == "/v1/chat/completions" and call["phase"] == "eval"
     body = call["payload"]
     assert body["model"] == "judge" and body["max_tokens"] == 99 and body["temperature"] == 0.0
     system, user = body["messages"]
@@ -285,6 +285,9 @@ async def test_the_scale_is_mapped_to_0_to_1():
         (chat("Score: 1,5"), "nothing in the reply matches"),
         (chat("Score: 1e3"), "nothing in the reply matches"),
         (chat("Score: 1", finish="length"), "cut off at max_tokens"),
+        (chat("Score: 1", finish="content_filter"), "not whole, its finish_reason is 'content_filter'"),
+        (chat("Score: 1", finish="tool_calls"), "not whole"),
+        (chat("Score: 1", finish=None), "not whole"),
         (chat(None), "no text"),
         (chat(), "0 choices, 1 were asked for"),
         ({"object": "error"}, "no chat completion.*error"),
@@ -332,6 +335,34 @@ async def test_a_schema_is_sent_and_enforced_and_other_numbers_are_extras():
 async def test_json_that_is_no_verdict_is_a_failure(text, reason):
     with pytest.raises(BadReply, match=reason):
         await scored(llm(json_schema=SCHEMA, scale=(1, 5)), Scripted(chat(text), chat(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<think>{"score": 1, "style": 1} would be harsh.</think>\n\n{"score": 4, "style": 2}',
+        'The template opened it {"score": 1}</think>```json\n{"score": 4, "style": 2}\n```',
+        'Let me see. The {task} is easy.\nMy verdict: {"score": 4, "style": 2}',
+    ],
+)
+async def test_a_reply_in_json_may_begin_with_a_thought(text):
+    answer = await scored(llm(json_schema=SCHEMA, scale=(1, 5)), Scripted(chat(text)))
+    assert (answer["judge_score"], answer["judge_style"]) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'It says {"score": 5, "style": 5}, but: {"score": 1, "style": 1}',  # which one is the verdict?
+        '<think>never closed {"score": 5, "style": 5}',
+        '{"a":' * 5000 + '{"score": 5, "style": 5}',  # each brace would be read to the end
+    ],
+)
+async def test_a_reply_with_several_json_objects_or_endless_braces_has_failed_soon(text):
+    started = time.monotonic()
+    with pytest.raises(BadReply, match="no JSON"):
+        await scored(llm(json_schema=SCHEMA, scale=(1, 5)), Scripted(chat(text), chat(text)))
+    assert time.monotonic() - started < 5
 
 
 # Votes
@@ -429,13 +460,19 @@ async def test_without_a_count_there_is_none(usage):
 # Generative reward models
 
 
-def yes_no(*top: tuple[str, float]) -> dict[str, Any]:
+def yes_no(*top: tuple[str, float], finish: str = "length") -> dict[str, Any]:
     shown = [{"token": token, "logprob": math.log(p)} for token, p in top]
-    choice = {"message": {"content": top[0][0]}, "finish_reason": "length"}
+    choice = {"message": {"content": top[0][0]}, "finish_reason": finish}
     return {
         "choices": [choice | {"logprobs": {"content": [{"top_logprobs": shown}]}}],
         "usage": {"total_tokens": 9},
     }
+
+
+async def test_a_yes_that_was_censored_is_none():
+    client = Scripted(*[yes_no(("Yes", 0.6), ("No", 0.4), finish="content_filter")] * 2)
+    with pytest.raises(BadReply, match="content_filter"):
+        await scored(GenerativeRM(url=URL, model="rm", yes_no=True), client)
 
 
 async def test_yes_no_is_a_probability_of_the_first_token():
@@ -507,11 +544,33 @@ async def test_a_reward_model_may_want_plain_text_and_its_own_activation():
 @pytest.mark.parametrize("data", [None, [], [{}], [{"probs": []}], [{"probs": [None]}], [{"probs": [math.nan]}],
                                   [{"probs": [True]}], [{"data": [1.0]}], ["x"]])  # fmt: skip
 async def test_a_reward_model_without_a_finite_number_has_failed(data):
-    with pytest.raises(BadReply, match="no finite number"):
+    with pytest.raises(BadReply, match=r"no finite number|must hold one item"):
         await scored(RewardModelJudge(url=URL, model="rm"), Scripted({"data": data}))
 
 
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([{"index": 0, "probs": [0.1]}, {"index": 1, "probs": [0.9]}], "must hold one item for one sample"),
+        ([{"index": 7, "probs": [0.9]}], "is of the item '7', not 0"),
+    ],
+)
+async def test_a_reward_model_that_answers_more_than_was_asked_or_something_else_has_failed(items, said):
+    with pytest.raises(BadReply, match=said):
+        await scored(RewardModelJudge(url=URL, model="rm"), Scripted({"data": items}))
+
+
 # The JSON protocol
+
+
+async def test_a_scorer_that_repeats_the_id_of_another_request_has_failed():
+    def named(payload: dict) -> dict:
+        return {"protocol": 1, "id": payload["id"], "scores": [{"reward": 1}]}
+
+    assert await scored(HTTPScorer(url=URL), Scripted(answer=named)) == {"reward": 1.0}
+    other = Scripted({"protocol": 1, "id": "another", "scores": [{"reward": 1}]})
+    with pytest.raises(BadReply, match="the scorer answers the request 'another', not"):
+        await scored(HTTPScorer(url=URL), other)
 
 
 async def test_the_scorer_gets_its_columns_and_images():
@@ -519,8 +578,10 @@ async def test_the_scorer_gets_its_columns_and_images():
     client = Scripted({"protocol": 1, "scores": [{"reward": 0.5, "style": 2}]})
     sample = {**SAMPLE, "level": 3, "hidden": 1, "pictures": [b"\x00\xff", base64.b64encode(b"ok").decode()]}
     assert await scored(judge, client, sample) == {"reward": 0.5, "style": 2.0}
-    assert client.calls[0]["path"] == "/score" and client.calls[0]["payload"] == {
+    payload = client.calls[0]["payload"]
+    assert client.calls[0]["path"] == "/score" and payload == {
         "protocol": 1,
+        "id": payload["id"],
         "samples": [{"prompt": "3+4?", "completion": SAMPLE["completion"], "answer": "7", "level": 3}],
         "images": [["AP8=", "b2s="]],
     }
@@ -638,7 +699,8 @@ def test_all_the_settings_of_the_endpoint_arrive():
 
 
 def test_a_page_with_a_judge_loads_no_http_library():
-    code = "import sys, async_grpo.rewards.judges; print(sorted({'httpx', 'jsonschema', 'psutil'} & set(sys.modules)))"
+    heavy = {"aiohttp", "jsonschema", "psutil", "tenacity"}
+    code = f"import sys, async_grpo.rewards.judges; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -715,7 +777,7 @@ async def test_the_clients_errors_arrive_by_their_names():
         judge = RewardModelJudge(url=url, model="m")
         async with client_of(judge) as client:
             with pytest.raises(JudgeTimeout):
-                await judge.score(SAMPLE, client, lane="train", deadline=time.monotonic() + 0.1)
+                await judge.score(SAMPLE, client, phase="train", deadline=time.monotonic() + 0.1)
 
 
 @pytest.fixture(scope="module")
