@@ -13,13 +13,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_grpo.cluster.registered_workers import Connect, RegisteredWorkers
+from async_grpo.cluster.registered_workers import RegisteredWorkers
 from async_grpo.cluster.remote_services import RemoteGeneration, RemoteLogprobs
 from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
 from async_grpo.experience.dataset import Question
-from async_grpo.experience.protocols import Logprobs, Verification
+from async_grpo.protocols import Connect, Logprobs, Verification, WeightPackage
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
-from async_grpo.weights.package import WeightPackage
 
 GENERATION = "generation"  # the kind of worker that every run needs
 RollCall = dict[

@@ -4,26 +4,13 @@ Plain asyncio without Ray: what joins is a handle, and `connect` makes of it a l
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from async_grpo.errors import WorkerLost
 from async_grpo.experience.worker_registry import Lease, WorkerRegistry
+from async_grpo.protocols import Connect, WeightPackage, WorkerLink
 from async_grpo.types import WorkerInfo
-from async_grpo.weights.package import WeightPackage
-
-
-class WorkerLink(Protocol):
-    """The way to one worker. Every call of a worker that is gone raises WorkerLost."""
-
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-Connect = Callable[
-    [Any, str, Callable[[WorkerLost], None]], WorkerLink
-]  # handle, name, called once it is lost
 
 
 class RegisteredWorkers:
@@ -158,6 +145,9 @@ class LeasedWorker:
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._link.call(method, *args)
+
+    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        return self._link.stream(method, *args)
 
     def release(self, sequences: int = 1) -> None:
         """Give sequences back; those of a worker that was fenced are void already."""

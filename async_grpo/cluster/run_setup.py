@@ -24,7 +24,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.experience.batcher import BatcherConfig
 from async_grpo.experience.dataset import Question
-from async_grpo.experience.protocols import Verification
+from async_grpo.protocols import Verification
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.cluster.controller import GENERATION
 from async_grpo.errors import WorkerLost
-from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage
+from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.weights.package import SELF_TEST
 
 log = logging.getLogger(__name__)
 

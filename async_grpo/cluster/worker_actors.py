@@ -9,9 +9,10 @@ from safetensors.torch import load
 
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
 from async_grpo.weights.manifest import record
-from async_grpo.weights.package import Receipt, WeightPackage, prove_landed
+from async_grpo.weights.package import prove_landed
 
 
 class WorkerActor(ChannelServer):

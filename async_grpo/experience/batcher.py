@@ -21,10 +21,10 @@ from async_grpo.experience.failure_policy import FailurePolicy
 from async_grpo.experience.group_advantages import AdvantageConfig
 from async_grpo.experience.groups import mean_reward, num_scored, reward_sample
 from async_grpo.experience.packing import Packer
-from async_grpo.experience.protocols import Generation, Logprobs, Verification
 from async_grpo.experience.staleness import StalenessBudget
 from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
 from async_grpo.experience.step_metrics import readable_samples, reward_stats, step_stats
+from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Completion, Group, MicroBatch, Prompt, RewardStatus, Sample, StepEnd
 
 

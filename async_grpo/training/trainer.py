@@ -1,15 +1,15 @@
 """The training loop: take what experience has, step, publish, write it down."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.protocols import ExperienceSource, MetricsSink, StepHook, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.clock import StepClock
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.protocols import ExperienceSource, MetricsSink, NoHook, StepHook, WeightPublisher
 from async_grpo.types import StepEnd
 
 
@@ -34,7 +34,7 @@ class Trainer:
     ranks: Ranks
     num_steps: int
     progress: Progress
-    hook: StepHook = field(default_factory=NoHook)
+    hook: StepHook | None = None
 
     def run(self) -> None:
         """Publish the first weights, train to `num_steps`, and leave a checkpoint of the last ones."""
@@ -46,7 +46,7 @@ class Trainer:
             metrics = self._take_step(clock, end)
             metrics |= self._publish(clock)
             metrics |= clock.report()
-            metrics |= self.hook.on_step(self.progress.version)
+            metrics |= self.hook.on_step(self.progress.version) if self.hook else {}
             self._write_line(end, metrics)
             self.checkpoints.save_if_due(self.policy, self.progress.samples)
         self.checkpoints.save_final(self.policy, self.progress.samples)

@@ -1,27 +1,13 @@
 """What was sent and what arrived, tensor by tensor: name, dtype, shape and a digest of the bits."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.protocols import Manifest, TensorRecord
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # words per pass: the int64 scratch space stays at 24 MB whatever the tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """One tensor as one side saw it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    digest: int
-
-
-Manifest = Mapping[str, TensorRecord]
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

@@ -9,41 +9,16 @@ import concurrent.futures
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
-from async_grpo.weights.manifest import TensorRecord, record
-from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage, prove_landed
+from async_grpo.protocols import EngineControl, TensorRecord, WeightPackage
+from async_grpo.weights.manifest import record
+from async_grpo.weights.package import SELF_TEST, prove_landed
 from async_grpo.weights.publisher import Canary, NamedFullTensors, TransactionalPublisher
-
-
-class EngineControl(Protocol):
-    """All engines of the run at once; `cluster/` has the one over Ray. Also vLLM's `VLLMWeightSyncClient`."""
-
-    address: str  # of this node, as the engines reach it
-
-    def begin(self) -> Mapping[str, int]:
-        """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
-        ...
-
-    def pause(self) -> None: ...
-
-    def resume(self, version: int) -> None: ...
-
-    def receipts(self, package: WeightPackage) -> Mapping[str, Receipt]: ...
-
-    def commit(self, package: WeightPackage, landed: list[str]) -> None: ...
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
 class RecordingSource:

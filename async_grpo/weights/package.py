@@ -1,30 +1,14 @@
-"""`WeightPackage`: one version of the weights on its way to the engines, with all that is needed to prove its landing."""
+"""The proof that a `WeightPackage` landed: receipts and canary log-probs of every worker, against the trainer's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from async_grpo.errors import WeightsDidNotLand
-from async_grpo.weights.manifest import Manifest, check_received
+from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.weights.manifest import check_received
 
 SELF_TEST = -2  # version of the weights of the start-up self-test; nothing is ever generated with them
-
-
-@dataclass(frozen=True)
-class WeightPackage:
-    """Weights of one policy version."""
-
-    version: int
-    manifest: Manifest  # every tensor as sent
-    chunks: list[Any]  # object references to safetensors images, uint8
-    canary_ids: np.ndarray  # (N,) int32, a fixed text
-    canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
-    tolerance: float  # root mean square of canary differences that rounding explains
-
-
-Receipt = tuple[Manifest, np.ndarray]  # what arrived, and the engine's own log-probs of the canary
 
 
 def prove_landed(package: WeightPackage, receipts: Mapping[str, Receipt]) -> float:

@@ -8,40 +8,24 @@ canary can only be answered right after the resume; no optimizer step is taken b
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save
 from torch import nn
 
-from async_grpo.weights.manifest import TensorRecord, record
-from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage, prove_landed
+from async_grpo.protocols import EngineLink, TensorRecord, WeightPackage
+from async_grpo.weights.manifest import record
+from async_grpo.weights.package import SELF_TEST, prove_landed
 from async_grpo.weights.perturbation import perturbed
 
 NamedFullTensors = Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]
 # Root mean square over the canary's log-probs, engine against trainer. float32: rounding is below 1e-5, the weakest
 # tensor of the self-test at 1e-3. bfloat16 rounds so coarsely that only the larger tensors stand out (docs/log.md).
 TOLERANCES = {"float32": 5e-5, "bfloat16": 0.3}
-
-
-class EngineLink(Protocol):
-    """How a package reaches the engines; `cluster/` has the one over Ray."""
-
-    def put(self, chunk: np.ndarray) -> Any:
-        """Store one chunk where every engine can read it; returns its reference."""
-        ...
-
-    def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        """Load the package into every engine; returns what each one received and computes."""
-        ...
-
-    def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """`landed` are proven: they may work (not with the self-test's weights), and whoever joins from now on must
-        load and prove this package first."""
-        ...
 
 
 @dataclass(frozen=True)

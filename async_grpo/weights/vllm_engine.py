@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from async_grpo.weights.manifest import TensorRecord, record
+from async_grpo.protocols import TensorRecord
+from async_grpo.weights.manifest import record
 
 OBJECT_STORE = "async_grpo_object_store"
 NCCL = "async_grpo_nccl"

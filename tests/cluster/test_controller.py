@@ -12,8 +12,9 @@ from async_grpo.cluster import run_setup, worker_program
 from async_grpo.cluster.controller import RunController
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
+from async_grpo.protocols import WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.package import SELF_TEST, WeightPackage
+from async_grpo.weights.package import SELF_TEST
 
 MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
 SETTINGS = SharedRunSettings(

@@ -112,7 +112,7 @@ def imports_of(path: Path) -> set[str]:
 
 # Lower rooms first. A room may import the rooms above its own line in this list, and those on its line never.
 FLOORS = [
-    {"types", "errors", "data", "options", "processes", "metrics"},
+    {"types", "errors", "protocols", "data", "options", "processes", "metrics"},
     {"algorithm"},
     {"modeling"},
     {"experience", "rewards", "weights", "logprob", "training"},

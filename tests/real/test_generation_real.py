@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.modeling.load import context_length, model_fingerprint, stop_token_ids
+from async_grpo.protocols import Manifest, WeightPackage
 from async_grpo.types import FinishReason, SharedRunSettings
-from async_grpo.weights.manifest import Manifest, record
-from async_grpo.weights.package import SELF_TEST, WeightPackage, prove_landed
+from async_grpo.weights.manifest import record
+from async_grpo.weights.package import SELF_TEST, prove_landed
 from async_grpo.weights.perturbation import perturbed
 from async_grpo.weights.publisher import TOLERANCES, Canary
 

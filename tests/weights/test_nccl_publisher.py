@@ -11,8 +11,9 @@ import torch
 from test_weights import TwoLayers, logprobs, named
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
+from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.nccl import NCCLPublisher, RecordingSource
-from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage
+from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary
 
 

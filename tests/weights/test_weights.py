@@ -12,9 +12,10 @@ from safetensors.torch import load
 from torch import nn
 
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.manifest import check_received, record, tensor_digest
 from async_grpo.weights.memfd import shared_bytes
-from async_grpo.weights.package import SELF_TEST, Receipt, WeightPackage
+from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.perturbation import perturbed
 from async_grpo.weights.publisher import Canary, Publisher
 

@@ -1,0 +1,270 @@
+"""Every wall of the library as a Protocol: what one side asks of the other, and nothing more.
+
+    Generation, Verification, Logprobs                what the batcher asks for            (cluster/remote_services)
+    ExperienceSource, WeightPublisher,
+    MetricsSink, StepHook                             what the trainer's loop asks for     (cluster, weights, metrics)
+    EngineLink, EngineControl                         what the publishers ask for          (cluster/weight_sync)
+    Engine                                            what a generation worker runs        (generation/)
+    WorkerLink                                        the way to one worker                (cluster/channel)
+
+`async_grpo.testing` ships a stand-in for each.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from async_grpo.errors import WorkerLost
+from async_grpo.types import Completion, MicroBatch, Prompt, SharedRunSettings, StepEnd, Verdict
+
+# The batcher's walls -------------------------------------------------------------------------------------------------
+
+
+class Generation(Protocol):
+    """Completes prompts on whichever engine has room."""
+
+    def generate(self, prompt: Prompt, count: int, *, greedy: bool = False) -> AsyncIterator[Completion]:
+        """Yield `count` completions, each as soon as it is finished; closing the iterator aborts the others.
+
+        Greedy ones take the likeliest token at every place: for comparison, not to be trained on.
+        """
+        ...
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `token_timeline` [(moment, tokens)], `wait_generation_weights_s`, and `busy`: the
+        intervals in which an engine held unfinished requests."""
+        ...
+
+
+class Verification(Protocol):
+    """Scores single samples."""
+
+    async def start(self) -> None:
+        """Make everything that the samples of the training need."""
+        ...
+
+    async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
+        """The verdict; samples of an evaluation never wait behind those of the training."""
+        ...
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
+    ) -> list[Verdict]:
+        """The verdicts of one whole group, after the rewards have looked at all of it."""
+        ...
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `verifiers`, counts and latencies by adapter, and those of cache and budget."""
+        ...
+
+    async def close(self) -> None:
+        """End everything that `start` made, within a few seconds."""
+        ...
+
+
+class Logprobs(Protocol):
+    """Recomputes log-probs of completions under another policy."""
+
+    async def logprobs(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+    ) -> list[np.ndarray]:
+        """(T,) float32 log-probs of each completion."""
+        ...
+
+
+# The trainer's walls -------------------------------------------------------------------------------------------------
+
+
+class ExperienceSource(Protocol):
+    """Hands out the micro-batches of each step; every rank gets equally many between two StepEnds."""
+
+    def start(self) -> None:
+        """Begin to generate. Called once on every rank, after the first weights are live."""
+
+    def next_message(self, rank: int) -> MicroBatch | StepEnd:
+        """The next message for `rank`; waits for it, and raises when its deadline passes."""
+        ...
+
+
+class WeightPublisher(Protocol):
+    """Brings the policy's weights to the engines and proves that they landed."""
+
+    def publish(self, model: Any, version: int, *, self_test: bool) -> dict[str, float]:
+        """Publish `model` (a `PolicyModel`) as `version`; a collective, called on every rank.
+
+        Args:
+            self_test: first change every tensor visibly and check that the engines notice.
+
+        Returns:
+            Metrics of the transfer.
+        """
+        ...
+
+
+class MetricsSink(Protocol):
+    """Where a step's line goes; called on rank 0 only."""
+
+    def write(self, line: dict[str, Any]) -> None: ...
+
+
+class StepHook(Protocol):
+    """Something to do after a step, such as an evaluation; called on every rank, new weights live."""
+
+    def on_step(self, step: int) -> dict[str, float]:
+        """`step` optimizer steps are completed; what is returned joins the step's metrics line."""
+        ...
+
+
+# Weights on their way ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor as one side saw it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: int  # of its bits; see `weights.manifest.tensor_digest`
+
+
+Manifest = Mapping[str, TensorRecord]
+Receipt = tuple[Manifest, np.ndarray]  # what arrived, and the engine's own log-probs of the canary
+
+
+@dataclass(frozen=True)
+class WeightPackage:
+    """One version of the weights, with all that is needed to prove that it landed."""
+
+    version: int
+    manifest: Manifest  # every tensor as sent
+    chunks: list[
+        Any
+    ]  # references to safetensors images, uint8; empty where weights travel outside the package
+    canary_ids: np.ndarray  # (N,) int32, a fixed text
+    canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
+    tolerance: float  # root mean square of canary differences that rounding explains
+
+
+class EngineLink(Protocol):
+    """How a package reaches the engines."""
+
+    def put(self, chunk: np.ndarray) -> Any:
+        """Store one chunk where every engine can read it; returns its reference."""
+        ...
+
+    def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
+        """Load the package into every engine; returns what each one received and computes, by worker."""
+        ...
+
+    def commit(self, package: WeightPackage, landed: list[str]) -> None:
+        """`landed` are proven: they may work (not with a self-test's weights), and whoever joins from now on must
+        load and prove this package first."""
+        ...
+
+
+class EngineControl(Protocol):
+    """All engines at once, where the trainer's own transfer engine drives them step by step (NCCL); also vLLM's
+    `VLLMWeightSyncClient`."""
+
+    address: str  # of this node, as the engines reach it
+
+    def begin(self) -> Mapping[str, int]:
+        """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
+        ...
+
+    def pause(self) -> None: ...
+
+    def resume(self, version: int) -> None: ...
+
+    def receipts(self, package: WeightPackage) -> Mapping[str, Receipt]: ...
+
+    def commit(self, package: WeightPackage, landed: list[str]) -> None: ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+# The engine's wall ---------------------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """One inference engine: completes prompts, and changes its weights while it does so. Lives in one event loop.
+
+    `--engine` chooses it: a name of `generation.ENGINES`, or FILE.py:NAME of a class of one's own.
+    """
+
+    kv_cache_tokens: int  # that it can hold at once: the registry balances by them
+
+    @classmethod
+    def start(cls, config: Any, settings: SharedRunSettings) -> Self:
+        """Load the model (it may take minutes and block the event loop).
+
+        Args:
+            config: `generation` room's `EngineConfig`: the model's folder and the engine's own options.
+            settings: what all workers share: dtype, temperature, lengths, stop tokens.
+        """
+        ...
+
+    def complete(
+        self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
+    ) -> AsyncIterator[Completion]:
+        """Yield `count` completions of one prompt (L,) int32, each as soon as it is finished.
+
+        Every token carries the policy version that produced it. Closing the iterator aborts what is unfinished.
+
+        Raises:
+            WorkerLost: the engine died, or its last weight update failed.
+        """
+        ...
+
+    async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
+        """Replace the weights by `chunks` (safetensors images) while requests are paused, not aborted.
+
+        Returns:
+            What arrived, as the engine saw it.
+        """
+        ...
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first is 0."""
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """Since the last call: `token_timeline` [(wall-clock seconds, tokens)], `paused_s` for weights, and `busy`,
+        the intervals in which it held unfinished requests."""
+        ...
+
+    async def until_failure(self) -> str:
+        """Wait for the engine to die; returns how that was noticed."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        ...
+
+
+class WorkerLink(Protocol):
+    """The way to one worker in another process. Every call of a worker that is gone raises WorkerLost."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """The answer of one of its handlers."""
+        ...
+
+    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        """What one of its handlers yields, item by item."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; calls in flight fail."""
+        ...
+
+
+Connect = Callable[[Any, str, Callable[[WorkerLost], None]], WorkerLink]
+"""Makes the link to a worker: its handle, its name for messages, and what to call once it is lost."""
