@@ -1,211 +1,59 @@
-"""Rewards -> advantages: the rules that hold for every estimator, and the estimators by name.
+"""The advantage estimators by name, or by `FILE.py:NAME` where they are the user's own.
 
-A reward that is missing or not a number must never move a baseline, and a sample without a rival teaches nothing. So,
-for each estimator alike:
-
-- *Participants* are the valid rows with an unmasked token that have at least one other such row in their group. The
-  rest enters no statistic, of the group or of the batch, and gets zeros. This holds for `reinforce_plus_plus` and `gae`
-  too: rows that are not to be compared by prompt share one group id.
-- What stands at masked positions and in invalid rows may be anything, NaN included, and changes nothing; so do rewards
-  outside a `step_mask` or `masks`. A valid row that is not finite where it counts is an error.
-- The advantages are zero wherever the mask is False or the row does not participate.
-- Statistics are float64, whatever the rewards are. Equal rewards give exactly zero, not rounding noise.
-- A deviation has ddof 1; of fewer than two values there is none, and the advantages are zero.
-
-Nothing here carries a gradient.
+An entry says everything that the rest of the library must know of its estimator; no other module knows one by its name.
 """
-
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from async_grpo.algorithm import outcome_advantages as outcomes
 from async_grpo.algorithm import process_advantages as processes
-from async_grpo.algorithm.statistics import Groups
-
-SOLE = "reward"  # the name of a reward that came as a bare tensor
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """One advantage estimator and what the rest of the library must know of it.
-
-    `group_local`: the result for a group depends on that group alone, so groups may be handed on as they complete; a
-    batch-coupled estimator has to wait for its whole minibatch. `outcome`: it does with one score per row, placed on
-    the row's last unmasked token. `process`: it knows which token a reward stands on. `named`: it takes several
-    rewards apart, a dict of (B, T) by name.
-    """
-
-    function: Callable[..., Tensor]
-    group_local: bool
-    outcome: bool
-    process: bool = False
-    named: bool = False
-
-    @property
-    def options(self) -> dict[str, float]:
-        """Its scalar options and their defaults.
-
-        >>> ADVANTAGE_ESTIMATORS["grpo"].options, ADVANTAGE_ESTIMATORS["gae"].options
-        ({'eps': 1e-06}, {'gamma': 1.0, 'lam': 1.0, 'whiten': True})
-        """
-        return {name: value for name, value in self._keywords.items() if isinstance(value, (int, float))}
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The tensors that it cannot do without, beside rewards and mask.
-
-        >>> {name: e.needs for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs}
-        {'remax': ('baselines',), 'gae': ('values',)}
-        """
-        return tuple(name for name, value in self._keywords.items() if value is inspect.Parameter.empty)
-
-    @property
-    def _keywords(self) -> dict[str, Any]:
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        rewards: Tensor | Mapping[str, Tensor],
-        mask: Tensor,
-        group_ids: Tensor,
-        *,
-        valid: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Advantages (B, T) of `rewards` (B, T), in their dtype.
-
-        mask (B, T): True on the tokens that are trained on. group_ids (B,): rows of one prompt share an id.
-        valid (B,): False where the reward is missing; such a row may hold NaN. `options` go to the estimator: scalars,
-        and inputs such as `baselines` (B,), `values` (B, T), `step_mask` (B, T).
-        ValueError: an option that is unknown or missing, a shape that does not fit, several rewards where one is taken,
-        or a valid row whose reward, baseline or value is not finite.
-
-        >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
-        >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
-        [[0.5, 0.5], [-0.5, -0.5], [0.0, 0.0]]
-        >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9]), epsilon=0.1)
-        Traceback (most recent call last):
-        ValueError: dr_grpo has no option ['epsilon']; known: none
-        """
-        self._check_options(options)
-        options = {name: value for name, value in options.items() if value is not None}
-        sources = self._by_name(rewards, mask, group_ids, valid)
-        mask = mask.bool()
-        candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
-        groups, read = Groups.of(group_ids, candidates), mask & candidates[:, None]
-        used = mask & groups.participates
-
-        paid = {name: read & chosen for name, chosen in self._reward_masks(options, sources, mask).items()}
-        cleaned = {name: _finite(name, sources[name], paid[name]) for name in sources}
-        for name in ("values", "baselines"):
-            if name in options:
-                options[name] = _finite(name, options[name], _fitting(name, options[name], read))
-        if "step_mask" in options:
-            options["step_mask"] = paid[SOLE]
-        if "masks" in options:
-            options["masks"] = paid
-
-        dtype = reduce(torch.promote_types, (values.dtype for values in sources.values()))
-        if not used.any():
-            return torch.zeros_like(mask, dtype=dtype)
-        advantages = self.function(cleaned if self.named else cleaned[SOLE], used, groups, **options)
-        return torch.where(used, advantages, 0).to(dtype)
-
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        name, known = self.function.__name__, list(self._keywords)
-        if unknown := [option for option in options if option not in known]:
-            raise ValueError(f"{name} has no option {unknown}; known: {', '.join(known) or 'none'}")
-        if missing := [option for option in self.needs if options.get(option) is None]:
-            raise ValueError(f"{name} needs {missing} beside the rewards")
-
-    def _by_name(
-        self,
-        rewards: Tensor | Mapping[str, Tensor],
-        mask: Tensor,
-        group_ids: Tensor,
-        valid: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """The rewards by name, all of one shape with the rest."""
-        several = isinstance(rewards, Mapping)
-        if several and not (self.named and rewards):
-            raise ValueError(
-                f"{self.function.__name__} takes {'at least one' if self.named else 'a single (batch, tokens)'} "
-                f"reward, not {list(rewards)}"
-            )
-        sources = dict(rewards) if several else {SOLE: rewards}
-        for name, values in sources.items():
-            if (
-                values.shape != mask.shape
-                or mask.dim() != 2
-                or any(rows is not None and rows.shape != mask.shape[:1] for rows in (group_ids, valid))
-            ):
-                raise ValueError(
-                    f"{name} {tuple(values.shape)} and mask {tuple(mask.shape)} must be (batch, tokens) alike, "
-                    f"group_ids {tuple(group_ids.shape)} and valid one per row"
-                )
-            if not values.is_floating_point():
-                raise ValueError(f"{name} has dtype {values.dtype}; advantages have fractions: give floats")
-        return sources
-
-    def _reward_masks(
-        self, options: Mapping[str, Any], sources: Mapping[str, Tensor], mask: Tensor
-    ) -> dict[str, Tensor]:
-        """Where each reward counts: the caller's `step_mask` or `masks`, or wherever the mask is True."""
-        given = options.get("step_mask", options.get("masks", {}))
-        given = given if isinstance(given, Mapping) else {SOLE: given}
-        if unknown := [name for name in given if name not in sources]:
-            raise ValueError(f"masks for {unknown}, but there are rewards only for {list(sources)}")
-        for name, chosen in given.items():
-            if chosen.shape != mask.shape:
-                raise ValueError(f"the mask of {name} {tuple(chosen.shape)} must be {tuple(mask.shape)}")
-        return {name: given[name].bool() if name in given else mask for name in sources}
-
-
-def _fitting(name: str, values: Tensor, read: Tensor) -> Tensor:
-    """Where an input counts: `values` (B, T) where tokens do, `baselines` (B,) where rows do."""
-    where = read if name == "values" else read.any(dim=1)
-    if values.shape != where.shape:
-        raise ValueError(f"{name} {tuple(values.shape)} must be {tuple(where.shape)}")
-    return where
-
-
-def _finite(name: str, values: Tensor, counted: Tensor) -> Tensor:
-    """Values in float64, zero where they do not count; ValueError names the rows that are not finite where they do."""
-    cleaned = torch.where(counted, values, 0).double()
-    if not torch.isfinite(cleaned).all():
-        kind = "rewards" if name == SOLE else name
-        rows = (~torch.isfinite(cleaned)).nonzero()[:, 0].unique().tolist()
-        raise ValueError(f"the {kind} of rows {rows} are not finite; a missing one must be marked invalid")
-    return cleaned
-
+from async_grpo.algorithm.estimator import COMPONENTS, PROVIDED, SOURCES, Estimator
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import find_entry
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(outcomes.grpo, group_local=True, outcome=True),
-    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, outcome=True),
-    "rloo": Estimator(outcomes.rloo, group_local=True, outcome=True),
-    "opo": Estimator(outcomes.opo, group_local=True, outcome=True),
-    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, outcome=True),
-    "remax": Estimator(processes.remax, group_local=True, outcome=True),
-    "gpg": Estimator(outcomes.gpg, group_local=False, outcome=True),
-    "reinforce_plus_plus_baseline": Estimator(
-        outcomes.reinforce_plus_plus_baseline, group_local=False, outcome=True
-    ),
-    "gdpo": Estimator(outcomes.gdpo, group_local=False, outcome=True, named=True),
+    "grpo": Estimator(outcomes.grpo, group_local=True, per_sample=True),
+    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, per_sample=True),
+    "rloo": Estimator(outcomes.rloo, group_local=True, per_sample=True),
+    "opo": Estimator(outcomes.opo, group_local=True, per_sample=True),
+    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, per_sample=True),
+    "remax": Estimator(processes.remax, group_local=True, per_sample=True),
+    "gpg": Estimator(outcomes.gpg, per_sample=True),
+    "grpo_batch_std": Estimator(outcomes.grpo_batch_std, per_sample=True),
+    "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, per_sample=True),
+    "gdpo": Estimator(outcomes.gdpo, per_sample=True, rewards=COMPONENTS, needs_all_rewards=True),
     "reinforce_plus_plus": Estimator(
-        processes.reinforce_plus_plus, group_local=False, outcome=True, process=True
+        processes.reinforce_plus_plus,
+        process=True,
+        per_sample=True,
+        compares_with_batch=True,
+        needs_all_rewards=True,
     ),
-    "gae": Estimator(processes.gae, group_local=False, outcome=True, process=True),
+    "gae": Estimator(
+        processes.gae,
+        process=True,
+        compares_with_batch=True,
+        needs_all_rewards=True,
+        critic_returns=processes.gae_returns,
+    ),
     "grpo_process": Estimator(processes.grpo_process, group_local=True, outcome=False, process=True),
-    "prime_rloo": Estimator(processes.prime_rloo, group_local=False, outcome=False, process=True, named=True),
+    "prime_rloo": Estimator(processes.prime_rloo, outcome=False, process=True, rewards=SOURCES),
 }
+
+
+def get_estimator(name: str) -> Estimator:
+    """The estimator of that name, or the user's own that `FILE.py:NAME` names.
+
+    Raises:
+        ConfigurationError: there is none, or it needs an input that nothing provides.
+    """
+    estimator = find_entry(name, ADVANTAGE_ESTIMATORS, Estimator, "advantage-estimator")
+    known = {*PROVIDED, *estimator.inputs, *estimator.options}
+    if unknown := [keyword for keyword in estimator.keywords if keyword not in known]:
+        raise ConfigurationError(
+            f"--advantage-estimator {name} takes {', '.join(unknown)}, which is neither an option (a keyword with a number "
+            f"as its default) nor provided ({', '.join(PROVIDED)}): give its Estimator entry inputs={{'{unknown[0]}': "
+            "a function of the sample}"
+        )
+    return estimator
 
 
 def estimators_for(*, process: bool) -> list[str]:

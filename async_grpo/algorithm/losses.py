@@ -6,6 +6,9 @@ because the gradient of `where(mask, f(x), 0)` is 0 * inf = NaN when f overflows
 
 Metrics are per token. Every loss reports `ratio_mean` and `ratio_max`; those with a clip also `clip_frac_low` and
 `clip_frac_high`, each token 1 that the clip holds (a loss without a clip leaves them out).
+
+A loss of one's own is a `PolicyLoss`, or the function of one, in a file: `--policy-loss FILE.py:NAME`. Its entry says
+everything that the rest of the library must know; no other module knows a loss by its name.
 """
 
 import inspect
@@ -18,6 +21,7 @@ from torch import Tensor
 from async_grpo.algorithm import covariance, sequence_losses, token_losses
 from async_grpo.algorithm.loss_batch import LossAndMetrics, LossBatch
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import find_entry
 
 TENSOR_INPUTS = ("proximal_logprobs", "selected")  # given per batch, (B, T), so they are no settings
 
@@ -28,11 +32,12 @@ Option = float | int | str | None
 class PolicyLoss:
     """One policy loss and what the rest of the library must know of it.
 
-    `uses_ratio`: its value or gradient contains pi / pi_old, which already corrects for the policy behind
-    `old_logprobs`; importance weights for the behaviour policy on top would correct twice, unless `old_logprobs`
-    are the proximal policy's. `needs_proximal`: the option `proximal_logprobs` must be given, and `old_logprobs`
-    are the behaviour policy's. `sequence_level`: a token's loss depends on its whole sequence, which must not be
-    split. `scores`: how a token is chosen over the whole minibatch, for a loss that does so.
+    `function`: (`LossBatch`, *, settings) -> (loss, metrics), (B, T) each. Its keywords are the settings, and whichever
+    of TENSOR_INPUTS it wants. `uses_ratio`: its value or gradient contains pi / pi_old, which already corrects for the
+    policy behind `old_logprobs`; importance weights for the behaviour policy on top would correct twice, unless
+    `old_logprobs` are the proximal policy's. `needs_proximal`: the option `proximal_logprobs` must be given, and
+    `old_logprobs` are the behaviour policy's. `sequence_level`: a token's loss depends on its whole sequence, which must
+    not be split. `scores`: how a token is chosen over the whole minibatch, for a loss that does so.
     """
 
     function: Callable[..., LossAndMetrics]
@@ -165,3 +170,17 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": PolicyLoss(covariance.clip_cov, scores=covariance.clip_cov_scores),
     "kl_cov": PolicyLoss(covariance.kl_cov, scores=covariance.kl_cov_scores),
 }
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
+    """The loss of that name, or the user's own that `FILE.py:NAME` names. ConfigurationError: there is none."""
+    return find_entry(name, POLICY_LOSSES, PolicyLoss, "policy-loss")
+
+
+def losses_without_ratio() -> list[str]:
+    """The losses that importance weights for the engine's policy go with, whatever the ratio is taken against.
+
+    >>> losses_without_ratio()
+    ['grpo', 'gpg']
+    """
+    return [name for name, loss in POLICY_LOSSES.items() if not loss.uses_ratio]

@@ -1,9 +1,10 @@
 """Estimators with one score per sample: s_i, the sum of the sample's unmasked rewards.
 
 They are called through `async_grpo.algorithm.advantages.Estimator`, which keeps the rules that are the same for all. A
-function gets the rewards (B, T) in float64, finite, zero where masked; `used` (B, T), the unmasked tokens of the
-participants; and the groups. It returns (B, T), or (B, 1) for all tokens of a row; what stands outside `used` is
-dropped. In the formulas n is the number of participants of the group, T_i the number of unmasked tokens of sample i.
+function gets the rewards (B, T) in float64, finite, zero where masked; `used` (B, T), how many unmasked tokens of the
+participants each entry stands for (bool, or counts where T is 1 and a row has one score); and the groups. It returns
+(B, T), or (B, 1) for all tokens of a row; what stands outside `used` is dropped. In the formulas n is the number of
+participants of the group, T_i the number of unmasked tokens of sample i.
 """
 
 import torch
@@ -93,7 +94,7 @@ def grpo_passk(
     """The best sample alone learns: by its lead s_(1) - s_(2), over std + eps if `normalize`.
 
     The gradient of the best of k (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
-    Reinforcement Learning"): the others would have scored the same without it. A tie at the top leaves nobody a lead.
+    Reinforcement Learning"): the others would have scored the same without it. A tie at the top leaves no sample a lead.
     The division is verl's; verl refuses groups of one.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
@@ -108,6 +109,31 @@ def grpo_passk(
     if not normalize:
         return lead
     return over(lead, groups.deviation(groups.centred(scores, participates), participates) + eps)
+
+
+def grpo_batch_std(
+    rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6, centred: bool = True
+) -> Tensor:
+    """(s_i - mean of the group) / (std + eps), std over the samples of the whole batch, ddof 1. Batch-coupled.
+
+    Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for LLMs" (ScaleRL): the deviation is that of
+    what stands above the fraction bar. centred=False takes that of the scores themselves, as Lite PPO (Liu et al. 2025,
+    "Tricks or Traps?") and TRL's scale_rewards="batch" do: wider where prompts differ in difficulty. A sample counts
+    once, whatever its length; `reinforce_plus_plus_baseline` counts tokens, and takes their mean off as well.
+
+    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+    >>> scores = torch.tensor([[1.], [0.], [1.], [1.]])  # centred 1/2 -1/2 0 0: std sqrt(1/6); the scores': 1/2
+    >>> estimator = ADVANTAGE_ESTIMATORS["grpo_batch_std"]
+    >>> estimator(scores, torch.ones(4, 1), torch.tensor([0, 0, 1, 1])).flatten()
+    tensor([ 1.2247, -1.2247,  0.0000,  0.0000])
+    >>> estimator(scores, torch.ones(4, 1), torch.tensor([0, 0, 1, 1]), centred=False).flatten()
+    tensor([ 1.0000, -1.0000,  0.0000,  0.0000])
+    """
+    scores = score(rewards)
+    above = groups.centred(scores, groups.participates)
+    pool = (above if centred else scores)[groups.participates]
+    deviation = torch.zeros_like(pool[0]) if (pool == pool[0]).all() else pool.std()
+    return over(above, (deviation + eps).expand_as(above))
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:

@@ -90,15 +90,20 @@ def over(values: Tensor, divisor: Tensor) -> Tensor:
 def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
     """(count, mean, sum of squared deviations from it) of the used values (B, T), as a (3,) float64 tensor.
 
+    used (B, T): bool, or how many tokens each value stands for.
+
     >>> whitening_moments(torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[True, True, False]])).tolist()
     [2.0, 2.0, 2.0]
+    >>> whitening_moments(torch.tensor([[1.0], [3.0]]), torch.tensor([[1], [3]])).tolist()  # 1 3 3 3
+    [4.0, 2.5, 3.0]
     """
-    pool = values[used].double()
+    chosen = used.bool()
+    pool, tokens = values[chosen].double(), used[chosen].double()
     if not len(pool):
         return pool.new_zeros(3)
-    lowest = pool.min()
-    mean = lowest + (pool - lowest).mean()
-    return torch.stack([pool.new_tensor(len(pool)), mean, (pool - mean).square().sum()])
+    count, lowest = tokens.sum(), pool.min()
+    mean = lowest + (tokens * (pool - lowest)).sum() / count
+    return torch.stack([count, mean, (tokens * (pool - mean).square()).sum()])
 
 
 @torch.no_grad()
@@ -111,7 +116,7 @@ def merge_moments(moments: Tensor) -> Tensor:
     >>> merge_moments(torch.tensor([[2.0, 2.0, 2.0], [0.0, 0.0, 0.0], [1.0, 5.0, 0.0]])).tolist()  # 1 3 | | 5
     [3.0, 3.0, 8.0]
     """
-    moments = moments[moments[:, 0] > 0]  # the mean of an empty pool is nobody's
+    moments = moments[moments[:, 0] > 0]  # an empty pool has no mean
     if not len(moments):
         return moments.new_zeros(3)
     counts, means, squares = moments.unbind(dim=1)
@@ -124,7 +129,8 @@ def merge_moments(moments: Tensor) -> Tensor:
 def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Tensor:
     """(value - mean) / sqrt(variance + 1e-8) of the used values (B, T), in their dtype; zero where not used.
 
-    The variance has ddof 1. A pool of equal values, or of one, gives exact zeros. Unused values may be NaN.
+    used (B, T): bool, or how many tokens each value stands for. The variance has ddof 1. A pool of equal values, or of
+    one, gives exact zeros. Unused values may be NaN.
 
     moments (3,): those of the whole pool, where the values are only a part of it:
 
@@ -136,7 +142,7 @@ def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Ten
     """
     count, mean, squares = (whitening_moments(values, used) if moments is None else moments).double()
     deviation = (squares / (count - 1).clamp(min=1) + WHITENING_EPS).sqrt()
-    return torch.where(used, (values.double() - mean) / deviation, 0).to(values.dtype)
+    return torch.where(used.bool(), (values.double() - mean) / deviation, 0).to(values.dtype)
 
 
 def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
@@ -168,6 +174,7 @@ def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
     >>> returns_to_go(rewards.double(), used, gamma=0.5).tolist()  # what a masked token holds is of no use
     [[3.0, 4.0, 4.0]]
     """
+    used = used.bool()
     return reverse_scan(torch.where(used, rewards, 0), decay_on(used, gamma))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from async_grpo.algorithm.advantages import get_estimator
 from async_grpo.cluster.ray_session import connect, find_controller
 from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.cluster.run_setup import (
@@ -103,7 +104,7 @@ def _run_loop(
     policy = PolicyModel(
         load_causal_lm(config.model_name_or_path, "float32"),
         chunk_tokens=config.logprob_chunk_size,
-        value_head=config.advantage_estimator == "gae",
+        value_head=get_estimator(config.advantage_estimator).needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
     if policy.value_head is not None:

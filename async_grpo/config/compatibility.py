@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from async_grpo.algorithm.advantages import get_estimator
+from async_grpo.algorithm.estimator import COMPONENTS
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.traits import traits_of
@@ -53,26 +55,28 @@ def _by_estimator(
     config: RunConfig, adapters: Mapping[str, Any], fills: Mapping[str, str]
 ) -> list[tuple[bool, str]]:
     name = config.advantage_estimator
+    estimator = get_estimator(name)
     return [
         (
-            name == "gdpo"
+            estimator.rewards == COMPONENTS
             and (
                 config.reward_combine != "best"
                 or bool(config.reward_column)
                 or bool(fills)
                 or config.kl_in_reward
             ),
-            "--advantage-estimator gdpo normalises every reward by itself: it goes with neither --reward-combine, nor "
+            f"--advantage-estimator {name} normalises every reward by itself: it goes with neither --reward-combine, nor "
             "--reward-column, nor fills for failures, nor --kl-in-reward; weigh by --reward-weights",
         ),
         (
-            name in ("gae", "reinforce_plus_plus") and config.zero_variance != "keep",
+            estimator.compares_with_batch and config.zero_variance != "keep",
             f"--zero-variance {config.zero_variance}: groups of equal rewards teach {name}, which compares with the whole "
             "batch; keep them",
         ),
         (
-            name == "remax" and any(traits_of(adapter).has_post_process for adapter in adapters.values()),
-            "--advantage-estimator remax compares with a single greedy completion, which a reward that looks at whole "
+            estimator.compares_with_greedy
+            and any(traits_of(adapter).has_post_process for adapter in adapters.values()),
+            f"--advantage-estimator {name} compares with a single greedy completion, which a reward that looks at whole "
             "groups cannot score on the same scale",
         ),
     ]

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, estimators_for
-from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm.advantages import estimators_for, get_estimator
+from async_grpo.algorithm.estimator import COMPONENTS, SOURCES
+from async_grpo.algorithm.losses import get_policy_loss
 from async_grpo.config.compatibility import refuse_combinations
 from async_grpo.config.reward_plans import failure_policy
 from async_grpo.config.run import RunConfig
@@ -57,9 +58,7 @@ def objective(config: RunConfig) -> Objective:
 def _loss_options(config: RunConfig) -> dict[str, Any]:
     """`--loss-options`, and the clip that has flags of its own."""
     name = config.policy_loss
-    if name not in POLICY_LOSSES:
-        return {}  # the objective says so
-    known = POLICY_LOSSES[name].options
+    known = get_policy_loss(name).options
     options = typed_options(
         parse_assignments(config.loss_options, "loss-options"), known, f"the loss {name} (--loss-options)"
     )
@@ -79,9 +78,10 @@ def _loss_options(config: RunConfig) -> dict[str, Any]:
 
 
 def _critic(config: RunConfig) -> Critic | None:
-    if config.advantage_estimator != "gae":
+    estimator = get_estimator(config.advantage_estimator)
+    if not estimator.needs_critic:
         return None
-    return Critic(config.critic_coef, config.critic_clip, **estimator_options(config))
+    return Critic(estimator, estimator_options(config), config.critic_coef, config.critic_clip)
 
 
 def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageConfig:
@@ -93,7 +93,7 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageC
     Raises:
         ConfigurationError: these rewards and this estimator, or these weights, do not go together.
     """
-    estimator = ADVANTAGE_ESTIMATORS[config.advantage_estimator]
+    estimator = get_estimator(config.advantage_estimator)
     process = tuple(name for name, adapter in adapters.items() if is_process_reward(adapter))
     if process and not estimator.process:
         raise ConfigurationError(
@@ -110,9 +110,9 @@ def advantage_plan(config: RunConfig, adapters: Mapping[str, Any]) -> AdvantageC
     weighable = {*process}
     if config.reward_combine in ("sum", "mean"):
         weighable |= {*adapters}
-    if config.advantage_estimator == "gdpo":
+    if estimator.rewards == COMPONENTS:
         weighable |= {*adapters, OVERLONG}
-    if config.advantage_estimator == "prime_rloo" and set(adapters) - set(process):
+    if estimator.rewards == SOURCES and set(adapters) - set(process):
         weighable |= {OUTCOME}
     if unknown := sorted(set(weights) - weighable):
         raise ConfigurationError(
@@ -148,7 +148,7 @@ def estimator_options(config: RunConfig) -> dict[str, Any]:
     """
     name = config.advantage_estimator
     given = parse_assignments(config.estimator_options, "estimator-options")
-    options = typed_options(given, ADVANTAGE_ESTIMATORS[name].options, f"--advantage-estimator {name}")
+    options = typed_options(given, get_estimator(name).options, f"--advantage-estimator {name}")
     if options.get("eps", 0.0) < 0:
         raise ConfigurationError(f"--estimator-options eps={options['eps']} cannot be negative")
     for discount in options.keys() & {"gamma", "lam"}:
@@ -194,6 +194,6 @@ def batcher_plan(config: RunConfig, num_ranks: int, adapters: Mapping[str, Any])
         retire_above=config.no_positive_resampling,
         alarms=AlarmLimits(truncated=config.truncation_alarm, failed=config.failure_alarm),
         post_process=any(traits_of(adapter).has_post_process for adapter in adapters.values()),
-        with_baseline="baselines" in ADVANTAGE_ESTIMATORS[config.advantage_estimator].needs,
+        with_baseline=get_estimator(config.advantage_estimator).compares_with_greedy,
         with_samples=config.dump_samples_filename is not None,
     )

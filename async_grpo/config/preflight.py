@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm.advantages import get_estimator
 from async_grpo.config.compatibility import early_at_gate
 from async_grpo.config.plans import advantage_plan, estimator_options, objective, optimizer_settings
 from async_grpo.config.reward_plans import combination, failure_policy, pool_plan, with_secrets
@@ -77,7 +76,7 @@ def prepare(config: RunConfig) -> Prepared:
             transport=config.weight_transport,
             logprob_roles=config.logprob_roles,
             seed=config.infinite_sampler_seed,
-            char_ends=ADVANTAGE_ESTIMATORS[config.advantage_estimator].process,
+            char_ends=get_estimator(config.advantage_estimator).process,
             float32_head=config.float32_head,
         ),
         questions=questions,
@@ -120,14 +119,9 @@ def resolved_dtype(dtype: str) -> str:
 
 
 def _check_names(config: RunConfig) -> None:
-    if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
-        raise ConfigurationError(
-            _unknown("advantage-estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS)
-        )
-    if config.policy_loss not in POLICY_LOSSES:
-        raise ConfigurationError(_unknown("policy-loss", config.policy_loss, POLICY_LOSSES))
+    estimator = get_estimator(config.advantage_estimator)
     estimator_options(config)
-    if config.kl_in_reward and not ADVANTAGE_ESTIMATORS[config.advantage_estimator].outcome:
+    if config.kl_in_reward and not estimator.outcome:
         raise ConfigurationError(
             f"--kl-in-reward pays every token, and {config.advantage_estimator} compares steps: use the KL in the loss"
         )
@@ -145,10 +139,6 @@ def _check_names(config: RunConfig) -> None:
         advantage_plan(config, adapters)
         failure_policy(config, adapters)
         with_secrets(pool_plan(config, source, parse_names(config.reward_fns)), source)
-
-
-def _unknown(option: str, value: str, known: Any) -> str:
-    return f"--{option} {value!r} is unknown; known: {', '.join(known)}"
 
 
 def _rewards(config: RunConfig) -> RewardRegistrySource:

@@ -188,7 +188,9 @@ class RunConfig(RewardConfig, AlgorithmConfig):
     @property
     def logprob_roles(self) -> tuple[str, ...]:
         """The kinds of logprob worker that the run needs; usually none."""
-        proximal = self.old_policy == "proximal" or self.policy_loss == "decoupled"
+        from async_grpo.algorithm.losses import get_policy_loss  # imports torch, which --help can do without
+
+        proximal = self.old_policy == "proximal" or get_policy_loss(self.policy_loss).needs_proximal
         return ("reference",) * self.needs_reference + ("proximal",) * proximal
 
     @property

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.experience.groups import different_rewards, num_scored
-from async_grpo.experience.token_rewards import RewardTensors, TokenRewardConfig
-from async_grpo.types import Group, Sample
-
-COMPLETE = ("gae", "reinforce_plus_plus")  # compare whole returns, so every adapter must have paid its part
-IN_TRAINER = ("gae",)  # their advantages need the critic; the samples carry token rewards there instead
+from async_grpo.algorithm.advantages import get_estimator
+from async_grpo.algorithm.estimator import COMPONENTS, TOTAL, Estimator
+from async_grpo.experience.groups import all_ok, earned, num_scored
+from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors, TokenRewardConfig
+from async_grpo.types import Group, RewardStatus, Sample
 
 
 @dataclass(frozen=True)
@@ -44,72 +42,79 @@ class AdvantageConfig:
     max_token_staleness: int | None = None
 
     @property
+    def entry(self) -> Estimator:
+        return get_estimator(self.estimator)
+
+    @property
     def group_local(self) -> bool:
-        """Whether a group's advantages depend on that group alone, so that it need not wait for the others."""
-        return ADVANTAGE_ESTIMATORS[self.estimator].group_local or self.estimator in IN_TRAINER
+        """Whether a group's advantages depend on that group alone, so that it need not wait for the others.
+
+        A critic's are computed by the trainer, over its whole step; the samples carry token rewards there.
+        """
+        return self.entry.group_local or self.entry.needs_critic
 
     def has_signal(self, group: Group) -> bool:
-        """Whether the estimator finds any difference between the group's samples, or (ReMax) to the greedy one."""
-        if self.estimator == "remax":
+        """Whether the estimator finds a difference between the group's samples, or to the greedy completion."""
+        readable = [sample.verdict for sample in group.samples if self._readable(sample)]
+        if len(readable) < 2:
+            return False
+        if self.entry.compares_with_greedy:
             greedy = None if group.baseline is None else group.baseline.reward
-            rewards = {sample.verdict.reward for sample in group.samples} - {None}
-            return greedy is not None and rewards != {greedy}
-        apart = self.estimator == "gdpo" or bool(self.payment.process_adapters)
-        return different_rewards(group, apart=apart) > 1
+            return greedy is not None and {verdict.reward for verdict in readable} != {greedy}
+        apart = self.entry.rewards == COMPONENTS or bool(self.payment.process_adapters)
+        return len({earned(verdict, apart=apart) for verdict in readable}) > 1
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
-        batch = RewardTensors(self.payment, groups, samples)
+        batch = RewardTensors(self.payment, groups, samples, one_column=self._one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         kept = torch.tensor([not self._left_out(group) for group in groups])
-        valid = self._valid(batch) & kept[batch.group_ids]
-        advantages = batch.rewards if self.estimator in IN_TRAINER else self._estimate(batch, valid)
+        valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
+        if self.entry.compares_with_greedy:
+            valid &= batch.has_baseline
+        advantages = batch.rewards if self.entry.needs_critic else self._estimate(batch, valid)
         trained = [
             self._trained(sample, advantage, step) if valid else sample
-            for sample, advantage, valid in zip(samples, advantages, valid.tolist(), strict=True)
+            for sample, advantage, valid in zip(samples, advantages.numpy(), valid.tolist(), strict=True)
         ]
         return [
             self._regrouped(group, trained[first : first + len(group.samples)])
             for group, first in zip(groups, _firsts(groups), strict=True)
         ]
 
+    @property
+    def _one_column(self) -> bool:
+        """Whether each sample has one reward and one advantage: a column per token would be full of copies."""
+        rewards_on_tokens = self.payment.process_adapters or self.payment.kl_coef
+        return not rewards_on_tokens and self.entry.one_column_does(self.options)
+
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
-        estimator = ADVANTAGE_ESTIMATORS[self.estimator]
-        inputs: dict[str, Any] = dict(self.options)
-        rewards: Tensor | dict[str, Tensor] = batch.rewards
-        match self.estimator:
-            case "remax":
-                inputs["baselines"] = batch.baselines
-            case "grpo_process":
-                inputs["step_mask"] = batch.step_mask
-            case "prime_rloo":
-                rewards, inputs["masks"] = batch.sources
-                inputs["weights"] = {name: self.payment.weight(name) for name in rewards}
-            case "gdpo":
-                rewards = batch.components
-                inputs["weights"] = {name: self.payment.weight(name) for name in rewards}
-        return estimator(rewards, batch.mask, batch.group_ids, valid=valid, **inputs)
+        entry, rewards = self.entry, REWARDS[self.entry.rewards](batch)
+        inputs = {name: batch.own_input(name, read) for name, read in entry.inputs.items()}
+        inputs |= {name: INPUTS[name](batch, rewards) for name in entry.keywords if name in INPUTS}
+        return entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self.options, **inputs)
 
-    def _valid(self, batch: RewardTensors) -> Tensor:
-        """(B,): whether the sample has everything that the estimator reads."""
-        if self.estimator == "remax":
-            return batch.valid & batch.has_baseline
-        if self.estimator == "gdpo" or (self.payment.process_adapters and self.estimator in COMPLETE):
-            return (
-                batch.valid & batch.complete
-            )  # what one adapter did not say must not count as 0 beside the others
-        return batch.valid
+    def _readable(self, sample: Sample) -> bool:
+        """Whether the sample has everything that the estimator reads of it."""
+        verdict = sample.verdict
+        if verdict.status is not RewardStatus.OK:
+            return False
+        apart = self.entry.rewards != TOTAL or bool(self.payment.process_adapters)
+        # What one adapter did not say must not count as 0 beside the others
+        return not (self.entry.needs_all_rewards and apart) or all_ok(verdict)
 
-    def _trained(self, sample: Sample, advantages: Tensor, step: int) -> Sample:
+    def _trained(self, sample: Sample, advantages: np.ndarray, step: int) -> Sample:
+        """The sample with its row of advantages, (T,) or (1,) for all of its tokens."""
         completion = sample.completion
         if self.mask_truncated and completion.truncated:
             return sample
-        loss_mask = np.ones(len(completion), bool)
+        loss_mask = np.broadcast_to(True, len(completion))
+        values = np.asarray(advantages[: len(completion)], np.float32)
         if self.max_token_staleness is not None:
             loss_mask = step - completion.versions <= self.max_token_staleness
-        values = advantages[: len(completion)].numpy().astype(np.float32)
-        return replace(sample, advantages=np.where(loss_mask, values, np.float32(0)), loss_mask=loss_mask)
+            values = np.where(loss_mask, values, np.float32(0))
+        return replace(sample, advantages=np.broadcast_to(values, len(completion)), loss_mask=loss_mask)
 
     def _left_out(self, group: Group) -> bool:
         return num_scored(group) < self.min_valid or (self.filter_groups and not self.has_signal(group))

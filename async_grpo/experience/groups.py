@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from async_grpo.types import Completion, Group, Prompt, RewardStatus
+from async_grpo.types import Completion, Group, Prompt, RewardStatus, Verdict
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
@@ -20,17 +20,19 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def different_rewards(group: Group, *, apart: bool = False) -> int:
-    """How many different rewards the samples that have one were given.
+def earned(verdict: Verdict, *, apart: bool) -> Any:
+    """What two verdicts are compared by.
 
     Args:
         apart: what each adapter said counts by itself, and process rewards step by step: two samples of one total may
             have earned it in different places.
     """
-    scored = [sample.verdict for sample in group.samples if sample.verdict.status is RewardStatus.OK]
-    if not apart:
-        return len({verdict.reward for verdict in scored})
-    return len({tuple((r.adapter, r.reward, r.steps) for r in verdict.results) for verdict in scored})
+    return tuple((r.adapter, r.reward, r.steps) for r in verdict.results) if apart else verdict.reward
+
+
+def all_ok(verdict: Verdict) -> bool:
+    """Whether there are results, and every adapter gave a reward."""
+    return {result.status for result in verdict.results} == {RewardStatus.OK}
 
 
 def num_scored(group: Group) -> int:

@@ -1,16 +1,19 @@
 """Verdicts as padded tensors: what each token of each sample is paid, for the estimators to read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from async_grpo.algorithm.estimator import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
+from async_grpo.errors import RunFailed
 from async_grpo.types import Group, RewardStatus, Sample
 
-OVERLONG = "overlong"  # the name of the length penalty among the components of `gdpo`
-OUTCOME = "outcome"  # the name of the best outcome reward among the sources of `prime_rloo`
+OVERLONG = "overlong"  # the name of the length penalty among COMPONENTS
+OUTCOME = "outcome"  # the name of the best outcome reward among SOURCES
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class TokenRewardConfig:
 
     Args:
         process_adapters: the rewards that come step by step.
-        reward_weights: of components (`gdpo`) or sources (`prime_rloo`, summed process rewards); 1 where not named.
+        reward_weights: of components, of sources and of summed process rewards; 1 where not named.
         overlong_buffer, overlong_penalty: the last so many tokens before `max_completion_tokens` cost up to that much
             (Yu et al. 2025, "DAPO", eq. 13); 0 tokens: nothing.
         kl_coef, kl_kind, kl_clamp: of a KL to the reference that is taken off every token's reward; 0: none.
@@ -51,29 +54,29 @@ class TokenRewardConfig:
 
 
 class RewardTensors:
-    """Groups as padded tensors: rows are samples, (B, T) float64."""
+    """Groups as padded tensors: rows are samples, columns tokens, (B, T) float64.
+
+    With `one_column` there is a single column, which stands for all tokens of its row: enough where each sample has one
+    reward, on its last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
+    """
 
     def __init__(
-        self, payment: TokenRewardConfig, groups: Sequence[Group], samples: Sequence[Sample]
+        self,
+        payment: TokenRewardConfig,
+        groups: Sequence[Group],
+        samples: Sequence[Sample],
+        *,
+        one_column: bool = False,
     ) -> None:
         self._payment, self._groups, self._samples = payment, groups, samples
         self._lengths = [len(sample.completion) for sample in samples]
-        self._shape = (len(samples), max(self._lengths))
-        self.mask = torch.arange(self._shape[1]) < torch.tensor(self._lengths)[:, None]
+        lengths = torch.tensor(self._lengths)
+        self._shape = (len(samples), 1 if one_column else max(self._lengths))
+        # (B, T): how many tokens each entry stands for
+        self.tokens = lengths[:, None] if one_column else torch.arange(self._shape[1]) < lengths[:, None]
         self.group_ids = torch.repeat_interleave(
             torch.arange(len(groups)), torch.tensor([len(group.samples) for group in groups])
         )
-
-    @property
-    def valid(self) -> Tensor:
-        """(B,): the sample has a reward."""
-        return torch.tensor([sample.verdict.status is RewardStatus.OK for sample in self._samples])
-
-    @property
-    def complete(self) -> Tensor:
-        """(B,): every adapter gave the sample a reward."""
-        statuses = [{result.status for result in sample.verdict.results} for sample in self._samples]
-        return torch.tensor([found == {RewardStatus.OK} for found in statuses])
 
     @property
     def has_baseline(self) -> Tensor:
@@ -94,13 +97,16 @@ class RewardTensors:
         return torch.stack([*places, self._outcome_places()]).any(dim=0)
 
     @property
-    def sources(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Each process reward, and the best outcome, apart: (rewards, the tokens they stand on)."""
-        rewards = {name: self._steps(name) for name in self._process}
+    def sources(self) -> dict[str, Tensor]:
+        """Each process reward, and the best outcome (if any sample has one), apart."""
+        sources = {name: self._steps(name) for name in self._process}
+        return sources | ({OUTCOME: self._outcomes()} if self._outcome_places().any() else {})
+
+    @property
+    def source_masks(self) -> dict[str, Tensor]:
+        """The tokens that the rewards of each source stand on."""
         masks = {name: self._places(name) for name in self._process}
-        if (places := self._outcome_places()).any():
-            rewards[OUTCOME], masks[OUTCOME] = self._outcomes(), places
-        return rewards, masks
+        return masks | ({OUTCOME: places} if (places := self._outcome_places()).any() else {})
 
     @property
     def components(self) -> dict[str, Tensor]:
@@ -121,6 +127,34 @@ class RewardTensors:
             for group in self._groups
         ]
         return torch.tensor(rewards, dtype=torch.float64)[self.group_ids]
+
+    def weights(self, names: Iterable[str]) -> dict[str, float]:
+        """The user's weight of each name, 1 where there is none."""
+        return {name: self._payment.weight(name) for name in names}
+
+    def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
+        """What an estimator asks of every sample: (B,) for a number each, (B, T) for a number per token.
+
+        Raises:
+            RunFailed: it cannot be read of a sample, or is of another shape; says which.
+        """
+        try:
+            values = [torch.as_tensor(read(sample), dtype=torch.float64) for sample in self._samples]
+        except Exception as error:
+            raise RunFailed(
+                f"the estimator's input {name} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        if all(value.dim() == 0 for value in values):
+            return torch.stack(values)
+        placed = torch.zeros(self._shape, dtype=torch.float64)
+        for row, (value, length) in enumerate(zip(values, self._lengths, strict=True)):
+            if value.shape != (length,) or self._shape[1] < length:
+                raise RunFailed(
+                    f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
+                    "give every sample a number, or (unless the estimator is per_sample) one per token"
+                )
+            placed[row, :length] = value
+        return placed
 
     @property
     def _process(self) -> tuple[str, ...]:
@@ -184,8 +218,24 @@ class RewardTensors:
         return self._payment.kl_coef * kl
 
     def _on_last(self, scores: Sequence[float]) -> Tensor:
+        values = torch.tensor(scores, dtype=torch.float64)
+        if self._shape[1] == 1:
+            return values[:, None]
         placed = torch.zeros(self._shape, dtype=torch.float64)
-        placed[torch.arange(len(scores)), torch.tensor(self._lengths) - 1] = torch.tensor(
-            scores, dtype=torch.float64
-        )
+        placed[torch.arange(len(scores)), torch.tensor(self._lengths) - 1] = values
         return placed
+
+
+# How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
+# of that name
+REWARDS: dict[str, Callable[[RewardTensors], Any]] = {
+    TOTAL: lambda batch: batch.rewards,
+    COMPONENTS: lambda batch: batch.components,
+    SOURCES: lambda batch: batch.sources,
+}
+INPUTS: dict[str, Callable[[RewardTensors, Any], Any]] = {
+    "baselines": lambda batch, rewards: batch.baselines,
+    "step_mask": lambda batch, rewards: batch.step_mask,
+    "masks": lambda batch, rewards: batch.source_masks,
+    "weights": lambda batch, rewards: batch.weights(rewards),
+}

@@ -7,14 +7,18 @@ whatever its own disk holds, and the text's digest goes into the run's parameter
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.abc import ExecutionLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from async_grpo.errors import ConfigurationError
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -125,3 +129,53 @@ def is_file(name: str) -> bool:
     (True, False)
     """
     return name.rpartition(":")[0].endswith(".py")
+
+
+@cache
+def load_object(reference: str) -> Any:
+    """The object that `FILE.py:NAME` names; read once per process, so that a file edited later changes no run.
+
+    Raises:
+        ConfigurationError: the file cannot be read or imported, or does not define the name.
+    """
+    return SourceFile.read(reference).object()
+
+
+def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., Entry], flag: str) -> Entry:
+    """The entry of that name in a registry, or the user's own that `FILE.py:NAME` names.
+
+    Args:
+        entry: the class of the registry's entries; a function in a file becomes `entry(function)`.
+        flag: the option that the name was given by, for the message.
+
+    Raises:
+        ConfigurationError: there is no such entry, or the file's object cannot be one.
+
+    >>> find_entry("grop", {"grpo": 1, "rloo": 2}, int, "advantage-estimator")
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigurationError: --advantage-estimator 'grop' is unknown; known: grpo, rloo; or FILE.py:NAME
+    """
+    if name in registry:
+        return registry[name]
+    if not is_file(name):
+        raise ConfigurationError(
+            f"--{flag} {name!r} is unknown; known: {', '.join(registry)}; or FILE.py:NAME"
+        )
+    found = load_object(name)
+    if isinstance(entry, type) and isinstance(found, entry):
+        return found
+    if not callable(found):
+        raise ConfigurationError(
+            f"--{flag} {name}: {type(found).__name__} is neither an entry nor a function"
+        )
+    return entry(found)
+
+
+def absolute(name: str) -> str:
+    """The name with its file's path made absolute: other processes of a run have other working folders.
+
+    >>> absolute("grpo"), absolute("/home/me/own.py:mine")
+    ('grpo', '/home/me/own.py:mine')
+    """
+    path, _, attribute = name.rpartition(":")
+    return f"{Path(path).resolve()}:{attribute}" if is_file(name) else name

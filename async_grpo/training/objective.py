@@ -13,8 +13,9 @@ from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
 from async_grpo.algorithm.diagnostics import mismatch_sums, ratio_histogram
+from async_grpo.algorithm.estimator import Estimator
 from async_grpo.algorithm.kl import KL_KINDS, kl_penalty
-from async_grpo.algorithm.losses import POLICY_LOSSES, PolicyLoss
+from async_grpo.algorithm.losses import PolicyLoss, get_policy_loss, losses_without_ratio
 from async_grpo.algorithm.value_loss import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
@@ -25,13 +26,25 @@ from async_grpo.types import MicroBatch
 
 @dataclass(frozen=True)
 class Critic:
-    """The value loss beside the policy's, and what turns values into advantages (GAE)."""
+    """The value loss beside the policy's, and the estimator that turns values into advantages.
 
+    `options` are the estimator's; one of them, `whiten`, says whether the advantages are whitened over the step.
+    """
+
+    estimator: Estimator
+    options: Mapping[str, Any] = field(default_factory=dict)
     coef: float = 0.5
     clip: float | None = 0.5
-    gamma: float = 1.0
-    lam: float = 1.0
-    whiten: bool = True
+
+    @property
+    def whiten(self) -> bool:
+        return bool((self.estimator.options | self.options).get("whiten", False))
+
+    def returns(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(advantages before any whitening, returns), (S, T) each."""
+        options = {name: value for name, value in self.options.items() if name != "whiten"}
+        assert self.estimator.critic_returns is not None
+        return self.estimator.critic_returns(rewards, values, mask, **options)
 
 
 @dataclass(frozen=True)
@@ -79,12 +92,8 @@ class Objective:
     critic: Critic | None = None
 
     def __post_init__(self) -> None:
-        for setting, value, known in (
-            ("policy_loss", self.policy_loss, POLICY_LOSSES),
-            ("kl_kind", self.kl_kind, KL_KINDS),
-        ):
-            if value not in known:
-                raise ConfigurationError(f"unknown {setting} {value!r}; choose one of {', '.join(known)}")
+        if self.kl_kind not in KL_KINDS:
+            raise ConfigurationError(f"unknown kl_kind {self.kl_kind!r}; choose one of {', '.join(KL_KINDS)}")
         get_aggregation(self.aggregation, self.aggregation_scale)
         if self.temperature <= 0:
             raise ConfigurationError(
@@ -103,12 +112,13 @@ class Objective:
         if self.correction.weighs and self.old_policy == "behaviour" and self.loss.uses_ratio:
             raise ConfigurationError(
                 f"the loss {self.policy_loss} already holds the ratio to the engine's policy; importance weights would "
-                "count it twice. Use --old-policy current or proximal with them, or the losses grpo and gpg"
+                f"count it twice. Use --old-policy current or proximal with them, or a loss without a ratio: "
+                f"{', '.join(losses_without_ratio())}"
             )
 
     @property
     def loss(self) -> PolicyLoss:
-        return POLICY_LOSSES[self.policy_loss]
+        return get_policy_loss(self.policy_loss)
 
     @property
     def unit(self) -> str | None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from async_grpo.algorithm.covariance import num_selected, select, token_sums, top_scores
 from async_grpo.algorithm.loss_batch import LossBatch
-from async_grpo.algorithm.process_advantages import gae_returns
 from async_grpo.algorithm.statistics import merge_moments, whitened, whitening_moments
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.batch_tensors import BatchTensors
@@ -83,7 +82,7 @@ def _estimate_advantages(seen: Sequence[_Seen], critic: Critic, ranks: Ranks) ->
         rewards, values, mask = (
             rows.unpack(tensor[0]) for tensor in (one.row.advantages, one.values, one.row.mask)
         )
-        advantages, returns = gae_returns(rewards, values, mask, gamma=critic.gamma, lam=critic.lam)
+        advantages, returns = critic.returns(rewards, values, mask)
         estimated.append((rows.pack(advantages)[None], rows.pack(returns)[None]))
     moments = _all_moments([(a, one.row.mask) for (a, _), one in zip(estimated, seen, strict=True)], ranks)
     for (advantages, returns), one in zip(estimated, seen, strict=True):

@@ -65,6 +65,29 @@ def test_float32_agrees_with_float64(name, rows):
     assert torch.allclose(single.double(), double, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.per_sample])
+def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(name):
+    rewards, lengths = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5], [2, 4, 1, 3, 3, 2]
+    groups, valid = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([True] * 5 + [False])
+    placed, mask = outcome(rewards, lengths)
+    inputs = {"baselines": torch.tensor([0.5] * 6)} if ADVANTAGE_ESTIMATORS[name].needs else {}
+    by_token = ADVANTAGE_ESTIMATORS[name](placed, mask, groups, valid=valid, **inputs)
+    column, counts = placed.sum(dim=1, keepdim=True), torch.tensor(lengths)[:, None]
+    by_sample = ADVANTAGE_ESTIMATORS[name](column, counts, groups, valid=valid, **inputs)
+    assert torch.allclose(by_sample.expand_as(mask).where(mask, 0), by_token, atol=1e-12)
+
+
+def test_a_deviation_over_the_samples_of_the_batch_counts_a_long_one_once():
+    # 10 and 100 tokens, 50 and 50: +-1/2 over sqrt(4 * (1/4) / 3); whitened over tokens it would be +1.58 and -0.63
+    rewards, mask = outcome([1, 0, 1, 0], [10, 100, 50, 50], width=100)
+    advantages = ADVANTAGE_ESTIMATORS["grpo_batch_std"](rewards, mask, torch.tensor([0, 0, 1, 1]))
+    assert advantages[:, 0].tolist() == pytest.approx([0.8660, -0.8660, 0.8660, -0.8660], abs=1e-4)
+    over_tokens = ADVANTAGE_ESTIMATORS["reinforce_plus_plus_baseline"](
+        rewards, mask, torch.tensor([0, 0, 1, 1])
+    )
+    assert over_tokens[:2, 0].tolist() == pytest.approx([1.58, -0.63], abs=0.01)
+
+
 def test_grpo_divides_by_the_sample_standard_deviation():
     # scores 1, 0, 0, 1: mean 1/2, variance with ddof 1 = 4 * (1/4) / 3 = 1/3
     rewards, mask = outcome([1, 0, 0, 1], [4, 4, 4, 4])

@@ -33,6 +33,7 @@ def test_options_are_the_scalars_and_needs_the_inputs():
         "grpo": {"eps": 1e-6},
         "grpo_passk": {"eps": 1e-6, "normalize": True},
         "gdpo": {"eps": 1e-6},
+        "grpo_batch_std": {"eps": 1e-6, "centred": True},
         "grpo_process": {"eps": 1e-6},
         "reinforce_plus_plus": {"gamma": 1.0},
         "gae": {"gamma": 1.0, "lam": 1.0, "whiten": True},

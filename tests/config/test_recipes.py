@@ -375,5 +375,5 @@ def test_critic_flags_reach_the_critic():
         estimator_options="lam=0.9",
     )
     critic = objective(made).critic
-    assert (critic.coef, critic.clip, critic.lam, critic.gamma) == (0.3, 0.2, 0.9, 1.0)
+    assert (critic.coef, critic.clip, critic.options) == (0.3, 0.2, {"lam": 0.9})
     assert optimizer_settings(made).critic_learning_rate == 1e-3

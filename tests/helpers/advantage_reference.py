@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 NAMES = (
     "grpo dr_grpo rloo opo gpg grpo_passk remax reinforce_plus_plus reinforce_plus_plus_baseline gdpo grpo_process "
-    "prime_rloo gae"
+    "prime_rloo gae grpo_batch_std"
 ).split()
 WEIGHTS = {"a": 0.5}  # of the two rewards a and b; b is not named
 SCALARS = {"reinforce_plus_plus": {"gamma": 0.9}, "gae": {"gamma": 0.95, "lam": 0.8}}
@@ -201,6 +201,17 @@ def grpo_passk(row, t, peers, members, normalize=True):
     return (first - second) / (math.sqrt(moments(scores(peers))[1]) + 1e-6 if normalize else 1.0)
 
 
+def grpo_batch_std(row, t, peers, members, centred=True):
+    above = [
+        s - fmean(scores([p for p in members if p.group == m.group]))
+        for m, s in zip(members, scores(members), strict=True)
+    ]
+    deviation = math.sqrt(moments(above if centred else scores(members))[1])
+    if min(scores(peers)) == max(scores(peers)):
+        return 0.0
+    return dr_grpo(row, t, peers, members) / (deviation + 1e-6)
+
+
 def reinforce_plus_plus(row, t, peers, members, gamma):
     return math.fsum(gamma**k * row.a[u] for k, u in enumerate(u for u in row.used if u >= t))
 
@@ -256,6 +267,7 @@ FORMULAS = {
     "grpo_process": grpo_process,
     "prime_rloo": prime_rloo,
     "gae": gae,
+    "grpo_batch_std": grpo_batch_std,
 }
 WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "prime_rloo", "gae"}
 

@@ -33,6 +33,7 @@ from async_grpo.training.sharding import shard_policy
 
 WORLD_SIZE, DEADLINE_S = 2, 240
 SCALE = 40.0
+GAE = ADVANTAGE_ESTIMATORS["gae"]
 
 CASES = {
     **{name: {"policy_loss": name} for name in POLICY_LOSSES},
@@ -75,10 +76,13 @@ CASES = {
         "correction": OffPolicyCorrection(statistic="sequence_mean_k3", rejection_high=0.045),
     },
     "proximal ratio": {"policy_loss": "dual_clip", "old_policy": "proximal"},
-    "critic": {"critic": Critic(coef=0.7, clip=0.1, gamma=0.9, lam=0.8)},
-    "critic without whitening": {"critic": Critic(whiten=False), "aggregation": "sequence_mean_token_sum"},
+    "critic": {"critic": Critic(GAE, {"gamma": 0.9, "lam": 0.8}, coef=0.7, clip=0.1)},
+    "critic without whitening": {
+        "critic": Critic(GAE, {"whiten": False}),
+        "aggregation": "sequence_mean_token_sum",
+    },
     "critic and covariance": {
-        "critic": Critic(lam=0.5),
+        "critic": Critic(GAE, {"lam": 0.5}),
         "policy_loss": "kl_cov",
         "policy_loss_options": {"ratio": 0.1},
     },
@@ -220,7 +224,7 @@ def reference_gradients(case, sequences):
         values = torch.nn.functional.pad(
             policy.value_head(states.flatten(0, 1)).view(states.shape[:2]), (1, 0)
         )
-        settings = {"gamma": critic.gamma, "lam": critic.lam}
+        settings = {name: value for name, value in critic.options.items() if name != "whiten"}
         _, returns = gae_returns(advantages, values, full_mask, **settings)
         one_group = torch.zeros(len(sequences), dtype=torch.int64)
         advantages = ADVANTAGE_ESTIMATORS["gae"](
