@@ -307,7 +307,10 @@ def main(
     for path, part in ((output, problems[:num_train]), (heldout_output, problems[num_train:])):
         if part:
             rows = (to_record(problem, chat_tokenizer, prompt_style) for problem in part)
-            write_jsonl(path, track(rows, description=str(path), total=len(part)))
+            try:
+                write_jsonl(path, track(rows, description=str(path), total=len(part)))
+            except OSError as error:
+                raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
             typer.echo(f"{path}: {len(part)} problems")
 
 

@@ -106,10 +106,12 @@ def main(
             records.append(record)
         if len(records) == limit:
             break
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(
-        "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records), "utf-8"
-    )
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, "utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"--output {output} cannot be written: {error.strerror}") from error
     typer.echo(f"{output}: {len(records)} of {len(questions)} rows")
 
 

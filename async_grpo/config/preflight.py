@@ -3,10 +3,8 @@
 Imports neither ray nor a process group: `trainer_core.py` and `async-grpo run` call it first.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from async_grpo.config.run import RunConfig
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.dataset import Question, check_longest, load_questions
-from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
 from async_grpo.types import SharedRunSettings
@@ -61,7 +58,6 @@ def prepare(config: RunConfig) -> Prepared:
     if config.reward_fns:
         adapters = resolve(rewards, config.reward_fns)
         check_reward_column(config, adapters, [*questions, *eval_questions])
-    _make_folder(config.output_path)
     return Prepared(
         settings=SharedRunSettings(
             run_name=config.run_name,
@@ -144,17 +140,3 @@ def _check_names(config: RunConfig) -> None:
 def _rewards(config: RunConfig) -> RewardRegistrySource:
     page = RewardRegistrySource.from_file(registry_file(config.reward_registry))
     return page.with_files(config.reward_fns)
-
-
-def _make_folder(folder: Path) -> None:
-    if (folder / METRICS_FILE).exists():
-        raise ConfigurationError(
-            f"--output-dir {folder} already holds a run ({METRICS_FILE}): choose another folder"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigurationError(f"--output-dir {folder} cannot be written to: {error.strerror}") from error

@@ -1,7 +1,6 @@
 """The demo: the tiny model learns countdown by asynchronous GRPO, on real parts, without a GPU."""
 
 import json
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
-from async_grpo.errors import ConfigurationError
-from async_grpo.launch.local_run import LocalConfig, run_locally
+from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.figures import plot_runs
+from async_grpo.metrics.run_folder import claim
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE
 from async_grpo.options.fields import option
 
+MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
 PLOTTED = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
 
 
@@ -34,8 +34,10 @@ class DemoConfig:
 def demo(config: DemoConfig) -> None:
     """Train, evaluate before and after, and write pictures, samples and a checkpoint."""
     started = time.monotonic()
-    folder = _fresh_folder(Path(config.output_dir))
-    run_locally(run_config(config))
+    run, folder = run_config(config), Path(config.output_dir)
+    check(run)  # before an earlier demo is removed
+    claim(folder, mark=MARK)
+    start(run)
     metrics = folder / METRICS_FILE
     for picture in ("reward.svg", "reward.png"):
         plot_runs([metrics], PLOTTED, "total_samples_accumulated", folder / picture, smooth_window=10)
@@ -67,20 +69,6 @@ def run_config(config: DemoConfig) -> LocalConfig:
         enforce_eager=True,
         min_samples_per_checkpoint=10_000_000,
     )
-
-
-def _fresh_folder(folder: Path) -> Path:
-    """An empty folder with the demo's mark; an earlier demo there is removed, and nothing else ever is."""
-    mark = folder / ".async-grpo-demo"
-    if mark.exists():
-        shutil.rmtree(folder)
-    elif folder.exists() and any(folder.iterdir()):
-        raise ConfigurationError(
-            f"--output-dir {folder} is not empty and not an earlier demo: choose another folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-    return folder
 
 
 def _tell(folder: Path, seconds: float) -> None:

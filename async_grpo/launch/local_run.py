@@ -1,55 +1,34 @@
 """A whole run on this machine, from one command: Ray, workers and trainer as the programs a user starts by hand."""
 
 import dataclasses
+import importlib.util
 import logging
-import os
 import re
-import secrets
-import shutil
-import signal
-import socket
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from async_grpo.config.preflight import prepare
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.launch.environment import (
+    check_reachable,
+    free_port,
+    gpus,
+    ray_command,
+    ray_environment,
+    run_environment,
+    signals_as_exceptions,
+    temporary_folder,
+)
 from async_grpo.launch.judge_servers import LocalJudge, serving
+from async_grpo.metrics.run_folder import claim
 from async_grpo.options.fields import option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # a checkout, or where packages are installed
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
-INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "TZ",
-    "TMPDIR",
-    "USER",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
-)
-INHERITED_PREFIXES = (
-    "RAY_",
-    "OMP_",
-    "MKL_",
-    "HF_HUB_OFFLINE",
-    "TOKENIZERS_",
-    "VLLM_CPU_",
-    "VLLM_LOGGING_",
-    "PYTHON",
-)
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")
 log = logging.getLogger(__name__)
 
@@ -100,35 +79,48 @@ def run_locally(config: LocalConfig) -> None:
         ConfigurationError: before anything is started, if a setting or a file is wrong.
         RunFailed, WorkerLost: a program ended before its time; says which and why.
     """
+    check(config)
+    claim(config.output_path)
+    start(config)
+
+
+def check(config: LocalConfig) -> None:
+    """Raise ConfigurationError for all that can be known to be wrong; writes nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigurationError(
+            "vLLM is not installed here: pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
+        )
     prepare(config)
     if config.ray_address:
-        _check_reachable(config.ray_address)
+        check_reachable(config.ray_address)
+
+
+def start(config: LocalConfig) -> None:
+    """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
     supervisor = Supervisor(config.output_path / "logs")
     judge = serving(config, gpus(), config.output_path / "logs", config.enforce_eager)
-    with _signals_as_exceptions(), _temporary_folder() as scratch, judge as variables:
+    with signals_as_exceptions(), temporary_folder() as scratch, judge as variables:
         try:
             _run(config, supervisor, scratch, variables)
+        except KeyboardInterrupt as interrupt:
+            log.warning(
+                "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
+                *(str(interrupt) or "Ctrl-C", config.output_path),
+            )
+            raise
         finally:
             supervisor.stop()
 
 
-def _check_reachable(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--ray-address {address}: nobody listens there ({error})") from error
-
-
 def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
-    environment = local_environment(config, scratch) | judge
+    environment = run_environment(config.ray_address, config.nproc_per_node) | judge
     if not config.ray_address:
         log.info("starting a private Ray")
         command = ray_command(environment["RAY_ADDRESS"], scratch)
-        ray = supervisor.start(
-            "ray", command, ray_environment(environment, config.nproc_per_node, config.judge_gpus_alone)
+        for_ray = ray_environment(environment, config.nproc_per_node, config.judge_gpus_alone)
+        supervisor.wait_for_text(
+            supervisor.start("ray", command, for_ray), "Ray runtime started", RAY_START_S
         )
-        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
         supervisor.start(
@@ -196,89 +188,3 @@ def as_arguments(config: Any, fields_of: type) -> list[str]:
             f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
         )
     return arguments
-
-
-def ray_command(address: str, scratch: Path) -> list[str]:
-    """A head node that only this machine can reach."""
-    host, port = address.split(":")
-    return [
-        *[sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
-        *[
-            f"--node-ip-address={host}",
-            f"--port={port}",
-            "--include-dashboard=false",
-            f"--temp-dir={scratch}",
-        ],
-    ]
-
-
-def local_environment(config: LocalConfig, scratch: Path) -> dict[str, str]:
-    """The environment of every program: one private cluster, everything on the loopback interface."""
-    private = {
-        "RAY_ADDRESS": config.ray_address or f"127.0.0.1:{free_port()}",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would fight over the cores
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if (PACKAGE_PARENT / "pyproject.toml").exists():  # a checkout need not be installed
-        private["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")])
-        )
-    if not config.ray_address:
-        private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    if devices := gpus():
-        private["CUDA_VISIBLE_DEVICES"] = ",".join(devices[: config.nproc_per_node])  # Ray gets the others
-    return {**os.environ, **private}
-
-
-def ray_environment(environment: dict[str, str], trainer_gpus: int, judge_gpus: int = 0) -> dict[str, str]:
-    """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's or the judge's GPUs."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name in INHERITED or name.startswith(INHERITED_PREFIXES)
-    }
-    devices = gpus()
-    last = len(devices) - judge_gpus
-    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:last])} if devices else kept
-
-
-def gpus() -> list[str]:
-    """Ids of the GPUs that this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [device.strip() for device in visible.split(",") if device.strip()]
-    return [str(device) for device in range(torch.cuda.device_count())]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """For Ray's session; a short path, as its sockets' names may not exceed 107 characters."""
-    folder = Path(tempfile.mkdtemp(prefix="grpo-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order."""
-
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

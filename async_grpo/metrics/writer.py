@@ -1,7 +1,9 @@
 """`training_metrics.jsonl`: one JSON object per optimizer step, and the line on the console that goes with it."""
 
 import json
+import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,9 @@ PARAMS_FILE = "training_params.json"
 EVAL_FILE = "eval_metrics.jsonl"
 
 
+_CONSOLE = Console()  # one for all: a line of the log must not break the progress bar
+
+
 class MetricsWriter:
     """Appends the lines of a run to its metrics file, each flushed at once, and tells the console.
 
@@ -25,9 +30,9 @@ class MetricsWriter:
     def __init__(self, folder: Path, num_steps: int, samples_file: Path | None = None) -> None:
         self._metrics: IO[str] = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._samples = samples_file.open("a", encoding="utf-8") if samples_file else None
-        self._num_steps, self._console = num_steps, Console()
+        self._num_steps = num_steps
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._progress = Progress(*columns, console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("steps", total=num_steps)
         self._progress.start()
         self._intervals: list[tuple[float, float]] = []
@@ -49,7 +54,7 @@ class MetricsWriter:
         self._metrics.write(as_json(line))
         self._metrics.flush()
         said = line | {"alarms": self._new_alarms(line.get("alarms", []))}
-        self._console.print(console_line(said, self._num_steps), highlight=False, soft_wrap=True)
+        _CONSOLE.print(console_line(said, self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])
 
     def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
@@ -69,6 +74,18 @@ class MetricsWriter:
 
 def _without_numbers(alarm: str) -> str:
     return re.sub(r"\d[\d.,]*", "#", alarm)
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows the log beside the steps, where the log itself goes to a file: what is waited for, evaluations, warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _CONSOLE.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+    @staticmethod
+    def wanted() -> bool:
+        """Whether stdout and stderr of this process go to different places."""
+        return not os.path.sameopenfile(1, 2)
 
 
 def as_json(line: dict[str, Any]) -> str:

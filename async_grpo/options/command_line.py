@@ -113,18 +113,25 @@ def normalized(arguments: list[str], config_class: type, retired: Mapping[str, s
     return result
 
 
-def set_up_logging(level: str, prefix: str = "") -> None:
-    """One readable line per event on stderr.
+def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
+    """One readable line per event on stderr; in a file, whole lines with a date.
+
+    Args:
+        more: further handlers, which get the same events.
 
     Raises:
         ConfigurationError: an unknown level.
     """
     if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigurationError(f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")
-    handler = RichHandler(
-        console=Console(stderr=True), show_path=False, markup=False, log_time_format="%H:%M:%S"
-    )
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    handler: logging.Handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s"))
+    if sys.stderr.isatty():
+        console = Console(stderr=True)
+        handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
+        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    for one in more:
+        one.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     root = logging.getLogger("async_grpo")
     root.setLevel(level.upper())
-    root.handlers, root.propagate = [handler], False
+    root.handlers, root.propagate = [handler, *more], False

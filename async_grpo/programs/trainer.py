@@ -1,8 +1,14 @@
 """Train: `torchrun --nproc_per_node=N -m async_grpo.programs.trainer --model-name-or-path M --data-path D.jsonl`."""
 
+import json
 import os
+import time
+from pathlib import Path
 
 from async_grpo.config.run import RunConfig
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.metrics.run_folder import claim
+from async_grpo.metrics.writer import ConsoleHandler
 from async_grpo.options.command_line import run_command, set_up_logging
 
 RETIRED = {
@@ -18,17 +24,37 @@ RETIRED = {
 def run(config: RunConfig) -> None:
     """Be one rank of the trainer, of which torchrun's environment says which."""
     rank = int(os.environ.get("RANK", 0))
-    set_up_logging(config.logging_level, prefix=f"[trainer {rank}] ")
+    shown = [ConsoleHandler()] if rank == 0 and ConsoleHandler.wanted() else []
+    set_up_logging(config.logging_level, f"[trainer {rank}] ", *shown)
+    try:
+        _train(config, rank)
+    except AsyncGrpoError as error:
+        _tell_torchrun(error)
+        raise
+    if "RANK" in os.environ:
+        from async_grpo.training.distributed import leave
+
+        leave()
+
+
+def _train(config: RunConfig, rank: int) -> None:
     # Heavy imports only once the options are known to be good
     from async_grpo.config.preflight import prepare
 
-    prepared = prepare(config) if rank == 0 else None  # data and reward page are read on one node alone
+    prepared = None
+    if rank == 0:  # data and registry file are read on one node alone
+        prepared = prepare(config)
+        claim(config.output_path)
     from async_grpo.cluster.trainer_rank import train
-    from async_grpo.training.distributed import leave
 
     train(config, prepared)
-    if "RANK" in os.environ:
-        leave()
+
+
+def _tell_torchrun(error: AsyncGrpoError) -> None:
+    """Give torchrun the reason: its report ends with it, below a traceback of its own that cannot be switched off."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": f"error: {error}", "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:

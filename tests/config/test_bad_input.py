@@ -164,7 +164,7 @@ def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
         ("train-minibatch-size", "-8", "--train-minibatch-size must be above 0"),
         ("samples-per-question", "1", "a group of one has nothing to compare with"),
         ("dump-samples-filename", "a/b.jsonl", "must be a plain name"),
-        ("ray-address", "127.0.0.1:1", "nobody listens there"),
+        ("ray-address", "127.0.0.1:1", "nothing listens there"),
     ],
 )
 def test_settings_that_cannot_work(capsys, tmp_path, option, value, message):

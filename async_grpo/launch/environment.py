@@ -1,0 +1,146 @@
+"""What the programs of a run on this machine are started with: ports, variables, devices, an interpreter for Ray."""
+
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_grpo.errors import ConfigurationError
+
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # a checkout, or where packages are installed
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "USER",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+)
+INHERITED_PREFIXES = (
+    "RAY_",
+    "OMP_",
+    "MKL_",
+    "HF_HUB_OFFLINE",
+    "TOKENIZERS_",
+    "VLLM_CPU_",
+    "VLLM_LOGGING_",
+    "PYTHON",
+)
+
+
+def ray_command(address: str, scratch: Path) -> list[str]:
+    """A head node that only this machine can reach."""
+    host, port = address.split(":")
+    return [
+        *[_python_for_ray(scratch), "-m", "ray.scripts.scripts", "start", "--head", "--block"],
+        *["--disable-usage-stats", f"--node-ip-address={host}", f"--port={port}"],
+        *["--include-dashboard=false", f"--temp-dir={scratch}"],
+    ]
+
+
+def _python_for_ray(scratch: Path) -> str:
+    """This interpreter, by a name that a shell does not split: Ray writes it into a command line as it is."""
+    if shlex.quote(sys.prefix) == sys.prefix:
+        return sys.executable
+    link = scratch / "python"
+    link.symlink_to(sys.prefix, target_is_directory=True)
+    return str(link / Path(sys.executable).relative_to(sys.prefix))
+
+
+def run_environment(ray_address: str, trainer_gpus: int) -> dict[str, str]:
+    """The environment of every program.
+
+    Args:
+        ray_address: of a cluster to join; "" makes the settings of a private one, all of it on the loopback interface.
+    """
+    private = {
+        "RAY_ADDRESS": ray_address or f"127.0.0.1:{free_port()}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # more would fight over the cores
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if (PACKAGE_PARENT / "pyproject.toml").exists():  # a checkout need not be installed
+        paths = [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
+        private["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if not ray_address:
+        private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if devices := gpus():
+        private["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:trainer_gpus])  # Ray gets the others
+    return {**os.environ, **private}
+
+
+def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int = 0) -> dict[str, str]:
+    """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's or the judge's GPUs."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name in INHERITED or name.startswith(INHERITED_PREFIXES)
+    }
+    devices = gpus()
+    last = len(devices) - judge_gpus
+    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:last])} if devices else kept
+
+
+def gpus() -> list[str]:
+    """Ids of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device.strip() for device in visible.split(",") if device.strip()]
+    return [str(device) for device in range(torch.cuda.device_count())]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_reachable(address: str) -> None:
+    """Raise ConfigurationError if nothing listens at the cluster's address: Ray would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--ray-address {address}: nothing listens there ({error})") from error
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """For Ray's session; a short path, as its sockets' names may not exceed 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="grpo-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order."""
+
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
