@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from async_grpo.options.fields import dashed, option, refuse
+from async_grpo.options.source_file import absolute
 
 OLD_POLICIES = ("behaviour", "proximal", "current")
 ZERO_VARIANCE = ("keep", "filter", "resample")
@@ -17,9 +18,13 @@ class AlgorithmConfig:
     recipe: str | None = option(
         None, "Preset of the options below; what you set yourself goes before.", "Algorithm"
     )
-    advantage_estimator: str = option("grpo", "How rewards become advantages.", "Algorithm")
+    advantage_estimator: str = option(
+        "grpo", "How rewards become advantages: a name, or FILE.py:NAME.", "Algorithm"
+    )
     estimator_options: str = option("", "Its further options: gamma=0.99,lam=0.95.", "Algorithm")
-    policy_loss: str = option("ppo_clip", "How advantages become a loss.", "Algorithm")
+    policy_loss: str = option(
+        "ppo_clip", "How advantages become a loss: a name, or FILE.py:NAME.", "Algorithm"
+    )
     loss_options: str = option("", "Its further options: cap=5,cap_mode=clamp.", "Algorithm")
     loss_aggregation: str = option("token_mean", "How token losses become one number.", "Algorithm")
     clip_low: float | None = option(
@@ -100,6 +105,8 @@ class AlgorithmConfig:
     )
 
     def __post_init__(self) -> None:
+        for name in ("advantage_estimator", "policy_loss"):
+            object.__setattr__(self, name, absolute(getattr(self, name)))
         for name, value in vars(self).items():
             refuse(isinstance(value, float) and math.isnan(value), f"--{dashed(name)} is not a number")
         for name, known in (

@@ -31,6 +31,7 @@ from async_grpo.experience.dataset import Question
 from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.options.source_file import digests
 from async_grpo.rewards.adapter.registry_source import parse_names, resolve
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
@@ -101,6 +102,7 @@ def _run_loop(
     controller: Any,
     metrics: MetricsWriter | None,
 ) -> None:
+    ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(_own_code(config)))
     policy = PolicyModel(
         load_causal_lm(config.model_name_or_path, "float32"),
         chunk_tokens=config.logprob_chunk_size,
@@ -204,6 +206,11 @@ class Experience(RemoteExperience):
         return numbers
 
 
+def _own_code(config: RunConfig) -> dict[str, str]:
+    """The digests of the user's own estimator and loss. Every rank reads them from its own disk, by their path."""
+    return digests([config.advantage_estimator, config.policy_loss])
+
+
 def _write_params(config: RunConfig, prepared: Prepared, ranks: Ranks, rewards: Sequence[str]) -> None:
     """Every setting of the run, beside its metrics; `vars` of the settings that workers share included."""
     params = {
@@ -212,6 +219,7 @@ def _write_params(config: RunConfig, prepared: Prepared, ranks: Ranks, rewards: 
         "reward_fns": list(rewards),
         "reward_registry_sha256": prepared.rewards.sha256,
         "reward_sources_sha256": prepared.rewards.digests,
+        "algorithm_sources_sha256": _own_code(config),
         "settings": dataclasses.asdict(prepared.settings),
         "num_questions": len(prepared.questions),
         "ray_version": ray.__version__,

@@ -15,6 +15,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "loss_aggregation": "sequence_mean_token_mean",
         "kl_coef": 0.04,
         "kl_kind": "k3",
+        "mask_truncated": False,
     },
     # Liu et al. 2025, "Understanding R1-Zero-Like Training": neither std nor length in a denominator
     "dr_grpo": {
@@ -24,6 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "clip_high": 0.2,
         "loss_aggregation": "constant_length",
         "kl_coef": 0.0,
+        "mask_truncated": False,
     },
     # Yu et al. 2025, "DAPO": clip-higher, dynamic sampling, token mean, soft overlong punishment, no KL
     "dapo": {
@@ -46,6 +48,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "clip_high": 4e-4,
         "loss_aggregation": "sequence_mean_token_mean",
         "kl_coef": 0.0,
+        "mask_truncated": False,
     },
     # MiniMax 2025, "MiniMax-M1": bounded importance weights instead of a clip, with DAPO's sampling and length penalty
     "cispo": {
@@ -60,7 +63,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     # Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for LLMs"
     "scalerl": {
-        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "advantage_estimator": "grpo_batch_std",
         "policy_loss": "cispo",
         "clip_high": 4.0,
         "loss_aggregation": "prompt_mean",
@@ -79,6 +82,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "loss_aggregation": "sequence_mean_token_mean",
         "kl_coef": 0.04,
         "kl_kind": "k3",
+        "mask_truncated": False,
     },
 }
 

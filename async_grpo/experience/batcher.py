@@ -236,7 +236,7 @@ class ExperienceBatcher:
 
     async def _offer(self, group: Group) -> None:
         async with self._offering:  # else the next step's micro-batches could overtake this step's end
-            for event in self.steps.offer(group):
+            for event in await self._events(group):
                 match event:
                     case MicroBatchRound(micro_batches):
                         messages = micro_batches
@@ -245,6 +245,12 @@ class ExperienceBatcher:
                         messages = [self._step_end(event, await self._take_stats())] * self.plan.num_ranks
                 for queue, message in zip(self._queues, messages, strict=True):
                     queue.put_nowait(message)
+
+    async def _events(self, group: Group) -> list[MicroBatchRound | StepComplete]:
+        """What follows from a finished group; a whole minibatch at once is a thread's work, as the loop serves others."""
+        if self.plan.advantages.group_local:
+            return self.steps.offer(group)
+        return await asyncio.to_thread(self.steps.offer, group)
 
     def _refuse_unscored(self, closed: StepComplete) -> None:
         """A whole step without a single reward is no accident: going on would train nothing and end "well"."""

@@ -7,6 +7,7 @@ are logged.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from async_grpo.algorithm.advantages import get_estimator
 from async_grpo.algorithm.estimator import COMPONENTS, TOTAL, Estimator
 from async_grpo.experience.groups import all_ok, earned, num_scored
 from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors, TokenRewardConfig
-from async_grpo.types import Group, RewardStatus, Sample
+from async_grpo.types import Completion, Group, RewardStatus, Sample
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,12 @@ class AdvantageConfig:
         if self.entry.compares_with_greedy:
             valid &= batch.has_baseline
         advantages = batch.rewards if self.entry.needs_critic else self._estimate(batch, valid)
-        trained = [
-            self._trained(sample, advantage, step) if valid else sample
-            for sample, advantage, valid in zip(samples, advantages.numpy(), valid.tolist(), strict=True)
+        masks = [
+            self._loss_mask(sample.completion, step) if taught else None
+            for sample, taught in zip(samples, valid.tolist(), strict=True)
         ]
-        return [
-            self._regrouped(group, trained[first : first + len(group.samples)])
-            for group, first in zip(groups, _firsts(groups), strict=True)
-        ]
+        rows = iter(zip(samples, masks, advantages.numpy().astype(np.float32), strict=True))
+        return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
 
     @property
     def _one_column(self) -> bool:
@@ -104,28 +103,28 @@ class AdvantageConfig:
         # What one adapter did not say must not count as 0 beside the others
         return not (self.entry.needs_all_rewards and apart) or all_ok(verdict)
 
-    def _trained(self, sample: Sample, advantages: np.ndarray, step: int) -> Sample:
-        """The sample with its row of advantages, (T,) or (1,) for all of its tokens."""
-        completion = sample.completion
+    def _loss_mask(self, completion: Completion, step: int) -> np.ndarray | None:
+        """(T,): the tokens that are trained on; None: the sample is not."""
         if self.mask_truncated and completion.truncated:
-            return sample
-        loss_mask = np.broadcast_to(True, len(completion))
-        values = np.asarray(advantages[: len(completion)], np.float32)
-        if self.max_token_staleness is not None:
-            loss_mask = step - completion.versions <= self.max_token_staleness
-            values = np.where(loss_mask, values, np.float32(0))
-        return replace(sample, advantages=np.broadcast_to(values, len(completion)), loss_mask=loss_mask)
+            return None
+        if self.max_token_staleness is None:
+            return np.broadcast_to(True, len(completion))
+        return step - completion.versions <= self.max_token_staleness
+
+    @staticmethod
+    def _trained(group: Group, rows: Sequence[tuple[Sample, np.ndarray | None, np.ndarray]]) -> Group:
+        """The group with its advantages; a row is (sample, loss mask, advantages (T,), or (1,) for all its tokens)."""
+        tokens = sum(int(np.count_nonzero(mask)) for _, mask, _ in rows if mask is not None)
+        samples = []
+        for sample, mask, values in rows:
+            if mask is None:
+                samples.append(replace(sample, group_tokens=tokens))
+                continue
+            values = np.broadcast_to(values[: len(mask)], len(mask))
+            if not mask.all():
+                values = np.where(mask, values, np.float32(0))
+            samples.append(replace(sample, advantages=values, loss_mask=mask, group_tokens=tokens))
+        return replace(group, samples=tuple(samples))
 
     def _left_out(self, group: Group) -> bool:
         return num_scored(group) < self.min_valid or (self.filter_groups and not self.has_signal(group))
-
-    @staticmethod
-    def _regrouped(group: Group, samples: Sequence[Sample]) -> Group:
-        tokens = sum(int(s.loss_mask.sum()) for s in samples if s.loss_mask is not None)
-        return replace(group, samples=tuple(replace(s, group_tokens=tokens) for s in samples))
-
-
-def _firsts(groups: Sequence[Group]) -> list[int]:
-    """The index of the first sample of each group among all samples."""
-    sizes = [len(group.samples) for group in groups]
-    return np.cumsum([0, *sizes])[:-1].tolist()

@@ -7,7 +7,7 @@ whatever its own disk holds, and the text's digest goes into the run's parameter
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.abc import ExecutionLoader
@@ -131,14 +131,16 @@ def is_file(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-@cache
+read_once = cache(SourceFile.read)  # once per process: a file that is edited later changes no run
+
+
 def load_object(reference: str) -> Any:
-    """The object that `FILE.py:NAME` names; read once per process, so that a file edited later changes no run.
+    """The object that `FILE.py:NAME` names.
 
     Raises:
         ConfigurationError: the file cannot be read or imported, or does not define the name.
     """
-    return SourceFile.read(reference).object()
+    return read_once(reference).object()
 
 
 def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., Entry], flag: str) -> Entry:
@@ -169,6 +171,11 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
             f"--{flag} {name}: {type(found).__name__} is neither an entry nor a function"
         )
     return entry(found)
+
+
+def digests(names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of the files among the names, by name; for a run's parameters."""
+    return {name: read_once(name).sha256 for name in names if is_file(name)}
 
 
 def absolute(name: str) -> str:

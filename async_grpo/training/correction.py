@@ -41,14 +41,19 @@ class OffPolicyCorrection:
         return self.level != "none"
 
     @property
+    def rejects(self) -> bool:
+        return self.statistic is not None
+
+    @property
     def averages(self) -> bool:
         """Whether the weights are divided by their mean over the whole step."""
         return self.weighs and self.normalize
 
     def keep(self, logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
         """The part of the mask that is not rejected; (B, T) like everything here."""
-        if self.statistic is None:
+        if not self.rejects:
             return mask
+        assert self.statistic is not None
         bounds = {"low": self.rejection_low, "high": self.rejection_high}
         return rejection_mask(
             logprobs, behaviour_logprobs, mask, statistic=self.statistic, sequence_ids=ids, **bounds

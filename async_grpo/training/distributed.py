@@ -3,6 +3,7 @@
 Started by torchrun or alone; alone is a world of one with the same code path.
 """
 
+import hashlib
 import logging
 import os
 import sys
@@ -46,6 +47,13 @@ class Ranks:
     def mean(self, values: list[float]) -> list[float]:
         """The element-wise mean over all ranks; a collective."""
         return [value / self.world_size for value in self.sum(values)]
+
+    def must_agree(self, what: str, text: str) -> None:
+        """A collective. Raises ConfigurationError on every rank if the ranks' texts differ."""
+        number = float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))  # 48 bits: exact in float64
+        highest, negated_lowest = self.max([number, -number])
+        if highest != -negated_lowest:
+            raise ConfigurationError(f"{what} is not the same on every rank: give all nodes the same files")
 
     def _reduce(self, values: list[float], operation: dist.ReduceOp) -> list[float]:
         if not values:

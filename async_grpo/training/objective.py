@@ -56,6 +56,9 @@ class StepTerms:
     old_values: Tensor | None = None
     selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
     weight_mean: float | None = None  # of the importance weights
+    group_tokens: Tensor | None = (
+        None  # of each token's group, in place of the micro-batch's own: without the rejected
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,17 @@ class Objective:
     @property
     def needs_whole_step(self) -> bool:
         """Whether micro-batches must wait for the end of their step, and be looked at together first."""
-        return self.critic is not None or self.loss.needs_selection or self.correction.averages
+        return (
+            self.critic is not None
+            or self.loss.needs_selection
+            or self.correction.averages
+            or self.rejects_from_groups
+        )
+
+    @property
+    def rejects_from_groups(self) -> bool:
+        """Whether the tokens of a group, which weigh its loss, must be counted anew after rejection."""
+        return self.unit == "groups" and self.correction.rejects
 
     def __call__(
         self, policy: PolicyModel, batch: MicroBatch, terms: StepTerms | None = None
@@ -140,6 +153,8 @@ class Objective:
         self.check_inputs(batch)
         terms = terms or StepTerms()
         row = BatchTensors(batch, policy.device)
+        if terms.group_tokens is not None:
+            row.group_tokens = terms.group_tokens
         outputs = policy(
             row.input_ids, row.cu_seqlens, row.mask[0], self.temperature, with_values=self.critic is not None
         )

@@ -12,6 +12,12 @@ from async_grpo.training.clock import StepClock
 from async_grpo.training.distributed import Ranks
 from async_grpo.types import StepEnd
 
+TRAINED_NOTHING = (
+    "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share, "
+    "truncated and reward counts of this line; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance "
+    "leave tokens out)"
+)
+
 
 @dataclass
 class Progress:
@@ -72,9 +78,11 @@ class Trainer:
             return self.publisher.publish(self.policy, self.progress.version, self_test=False)
 
     def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
+        alarms = end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped"))
         line = {
             **end.stats,
             **metrics,
+            "alarms": alarms,
             "step": self.progress.version,
             "policy_version": self.progress.version,
             "samples_in_batch": end.num_samples,

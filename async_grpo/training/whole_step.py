@@ -1,12 +1,14 @@
 """What can only be known of a whole step: one forward over all its micro-batches, before any gradient.
 
 Some terms of a loss are no sums over tokens: advantages whitened with the critic's values (GAE), importance weights
-divided by their mean, the few tokens with the largest covariance (clip_cov, kl_cov). They are worked out here over all
-micro-batches of all ranks, with the weights that the step starts from, and are the same whatever the packing. It costs
-a forward, and the step cannot begin before its last micro-batch has come.
+divided by their mean, the few tokens with the largest covariance (clip_cov, kl_cov), the tokens that a group is left
+with after rejection (prompt_mean). They are worked out here over all micro-batches of all ranks, with the weights that
+the step starts from, and are the same whatever the packing. It costs a forward, and the step cannot begin before its
+last micro-batch has come.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +53,8 @@ def step_terms(
     seen = [_look(policy, objective, batch) for batch in batches]
     if objective.critic:
         _estimate_advantages(seen, objective.critic, ranks)
+    if objective.rejects_from_groups:
+        _count_kept(seen, ranks)
     if objective.correction.averages:
         _average_weights(seen, objective, ranks)
     if objective.loss.needs_selection:
@@ -104,6 +108,23 @@ def _all_moments(parts: Sequence[tuple[Tensor, Tensor]], ranks: Ranks) -> Tensor
 def _summed(table: Tensor, ranks: Ranks) -> Tensor:
     """The element-wise sum of a tensor over all ranks: an all-gather, where each rank filled its own row."""
     return torch.tensor(ranks.sum(table.flatten().tolist()), dtype=torch.float64).view_as(table)
+
+
+def _count_kept(seen: Sequence[_Seen], ranks: Ranks) -> None:
+    """At every token the tokens of its group that are not rejected, over all micro-batches of all ranks."""
+    kept = torch.cat([one.row.group_ids[one.mask] for one in seen])
+    # The groups of a step are neighbours in the order of prompts, so a table from the first to the last is short
+    bounds = [float(-kept.min()), float(kept.max())] if len(kept) else [-math.inf, -math.inf]
+    lowest, highest = ranks.max(bounds)
+    if highest == -math.inf:  # every token of the step was rejected
+        return
+    first = int(-lowest)
+    table = torch.bincount(kept - first, minlength=int(highest) - first + 1)
+    totals = _summed(table.cpu(), ranks)
+    for one in seen:
+        places = (one.row.group_ids - first).clamp(0, len(totals) - 1)
+        counts = torch.where(one.mask, totals.to(places.device)[places], 0)
+        one.terms = dataclasses.replace(one.terms, group_tokens=counts.long())
 
 
 def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:

@@ -111,6 +111,15 @@ def test_a_line_joins_what_every_room_had_to_say(ranks):
     assert line["samples_per_second"] == pytest.approx(16 / line["time_per_batch"])
 
 
+def test_a_step_that_trained_nothing_is_an_alarm(ranks):
+    script = Script([1, 1])
+    skipped = [0.0, 1.0]
+    script.finish = lambda: {"update_skipped": skipped.pop(0)}
+    trainer(script, ranks, 2).run()
+    assert script.lines[0]["alarms"] == []
+    assert [alarm.split(":")[0] for alarm in script.lines[1]["alarms"]] == ["the step trained nothing"]
+
+
 def test_a_run_goes_on_from_where_its_progress_stands(ranks):
     script = Script([1])
     trainer(script, ranks, 6, Progress(version=5, samples=100)).run()

@@ -70,6 +70,10 @@ CASES = {
         "aggregation": "sequence_mean_token_mean",
         "correction": OffPolicyCorrection(statistic="token_k1", rejection_low=0.8, rejection_high=1.25),
     },
+    "rejected tokens of groups": {
+        "aggregation": "prompt_mean",
+        "correction": OffPolicyCorrection(statistic="token_k1", rejection_low=0.8, rejection_high=1.25),
+    },
     "rejected sequences": {
         "policy_loss": "gspo",
         "aggregation": "prompt_mean",
@@ -249,12 +253,8 @@ def reference_gradients(case, sequences):
             * value_loss(values, returns, values.detach(), kept, clip=objective.critic.clip)[0]
         )
     groups = torch.tensor([s["group"] for s in sequences])
-    counts = {}
-    if objective.aggregation == "prompt_mean":  # weights of the groups are those before anything was rejected
-        tokens = torch.tensor([s["group_tokens"] for s in sequences])[:, None].expand_as(kept)
-        counts = {"group_tokens": tokens}
     aggregate_loss(
-        loss, kept, objective.aggregation, group_ids=groups, scale=objective.aggregation_scale, **counts
+        loss, kept, objective.aggregation, group_ids=groups, scale=objective.aggregation_scale
     ).backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in policy.named_parameters()}
 

@@ -1,0 +1,103 @@
+"""Each recipe against what its paper says, written out here once more: a value changed in the table is noticed."""
+
+import pytest
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.config.recipes import RECIPES
+
+KL_OF_DEEPSEEK = {
+    "kl_coef": 0.04,
+    "kl_kind": "k3",
+}  # DeepSeekMath, 4.2: "the KL coefficient as 0.04", estimator eq. 4
+PPO_CLIP = {"policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
+NO_KL = {"kl_coef": 0.0}
+
+PAPERS = {
+    # Shao et al. 2024, eq. 3: mean over samples of their token mean; the advantage by the group's mean and std
+    "grpo": {
+        "advantage_estimator": "grpo",
+        **PPO_CLIP,
+        "loss_aggregation": "sequence_mean_token_mean",
+        **KL_OF_DEEPSEEK,
+        "mask_truncated": False,
+    },
+    # Liu et al. 2025: neither std nor length in a denominator
+    "dr_grpo": {
+        "advantage_estimator": "dr_grpo",
+        **PPO_CLIP,
+        "loss_aggregation": "constant_length",
+        **NO_KL,
+        "mask_truncated": False,
+    },
+    # Yu et al. 2025: clip 0.2 and 0.28; cache 4,096 of 20,480 tokens; dynamic sampling; token-level loss; no KL
+    "dapo": {
+        "advantage_estimator": "grpo",
+        "policy_loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "loss_aggregation": "token_mean",
+        **NO_KL,
+        "zero_variance": "resample",
+        "mask_truncated": False,
+        "overlong_buffer": 4096 / 20480,
+        "overlong_penalty": 1.0,
+    },
+    # Zheng et al. 2025, 5.1: "the left and right clipping ranges ... 3e-4 and 4e-4"
+    "gspo": {
+        "advantage_estimator": "grpo",
+        "policy_loss": "gspo",
+        "clip_low": 0.0003,
+        "clip_high": 0.0004,
+        "loss_aggregation": "sequence_mean_token_mean",
+        **NO_KL,
+        "mask_truncated": False,
+    },
+    # MiniMax 2025, eq. 4: bounded from above alone (here at 5), token mean, no KL, DAPO's sampling and length penalty
+    "cispo": {
+        "advantage_estimator": "grpo",
+        "policy_loss": "cispo",
+        "clip_high": 4.0,
+        "loss_aggregation": "token_mean",
+        **NO_KL,
+        "zero_variance": "resample",
+        "mask_truncated": False,
+        "overlong_buffer": 0.2,
+    },
+    # Khatri et al. 2025, section 4: PipelineRL with 8 steps, CISPO, prompt average, advantages by the batch's std, float32
+    # at the head, zero-variance filter, no resampling of prompts above a pass rate of 0.9
+    "scalerl": {
+        "advantage_estimator": "grpo_batch_std",
+        "policy_loss": "cispo",
+        "clip_high": 4.0,
+        "loss_aggregation": "prompt_mean",
+        **NO_KL,
+        "zero_variance": "filter",
+        "no_positive_resampling": 0.9,
+        "float32_head": True,
+        "max_staleness": 8,
+    },
+    # Shao et al. 2024, 4.1.3, in the objective of `grpo`
+    "process": {
+        "advantage_estimator": "grpo_process",
+        **PPO_CLIP,
+        "loss_aggregation": "sequence_mean_token_mean",
+        **KL_OF_DEEPSEEK,
+        "mask_truncated": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_what_its_paper_says(name):
+    assert RECIPES[name] == PAPERS[name]
+
+
+def test_defaults_of_losses_and_estimators_are_those_of_their_papers():
+    """A recipe leaves these to the functions."""
+    options = {name: loss.options for name, loss in POLICY_LOSSES.items()}
+    assert options["gspo"] == {"clip_low": 0.0003, "clip_high": 0.0004}
+    assert options["cispo"] == {"clip_low": None, "clip_high": 4.0}
+    assert options["ppo_clip"] == {"clip_low": 0.2, "clip_high": 0.28}
+    assert options["dppo_kl"] == {"eps_low": 0.05, "eps_high": 0.05, "clip_c": 20.0}
+    assert ADVANTAGE_ESTIMATORS["grpo_batch_std"].options["centred"] is True

@@ -1,0 +1,135 @@
+"""`docs/architecture.md`, "Where to change things", followed row by row from outside the package, and a step trained."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tiny_policy import tiny_model
+
+from async_grpo.algorithm.advantages import get_estimator
+from async_grpo.config.plans import batcher_plan, objective, optimizer_settings
+from async_grpo.config.run import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.batcher import ExperienceBatcher
+from async_grpo.experience.dataset import Question
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.options.source_file import digests
+from async_grpo.testing import FakeGeneration, FakeVerification
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.distributed import distributed_run
+from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.types import StepEnd
+
+ESTIMATOR = '''
+from async_grpo.algorithm.advantages import Estimator
+
+def weighted(rewards, used, groups, *, difficulty, power: float = 1.0):
+    """Centred scores times a column of the data row."""
+    centred = groups.centred(rewards.sum(dim=1, keepdim=True), groups.participates)
+    return centred * difficulty[:, None] ** power
+
+by_difficulty = Estimator(
+    weighted, group_local=True, inputs={"difficulty": lambda sample: sample.prompt.row["difficulty"]}
+)
+
+def centred(rewards, used, groups):
+    return groups.centred(rewards.sum(dim=1, keepdim=True), groups.participates)
+
+def in_need(rewards, used, groups, *, difficulty):
+    return rewards
+'''
+
+LOSS = '''
+def advantage_times_logprob(batch, *, scale: float = 1.0):
+    """(B, T) loss and metrics from a LossBatch."""
+    return -scale * batch.advantages * batch.logprobs, {"ratio_mean": batch.ratio, "ratio_max": batch.ratio}
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A file of the user's, and a way to name an object in it."""
+
+    def write(text: str, name: str) -> str:
+        path = tmp_path / "own.py"
+        path.write_text(text)
+        return f"{path}:{name}"
+
+    return write
+
+
+def run_config(**changes) -> RunConfig:
+    settings = {"model_name_or_path": "m", "data_path": "d", "batch_size": 2, "samples_per_question": 3}
+    return RunConfig(
+        **settings, num_training_batches=1, max_generation_tokens=16, num_warmup_steps=0, **changes
+    )
+
+
+async def messages_of_one_step(config: RunConfig) -> list:
+    """Two prompts of difficulty 1 and 3, three completions each of 2, 3 and 4 tokens; longer is better."""
+    questions = [
+        Question(np.array([3, 4], np.int32), {"input": "q", "answer": "", "difficulty": d}, "line")
+        for d in (1.0, 3.0)
+    ]
+    generation = FakeGeneration(length=lambda ordinal, member: 2 + member)
+    plan = batcher_plan(config, 1, {"fake": lambda sample: {"reward": 1.0}})
+    batcher = ExperienceBatcher(plan, questions, generation, FakeVerification())
+    await batcher.start()
+    messages = [await batcher.next_message(0)]
+    while not isinstance(messages[-1], StepEnd):
+        messages.append(await batcher.next_message(0))
+    await batcher.close()
+    return messages
+
+
+def train_a_step(config: RunConfig) -> tuple[list, dict[str, float]]:
+    """The step's micro-batches, and its metrics."""
+    *batches, _ = asyncio.run(messages_of_one_step(config))
+    policy = PolicyModel(tiny_model())
+    with distributed_run("cpu") as ranks:
+        optimizer, schedule = build_policy_optimizer(policy, optimizer_settings(config))
+        accumulator = GradientAccumulator(policy, optimizer, schedule, objective(config), ranks)
+        for batch in batches:
+            accumulator.add(batch)
+        return batches, accumulator.finish()
+
+
+def test_an_estimator_with_an_input_of_its_own_is_one_file(own):
+    name = own(ESTIMATOR, "by_difficulty")
+    batches, metrics = train_a_step(run_config(advantage_estimator=name, estimator_options="power=2"))
+    advantages = sorted({float(a) for b in batches for a in b.advantages[b.loss_mask]})
+    assert advantages == [-9.0, -1.0, 0.0, 1.0, 9.0]  # -1 0 1 times the difficulty squared
+    assert metrics["update_skipped"] == 0 and metrics["grad_norm"] > 0
+
+
+def test_a_bare_function_is_an_estimator_that_waits_for_its_whole_minibatch(own):
+    name = own(ESTIMATOR, "centred")
+    assert not get_estimator(name).group_local
+    _, metrics = train_a_step(run_config(advantage_estimator=name))
+    assert metrics["grad_norm"] > 0
+
+
+def test_an_input_that_nothing_provides_is_refused_with_the_way_to_provide_it(own):
+    with pytest.raises(ConfigurationError, match=r"takes difficulty.*inputs=\{'difficulty'"):
+        get_estimator(own(ESTIMATOR, "in_need"))
+
+
+def test_a_loss_is_one_file(own):
+    name = own(LOSS, "advantage_times_logprob")
+    _, once = train_a_step(run_config(policy_loss=name))
+    _, twice = train_a_step(run_config(policy_loss=name, loss_options="scale=2"))
+    assert once["grad_norm"] > 0 and twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-5)
+
+
+def test_a_file_that_lacks_the_name_is_answered_with_what_it_has(own):
+    with pytest.raises(ConfigurationError, match="defines no 'dificulty', only .*by_difficulty"):
+        get_estimator(own(ESTIMATOR, "dificulty"))
+
+
+def test_a_run_knows_its_own_code_by_an_absolute_path_and_a_digest(own, monkeypatch, tmp_path):
+    """Other processes of a run have other working folders."""
+    name = own(LOSS, "advantage_times_logprob")
+    monkeypatch.chdir(tmp_path)
+    config = run_config(policy_loss="own.py:advantage_times_logprob")
+    assert config.policy_loss == name
+    assert list(digests([config.policy_loss, config.advantage_estimator])) == [name]
