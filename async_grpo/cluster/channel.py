@@ -6,7 +6,9 @@ the busier the actor, the more each message carries. A call costs no message of 
 
     caller                                actor
     call("complete", x) --- submit -->    runs handler, a task each
-    ...                 <-- poll ------   [(id, True, value), (id, False, error), ...]   as soon as there is one
+    ...                 <-- poll ------   [(id, ANSWER, value), (id, ERROR, error), ...]   as soon as there is one
+
+A handler that is an async generator answers item by item (`stream`): the items that are ready travel together, too.
 
 An answer to `poll` comes at least every `POLL_S` seconds, so silence means that the actor is stuck or gone.
 """
@@ -16,7 +18,7 @@ import contextlib
 import itertools
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import ray
@@ -28,14 +30,17 @@ POLL_S = 10.0  # longest silence of a healthy actor
 BATCHING_DELAY_S = 0.003
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+ITEM, ANSWER, ERROR = range(
+    3
+)  # what an entry of a reply is: one of several, the last or only one, an exception
 FORGET_S = 120.0  # a caller that does not poll for so long is gone: its calls are cancelled
 
 
 class ChannelServer:
     """The actor's half. Mixed into an actor class, which must be async and call `serve` once."""
 
-    def serve(self, handlers: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
-        """Offer `handlers`: name -> coroutine function."""
+    def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Offer `handlers`: name -> coroutine function (for `call`) or async generator function (for `stream`)."""
         self._handlers = handlers
         self._callers: dict[str, _Caller] = {}
         self._forgotten: set[str] = set()
@@ -49,7 +54,7 @@ class ChannelServer:
             task = asyncio.create_task(self._answer(caller, call_id, method, args))
             caller.tasks[call_id] = task
 
-    async def poll(self, caller_id: str) -> list[tuple[int, bool, Any]]:
+    async def poll(self, caller_id: str) -> list[tuple[int, int, Any]]:
         caller = self._caller(caller_id)
         caller.last_poll = asyncio.get_running_loop().time()
         self._forget_silent_callers()
@@ -64,15 +69,18 @@ class ChannelServer:
 
     async def _answer(self, caller: "_Caller", call_id: int, method: str, args: tuple) -> None:
         try:
-            answer = (call_id, True, await self._handlers[method](*args))
-        except asyncio.CancelledError:
-            caller.tasks.pop(call_id, None)
-            raise
+            pending = self._handlers[method](*args)
+            if isinstance(pending, AsyncIterator):
+                async with contextlib.aclosing(pending) as items:
+                    async for item in items:
+                        caller.answer(call_id, ITEM, item)
+                caller.answer(call_id, ANSWER, None)
+            else:
+                caller.answer(call_id, ANSWER, await pending)
         except Exception as error:
-            answer = (call_id, False, _portable(error))
-        caller.tasks.pop(call_id, None)
-        caller.answers.append(answer)
-        caller.ready.set()
+            caller.answer(call_id, ERROR, _portable(error))
+        finally:
+            caller.tasks.pop(call_id, None)
 
     def _caller(self, caller_id: str) -> "_Caller":
         if caller_id in self._forgotten:  # its calls were cancelled: it would wait for their answers for ever
@@ -96,9 +104,13 @@ class _Caller:
 
     def __init__(self, now: float) -> None:
         self.tasks: dict[int, asyncio.Task] = {}
-        self.answers: list[tuple[int, bool, Any]] = []
+        self.answers: list[tuple[int, int, Any]] = []
         self.ready = asyncio.Event()
         self.last_poll = now
+
+    def answer(self, call_id: int, kind: int, value: Any) -> None:
+        self.answers.append((call_id, kind, value))
+        self.ready.set()
 
 
 class Channel:
@@ -116,6 +128,7 @@ class Channel:
         self._caller_id = uuid.uuid4().hex
         self._call_ids = itertools.count()
         self._pending: dict[int, asyncio.Future] = {}
+        self._items: dict[int, asyncio.Queue[Any]] = {}  # of calls that answer item by item
         self._outbox: list[tuple[int, str, tuple]] = []
         self._cancelled: list[int] = []
         self._flush_scheduled = False
@@ -126,19 +139,42 @@ class Channel:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a handler of the actor and return its answer, or raise what it raised."""
+        call_id, future = self._send(method, args)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(call_id)
+            raise
+
+    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        """Yield what a handler that is an async generator yields; closing this iterator closes that one."""
+        call_id, future = self._send(method, args)
+        items: asyncio.Queue[Any] = asyncio.Queue()
+        self._items[call_id] = items
+        future.add_done_callback(lambda _: items.put_nowait(future))
+        try:
+            while (item := await items.get()) is not future:
+                yield item
+            future.result()
+        finally:
+            del self._items[call_id]
+            self._cancel(call_id)
+
+    def _send(self, method: str, args: tuple) -> tuple[int, asyncio.Future]:
         if self.lost:
             raise self.lost
         call_id = next(self._call_ids)
         future = self._pending[call_id] = asyncio.get_running_loop().create_future()
         self._outbox.append((call_id, method, args))
         self._schedule_flush()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._pending.pop(call_id, None) is not None:
-                self._cancelled.append(call_id)
-                self._schedule_flush()
-            raise
+        return call_id, future
+
+    def _cancel(self, call_id: int) -> None:
+        """Nobody waits for the call any more, if it has not been answered."""
+        if future := self._pending.pop(call_id, None):
+            future.cancel()
+            self._cancelled.append(call_id)
+            self._schedule_flush()
 
     def close(self) -> None:
         """Stop polling; calls in flight fail."""
@@ -165,7 +201,7 @@ class Channel:
             )  # a lost actor is noticed by the poll
         except Exception as error:  # an argument that cannot be sent
             for call_id, _, _ in calls:
-                self._resolve(call_id, False, _portable(error))
+                self._resolve(call_id, ERROR, _portable(error))
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll())
 
@@ -178,8 +214,8 @@ class Channel:
         try:
             while True:
                 poll = self._actor.poll.remote(self._caller_id)
-                for call_id, ok, value in await asyncio.wait_for(_result(poll), POLL_S + GRACE_S):
-                    self._resolve(call_id, ok, value)
+                for entry in await asyncio.wait_for(_result(poll), POLL_S + GRACE_S):
+                    self._resolve(*entry)
         except (RayError, TimeoutError) as error:
             silent = f"did not answer for {POLL_S + GRACE_S:.0f} s"
             self._fail(
@@ -190,11 +226,15 @@ class Channel:
         except Exception as error:
             self._fail(WorkerLost(f"{self.name} sent an unreadable answer: {error!r}"))
 
-    def _resolve(self, call_id: int, ok: bool, value: Any) -> None:
+    def _resolve(self, call_id: int, kind: int, value: Any) -> None:
+        if kind == ITEM:
+            if items := self._items.get(call_id):
+                items.put_nowait(value)
+            return
         future = self._pending.pop(call_id, None)
         if future is None or future.done():
             return  # the call was cancelled meanwhile
-        future.set_result(value) if ok else future.set_exception(value)
+        future.set_result(value) if kind == ANSWER else future.set_exception(value)
 
     def _fail(self, error: WorkerLost) -> None:
         self.lost = self.lost or error

@@ -1,7 +1,7 @@
 """Generation and log-probs by the registered workers: each piece of work is leased, and done again where one is lost."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ class RemoteGeneration:
         while owed:
             worker = await self._workers.lease(owed, len(prompt.token_ids) + int(self._mean_length))
             try:
-                async for completion in self._complete(worker, prompt, owed, greedy):
-                    owed -= 1
-                    self._mean_length += 0.01 * (len(completion) - self._mean_length)
-                    yield completion
+                async with aclosing(self._complete(worker, prompt, owed, greedy)) as completions:
+                    async for completion in completions:
+                        owed -= 1
+                        self._mean_length += 0.01 * (len(completion) - self._mean_length)
+                        yield completion
             except WorkerLost as lost:
                 losses += 1
                 worker.fence(lost)
@@ -43,25 +44,18 @@ class RemoteGeneration:
     async def _complete(
         self, worker: LeasedWorker, prompt: Prompt, count: int, greedy: bool
     ) -> AsyncIterator[Completion]:
-        calls = [
-            asyncio.ensure_future(worker.call("complete", prompt.token_ids, greedy)) for _ in range(count)
-        ]
         finished = 0
         try:
-            for call in asyncio.as_completed(calls):
-                completion = await call
-                finished += 1
-                worker.release()  # its slot is free while its siblings still generate and it is being scored
-                yield completion
+            async with aclosing(worker.stream("complete", prompt.token_ids, count, greedy)) as completions:
+                async for completion in completions:
+                    finished += 1
+                    worker.release()  # its slot is free while its siblings still generate and it is being scored
+                    yield completion
         finally:
-            if finished < count:
-                for call in calls:
-                    call.cancel()
-                await asyncio.gather(*calls, return_exceptions=True)
-                worker.release(count - finished)
+            worker.release(count - finished)
 
     async def take_stats(self) -> dict[str, Any]:
-        answers = await self._workers.call_all("take_stats")
+        answers = await self._workers.call_all("progress")
         timeline = sorted(entry for answer in answers for entry in answer["token_timeline"])
         return {
             "token_timeline": timeline,

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import ray
-from safetensors.torch import load
 
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.errors import WeightsDidNotLand
-from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.generation.engines import engine_class
+from async_grpo.options.source_file import SourceFile
+from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.manifest import record
-from async_grpo.weights.package import prove_landed
+from async_grpo.weights.package import prove_landed, unpack
 
 
 class WorkerActor(ChannelServer):
@@ -43,7 +43,7 @@ class WorkerActor(ChannelServer):
             self._version = package.version
             return manifest, await self.canary(package.canary_ids)
 
-    async def load(self, chunks: list[np.ndarray], version: int) -> Any:
+    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
         raise NotImplementedError
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
@@ -51,35 +51,33 @@ class WorkerActor(ChannelServer):
 
 
 class GenerationActor(WorkerActor):
-    """A `GenerationWorker`. vLLM is imported here and nowhere else in the cluster room."""
+    """An `Engine` of whichever class the run names."""
 
-    async def start(self, options: Any, settings: SharedRunSettings) -> int:
+    async def start(self, config: Any, settings: SharedRunSettings, engine: str | SourceFile = "vllm") -> int:
         """Load the model; returns the tokens that its KV cache holds."""
-        from async_grpo.generation.generation_worker import GenerationWorker
+        self._engine = engine_class(engine).start(config, settings)
+        self.serve({"complete": self._engine.complete, "progress": self._progress})
+        return self._engine.kv_cache_tokens
 
-        self._worker = GenerationWorker.start(options, settings)
-        self.serve({"complete": self._worker.complete, "take_stats": self._take_stats})
-        return self._worker.kv_cache_tokens
-
-    async def load(self, chunks: list[np.ndarray], version: int) -> Any:
-        return await self._worker.update_weights(version, [memoryview(chunk) for chunk in chunks])
+    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
+        return await self._engine.update(version, [memoryview(chunk) for chunk in chunks])
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        return await self._worker.prompt_logprobs(token_ids)
+        return await self._engine.canary(token_ids)
 
     async def transfer(self, method: str, *args: Any) -> Any:
         """One call of vLLM's weight-transfer interface, driven by the trainer's own engine (NCCL)."""
-        return await getattr(self._worker, method)(*args)
+        return await getattr(self._engine, method)(*args)
 
     async def until_failure(self) -> str:
         """Waits for the engine to die; returns why."""
-        return await self._worker.until_failure()
+        return await self._engine.until_failure()
 
     async def close(self) -> None:
-        self._worker.close()
+        self._engine.close()
 
-    async def _take_stats(self) -> dict[str, Any]:
-        return self._worker.take_stats()
+    async def _progress(self) -> dict[str, Any]:
+        return self._engine.progress()
 
 
 class LogprobActor(WorkerActor):
@@ -96,9 +94,9 @@ class LogprobActor(WorkerActor):
         self.serve({"logprobs": self._server.logprobs})
         return max_tokens
 
-    async def load(self, chunks: list[np.ndarray], version: int) -> Any:
+    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
         """Proximal workers only. Unpacking and digests run in a thread: the actor must go on answering."""
-        tensors, manifest = await asyncio.to_thread(_unpacked, chunks)
+        tensors, manifest = await asyncio.to_thread(unpack, chunks)
         await self._server.load_weights(tensors.items())
         return manifest
 
@@ -110,8 +108,3 @@ class LogprobActor(WorkerActor):
 
     async def close(self) -> None:
         await self._server.close()
-
-
-def _unpacked(chunks: list[np.ndarray]) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors = {name: tensor for chunk in chunks for name, tensor in load(chunk.tobytes()).items()}
-    return tensors, {name: record(tensor) for name, tensor in tensors.items()}

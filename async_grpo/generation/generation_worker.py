@@ -6,6 +6,7 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 import asyncio
 import itertools
 import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.options import EngineConfig
+from async_grpo.protocols import Manifest, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
-from async_grpo.weights.manifest import Manifest, TensorRecord
 from async_grpo.weights.memfd import shared_bytes
 from async_grpo.weights.vllm_engine import NCCL, OBJECT_STORE, WORKER_EXTENSION
 
@@ -101,14 +102,27 @@ class GenerationWorker:
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
-    async def complete(self, prompt_token_ids: np.ndarray, greedy: bool = False) -> Completion:
-        """Sample one completion of the prompt, or take the likeliest token at every place.
+    async def complete(
+        self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
+    ) -> AsyncIterator[Completion]:
+        """Yield `count` completions, sampled or of the likeliest token at every place, each as soon as it is finished.
 
-        Cancelling the call aborts the request in the engine.
+        Closing the iterator aborts the other requests in the engine.
 
         Raises:
             WorkerLost: the engine died, or its last weight update failed.
         """
+        requests = [asyncio.ensure_future(self._complete(prompt_token_ids, greedy)) for _ in range(count)]
+        try:
+            for request in asyncio.as_completed(requests):
+                yield await request
+        finally:
+            unfinished = [request for request in requests if not request.done()]
+            for request in unfinished:
+                request.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+
+    async def _complete(self, prompt_token_ids: np.ndarray, greedy: bool) -> Completion:
         self._check_fit()
         params = self._sampling_params(len(prompt_token_ids), greedy)
         # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
@@ -168,7 +182,7 @@ class GenerationWorker:
             char_ends=char_ends(self.tokenizer, token_ids, text) if self.settings.char_ends else None,
         )
 
-    async def update_weights(self, version: int, chunks: list[memoryview]) -> Manifest:
+    async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
         """Replace the weights by `chunks` (safetensors images) while requests are paused; returns the receipt.
 
         After a failure the engine holds a mixture of two policies: it refuses every further request.
@@ -236,9 +250,9 @@ class GenerationWorker:
 
     async def receipt(self, canary_ids: np.ndarray) -> tuple[Manifest, np.ndarray]:
         """What the last update delivered, and the canary's log-probs under it."""
-        return await self._receipt(), await self.prompt_logprobs(canary_ids)
+        return await self._receipt(), await self.canary(canary_ids)
 
-    async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first one is 0."""
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
@@ -265,7 +279,7 @@ class GenerationWorker:
             await asyncio.sleep(every_s)
         return "the vLLM engine's processes died"
 
-    def take_stats(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Since the last call: tokens by time, seconds paused for weights, and intervals with unfinished requests."""
         paused_s, self.paused_s = self.paused_s, 0.0
         busy, self._busy = self._busy, []

@@ -1,12 +1,15 @@
 """The proof that a `WeightPackage` landed: receipts and canary log-probs of every worker, against the trainer's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load
 
 from async_grpo.errors import WeightsDidNotLand
-from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.weights.manifest import check_received
+from async_grpo.protocols import Manifest, Receipt, WeightPackage
+from async_grpo.weights.manifest import check_received, record
 
 SELF_TEST = -2  # version of the weights of the start-up self-test; nothing is ever generated with them
 
@@ -29,6 +32,12 @@ def prove_landed(package: WeightPackage, receipts: Mapping[str, Receipt]) -> flo
             raise WeightsDidNotLand(_canary_message(package, worker_id, rms))
         worst = max(worst, float(differences.max()))
     return worst
+
+
+def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
+    """The tensors of safetensors images (anything that `bytes` takes), and their records."""
+    tensors = {name: tensor for chunk in chunks for name, tensor in load(bytes(chunk)).items()}
+    return tensors, {name: record(tensor) for name, tensor in tensors.items()}
 
 
 def _canary_message(package: WeightPackage, worker_id: str, rms: float) -> str:

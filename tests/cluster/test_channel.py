@@ -1,6 +1,7 @@
 """Many small calls over few messages, on a real Ray cluster: answers, errors, cancellation, deaths."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -42,7 +43,8 @@ class Echo(ChannelServer):
 
     def __init__(self) -> None:
         self.messages, self.running, self.cancelled = 0, 0, 0
-        self.serve({"echo": self.echo, "sleep": self.sleep, "fail": self.fail, "counts": self.counts})
+        handlers = {"echo": self.echo, "sleep": self.sleep, "fail": self.fail, "counts": self.counts}
+        self.serve({**handlers, "items": self.items})
 
     async def submit(self, *args):
         self.messages += 1
@@ -59,6 +61,16 @@ class Echo(ChannelServer):
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        finally:
+            self.running -= 1
+
+    async def items(self, count: int, last_after_s: float = 0.0):
+        self.running += 1
+        try:
+            for number in range(count):
+                await asyncio.sleep(last_after_s * (number == count - 1))
+                yield number
+            raise ConfigurationError("no more")
         finally:
             self.running -= 1
 
@@ -128,6 +140,24 @@ async def test_a_cancelled_call_is_cancelled_in_the_actor(echo):
     while (await channel.call("counts"))[1]:
         await asyncio.sleep(0.01)
     assert (await channel.call("counts"))[2] == 1
+
+
+async def test_items_come_as_they_are_ready_and_then_what_the_handler_raised(echo):
+    channel, items = Channel(echo, "echo"), []
+    started = time.monotonic()
+    with pytest.raises(ConfigurationError, match="no more"):
+        async for item in channel.stream("items", 3, 1.0):
+            items.append((item, time.monotonic() - started))
+    assert [item for item, _ in items] == [0, 1, 2] and items[2][1] - items[1][1] > 0.5
+
+
+async def test_a_stream_that_is_closed_ends_in_the_actor(echo):
+    channel = Channel(echo, "echo")
+    async with contextlib.aclosing(channel.stream("items", 2, 600.0)) as items:
+        assert await anext(items) == 0
+        assert (await channel.call("counts"))[1] == 1
+    while (await channel.call("counts"))[1]:
+        await asyncio.sleep(0.01)
 
 
 async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_one(echo):

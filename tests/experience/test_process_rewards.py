@@ -7,7 +7,7 @@ import pickle
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from async_grpo.rewards.builtin.countdown_steps import score as countdown_steps
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification, completion
-from async_grpo.types import AdapterResult, Completion, Prompt, RewardStatus
+from async_grpo.types import AdapterResult, Prompt, RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -395,13 +395,13 @@ def test_the_shipped_page_declares_exactly_its_process_reward():
 
 
 async def test_the_wish_for_greedy_completions_reaches_the_worker():
-    class Worker:
-        worker_id = "g0"
-        calls: ClassVar[list[tuple]] = []
+    calls: list[tuple[str, int, bool]] = []
 
-        async def call(self, method: str, *args: Any) -> Completion:
-            self.calls.append((method, *args))
-            return completion(3)
+    class Worker:
+        async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool):
+            calls.append((method, count, greedy))
+            for _ in range(count):
+                yield completion(3)
 
         def release(self, sequences: int = 1) -> None: ...
 
@@ -413,11 +413,7 @@ async def test_the_wish_for_greedy_completions_reaches_the_worker():
     remote = RemoteGeneration(Workers())
     assert [len(c) async for c in remote.generate(prompt, 1, greedy=True)] == [3]
     assert [len(c) async for c in remote.generate(prompt, 2)] == [3, 3]
-    assert [(method, greedy) for method, _, greedy in Worker.calls] == [
-        ("complete", True),
-        ("complete", False),
-        ("complete", False),
-    ]
+    assert calls == [("complete", 1, True), ("complete", 2, False)]
 
 
 async def test_the_fake_completes_greedily_as_a_member_of_its_own():

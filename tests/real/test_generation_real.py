@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.modeling.load import context_length, model_fingerprint, stop_token_ids
 from async_grpo.protocols import Manifest, WeightPackage
-from async_grpo.types import FinishReason, SharedRunSettings
+from async_grpo.types import Completion, FinishReason, SharedRunSettings
 from async_grpo.weights.manifest import record
 from async_grpo.weights.package import SELF_TEST, prove_landed
 from async_grpo.weights.perturbation import perturbed
@@ -47,6 +47,12 @@ class EngineThread:
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.worker.close)
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+async def one(worker, prompt: np.ndarray, greedy: bool = False) -> Completion:
+    """A single completion."""
+    (completion,) = [completion async for completion in worker.complete(prompt, 1, greedy)]
+    return completion
 
 
 def settings_for(temperature: float = 0.7) -> SharedRunSettings:
@@ -110,8 +116,8 @@ def hf_logprobs(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.
 
 
 def send(engine: EngineThread, tensors: dict[str, torch.Tensor], version: int) -> tuple[Manifest, np.ndarray]:
-    received = engine.run(engine.worker.update_weights(version, [memoryview(save(tensors))]))
-    return received, engine.run(engine.worker.prompt_logprobs(CANARY))
+    received = engine.run(engine.worker.update(version, [memoryview(save(tensors))]))
+    return received, engine.run(engine.worker.canary(CANARY))
 
 
 def package(
@@ -125,7 +131,7 @@ def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_aft
     prompt = CANARY[:12]
     for version in (0, 1):
         send(engine, weights(model), version)
-        completion = engine.run(engine.worker.complete(prompt))
+        completion = engine.run(one(engine.worker, prompt))
         expected = hf_logprobs(model, np.concatenate([prompt, completion.token_ids]), temperature=0.7)[
             len(prompt) :
         ]
@@ -174,11 +180,11 @@ def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engi
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
         request = asyncio.ensure_future(engine.worker._last_output(prompt, stopless))
         await asyncio.sleep(0.15)
-        await engine.worker.update_weights(11, [memoryview(save(weights(model)))])
+        await engine.worker.update(11, [memoryview(save(weights(model)))])
         output = (await request).outputs[0]
         return _versions(output, len(output.token_ids)), len(output.token_ids)
 
-    engine.run(engine.worker.update_weights(10, [memoryview(save(weights(model)))]))
+    engine.run(engine.worker.update(10, [memoryview(save(weights(model)))]))
     versions, length = engine.run(generate_across_an_update())
     assert length == 200 and set(versions) == {10, 11} and list(versions) == sorted(versions)
 
@@ -200,7 +206,7 @@ def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
 
 
 def test_a_completion_that_runs_out_of_room_is_marked_as_truncated(engine):
-    completions = [engine.run(engine.worker.complete(CANARY[:16])) for _ in range(2)]
+    completions = [engine.run(one(engine.worker, CANARY[:16])) for _ in range(2)]
     for completion in completions:
         stopped = int(completion.token_ids[-1]) in settings_for().stop_token_ids
         assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
@@ -208,15 +214,15 @@ def test_a_completion_that_runs_out_of_room_is_marked_as_truncated(engine):
 
 def test_a_prompt_without_room_for_an_answer_is_refused(engine):
     with pytest.raises(ConfigurationError, match="256 tokens leaves no room"):
-        engine.run(engine.worker.complete(np.ones(256, np.int32)))
+        engine.run(one(engine.worker, np.ones(256, np.int32)))
 
 
 def test_a_greedy_completion_is_the_same_every_time_and_the_likeliest_token_at_every_place(engine, model):
     send(engine, weights(model), 20)
     prompt = CANARY[:8]
-    first, second = (engine.run(engine.worker.complete(prompt, greedy=True)) for _ in range(2))
+    first, second = (engine.run(one(engine.worker, prompt, greedy=True)) for _ in range(2))
     assert first.token_ids.tolist() == second.token_ids.tolist()
-    sampled = {tuple(engine.run(engine.worker.complete(prompt)).token_ids) for _ in range(4)}
+    sampled = {tuple(engine.run(one(engine.worker, prompt)).token_ids) for _ in range(4)}
     assert len(sampled) > 1
     ids = torch.tensor(np.concatenate([prompt, first.token_ids]), dtype=torch.int64)
     with torch.no_grad():
@@ -227,7 +233,7 @@ def test_a_greedy_completion_is_the_same_every_time_and_the_likeliest_token_at_e
 
 def test_every_token_says_where_it_ends_in_the_text(engine):
     decode = engine.worker.tokenizer.decode
-    for completion in [engine.run(engine.worker.complete(CANARY[:8])) for _ in range(3)]:
+    for completion in [engine.run(one(engine.worker, CANARY[:8])) for _ in range(3)]:
         ends, text = completion.char_ends, completion.text
         assert ends.dtype == np.int32 and ends.shape == completion.token_ids.shape and ends[-1] == len(text)
         for t, end in enumerate(ends):
@@ -237,7 +243,7 @@ def test_every_token_says_where_it_ends_in_the_text(engine):
 
 def test_a_cancelled_call_is_aborted_in_the_engine(engine):
     async def cancel_one() -> int:
-        call = asyncio.ensure_future(engine.worker.complete(CANARY[:8]))
+        call = asyncio.ensure_future(one(engine.worker, CANARY[:8]))
         await asyncio.sleep(0.02)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
@@ -248,9 +254,9 @@ def test_a_cancelled_call_is_aborted_in_the_engine(engine):
 
 
 def test_the_timeline_counts_every_generated_token(engine):
-    engine.worker.take_stats()
-    completions = [engine.run(engine.worker.complete(CANARY[:8])) for _ in range(3)]
-    timeline = engine.worker.take_stats()["token_timeline"]
+    engine.worker.progress()
+    completions = [engine.run(one(engine.worker, CANARY[:8])) for _ in range(3)]
+    timeline = engine.worker.progress()["token_timeline"]
     assert sum(tokens for _, tokens in timeline) == sum(map(len, completions))
 
 

@@ -1,7 +1,4 @@
-"""Shipped stand-ins for the far side of each process wall: real batcher, real packing, no engine, no Ray.
-
-They follow a script, so that a test says what happens when; nothing of the library uses them in a run.
-"""
+"""Generation, verification and log-probs that follow a script, so that a test says what happens when."""
 
 import asyncio
 import time
@@ -80,6 +77,12 @@ class FakeVerification:
         delay_s: float = 0.0,
     ) -> None:
         self._reward, self._delay_s = reward, delay_s
+
+    async def start(self) -> None:
+        """There is nothing to make."""
+
+    async def close(self) -> None:
+        """There is nothing to end."""
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         await asyncio.sleep(self._delay_s)

@@ -1,0 +1,26 @@
+"""Shipped stand-ins for the far side of each wall (`protocols.py`): real batcher, packing, trainer; no vLLM, no Ray.
+
+    FakeGeneration, FakeVerification, FakeLogprobs             follow a script
+    FakeEngine                                                 draws tokens at random, and holds the weights it is sent
+    LoopThread, InProcessWorker, InProcessLink,
+    InProcessExperience                                        join a trainer and a `RunController` in one process
+
+`tests/house/test_fake_chain.py` runs a whole training on them in a few seconds.
+"""
+
+from async_grpo.testing.engine import FakeEngine
+from async_grpo.testing.in_process import InProcessExperience, InProcessLink, InProcessWorker, LoopThread
+from async_grpo.testing.scripted import GREEDY, FakeGeneration, FakeLogprobs, FakeVerification, completion
+
+__all__ = [
+    "GREEDY",
+    "FakeEngine",
+    "FakeGeneration",
+    "FakeLogprobs",
+    "FakeVerification",
+    "InProcessExperience",
+    "InProcessLink",
+    "InProcessWorker",
+    "LoopThread",
+    "completion",
+]

@@ -1,0 +1,110 @@
+"""`FakeEngine`: an engine that draws tokens at random, and holds the weights that it is sent."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from async_grpo.protocols import Manifest
+from async_grpo.types import Completion, FinishReason, SharedRunSettings
+
+
+class FakeEngine:
+    """`Engine` that draws every token at random, with the log-probs of that drawing, and really holds its weights.
+
+    So the proof of landing means something, and off-policy corrections see true numbers, while nothing is decoded.
+    A completion takes `seconds_per_token` for each of its tokens.
+    """
+
+    STOP_CHANCE = 0.1  # of every token but the first
+    kv_cache_tokens = 1 << 20
+
+    def __init__(self, model: Any, settings: SharedRunSettings, seconds_per_token: float = 0.0) -> None:
+        self._model, self._settings, self._seconds_per_token = model, settings, seconds_per_token
+        self._random = np.random.default_rng(settings.seed)
+        self._running = asyncio.Event()  # cleared while weights are loaded
+        self._running.set()
+        self.policy_version = -1
+        self._progress: dict[str, Any] = {"token_timeline": [], "paused_s": 0.0, "busy": []}
+
+    @classmethod
+    def start(cls, config: Any, settings: SharedRunSettings) -> Self:
+        """Load the weights of `config.model_path`, as a logprob worker would."""
+        from async_grpo.logprob.logprob_worker import LogprobWorker
+
+        model = LogprobWorker.from_folder(
+            config.model_path, dtype=settings.dtype, max_tokens=settings.max_total_tokens
+        )
+        return cls(model, settings)
+
+    async def complete(
+        self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
+    ) -> AsyncIterator[Completion]:
+        """See `Engine`; greedy completions are as random as the others."""
+        drawn = [self._draw(len(prompt_token_ids)) for _ in range(count)]
+        begun = time.time()
+        for tokens, logprobs in sorted(drawn, key=lambda completion: len(completion[0])):
+            await asyncio.sleep(begun + len(tokens) * self._seconds_per_token - time.time())
+            await self._running.wait()
+            now = time.time()
+            self._progress["token_timeline"].append((now, len(tokens)))
+            self._progress["busy"].append((begun, now))
+            yield self._completion(tokens, logprobs)
+
+    def _draw(self, prompt_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(T,) tokens and their log-probs. A stop token comes by its chance, the others share the rest evenly."""
+        settings = self._settings
+        room = min(settings.max_completion_tokens, settings.max_total_tokens - prompt_length)
+        length = min(room, 1 + int(self._random.geometric(self.STOP_CHANCE)))
+        others = np.setdiff1d(np.arange(settings.vocab_size), settings.stop_token_ids)
+        tokens = self._random.choice(others, length).astype(np.int32)
+        logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / len(others)), np.float32)
+        logprobs[0] = -np.log(len(others))
+        if length < room:
+            tokens[-1], logprobs[-1] = settings.stop_token_ids[0], np.log(self.STOP_CHANCE)
+        return tokens, logprobs
+
+    def _completion(self, tokens: np.ndarray, logprobs: np.ndarray) -> Completion:
+        stopped = tokens[-1] in self._settings.stop_token_ids
+        text = "".join(chr(ord("a") + token % 26) for token in (tokens[:-1] if stopped else tokens).tolist())
+        return Completion(
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=np.full(len(tokens), self.policy_version, np.int32),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            text=text,
+            char_ends=np.minimum(np.arange(1, len(tokens) + 1), len(text)).astype(np.int32),
+        )
+
+    async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
+        """See `Engine`."""
+        from async_grpo.weights.package import unpack
+
+        paused_at = time.monotonic()
+        self._running.clear()
+        try:
+            tensors, manifest = unpack(chunks)
+            await self._model.load_weights(tensors.items())
+            self.policy_version = version
+        finally:
+            self._running.set()
+            self._progress["paused_s"] += time.monotonic() - paused_at
+        return manifest
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        """See `Engine`: of the weights that it holds."""
+        return await self._model.prompt_logprobs(token_ids)
+
+    def progress(self) -> dict[str, Any]:
+        """See `Engine`."""
+        progress, self._progress = self._progress, {"token_timeline": [], "paused_s": 0.0, "busy": []}
+        return progress
+
+    async def until_failure(self) -> str:
+        """It never dies."""
+        return await asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        """There is no process to stop."""
