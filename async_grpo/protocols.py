@@ -10,7 +10,7 @@
 `async_grpo.testing` ships a stand-in for each.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -25,7 +25,7 @@ from async_grpo.types import Completion, MicroBatch, Prompt, SharedRunSettings, 
 class Generation(Protocol):
     """Completes prompts on whichever engine has room."""
 
-    def generate(self, prompt: Prompt, count: int, *, greedy: bool = False) -> AsyncIterator[Completion]:
+    def generate(self, prompt: Prompt, count: int, *, greedy: bool = False) -> AsyncGenerator[Completion]:
         """Yield `count` completions, each as soon as it is finished; closing the iterator aborts the others.
 
         Greedy ones take the likeliest token at every place: for comparison, not to be trained on.
@@ -214,7 +214,7 @@ class Engine(Protocol):
 
     def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion]:
         """Yield `count` completions of one prompt (L,) int32, each as soon as it is finished.
 
         Every token carries the policy version that produced it. Closing the iterator aborts what is unfinished.
@@ -257,7 +257,7 @@ class WorkerLink(Protocol):
         """The answer of one of its handlers."""
         ...
 
-    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         """What one of its handlers yields, item by item."""
         ...
 

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import ray
@@ -70,7 +70,7 @@ class ChannelServer:
     async def _answer(self, caller: "_Caller", call_id: int, method: str, args: tuple) -> None:
         try:
             pending = self._handlers[method](*args)
-            if isinstance(pending, AsyncIterator):
+            if isinstance(pending, AsyncGenerator):
                 async with contextlib.aclosing(pending) as items:
                     async for item in items:
                         caller.answer(call_id, ITEM, item)
@@ -146,7 +146,7 @@ class Channel:
             self._cancel(call_id)
             raise
 
-    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         """Yield what a handler that is an async generator yields; closing this iterator closes that one."""
         call_id, future = self._send(method, args)
         items: asyncio.Queue[Any] = asyncio.Queue()

@@ -17,6 +17,7 @@ from async_grpo.cluster.registered_workers import RegisteredWorkers
 from async_grpo.cluster.remote_services import RemoteGeneration, RemoteLogprobs
 from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
 from async_grpo.experience.dataset import Question
+from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.protocols import Connect, Logprobs, Verification, WeightPackage
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
 
@@ -33,12 +34,19 @@ class RunController:
         settings: what every worker of the run must share.
         worker_grace_s: how long work waits while no worker of a kind is registered.
         connect: makes a link to a worker of its handle.
+        scheduling: name of the policy that gives work to workers.
     """
 
-    def __init__(self, settings: SharedRunSettings, worker_grace_s: float, connect: Connect) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: SharedRunSettings,
+        worker_grace_s: float,
+        connect: Connect,
+        scheduling: str = "least_loaded",
+    ) -> None:
+        self._settings, policy = settings, scheduling_policy(scheduling)
         self._workers = {
-            kind: RegisteredWorkers(kind, worker_grace_s, connect)
+            kind: RegisteredWorkers(kind, worker_grace_s, connect, policy)
             for kind in (GENERATION, *settings.logprob_roles)
         }
         self._refusals: list[str] = []

@@ -4,13 +4,15 @@ Plain asyncio without Ray: what joins is a handle, and `connect` makes of it a l
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from async_grpo.errors import WorkerLost
-from async_grpo.experience.worker_registry import Lease, WorkerRegistry
+from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
 from async_grpo.types import WorkerInfo
+
+PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
 
 
 class RegisteredWorkers:
@@ -20,17 +22,19 @@ class RegisteredWorkers:
         kind: "generation", "reference" or "proximal".
         grace_s: how long `lease` waits while no worker at all is registered.
         connect: makes the link to a worker of its handle.
+        policy: which worker gets the next piece of work.
     """
 
-    def __init__(self, kind: str, grace_s: float, connect: Connect) -> None:
+    def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind, self._connect = kind, connect
-        self.registry = WorkerRegistry(kind, grace_s)
+        self.registry = WorkerRegistry(kind, grace_s, policy)
         self._handles: dict[str, Any] = {}
         self._links: dict[str, WorkerLink] = {}
         self._rewards: dict[str, str] = {}
         self._joining: set[str] = set()  # on their own way to the current weights: no sync may cross it
         self._self_test: WeightPackage | None = None
         self._package: WeightPackage | None = None
+        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}  # for their progress, and silent so far
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
 
@@ -126,15 +130,19 @@ class RegisteredWorkers:
         lease = await self.registry.acquire(sequences, tokens_each)
         return LeasedWorker(self, lease, self._links[lease.worker_id])
 
-    async def call_all(self, method: str) -> list[Any]:
-        """The answers of all active workers; one that is lost meanwhile is left out (its work will tell)."""
-        answers = await asyncio.gather(
-            *(link.call(method) for link in self._links.values()), return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, WorkerLost):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, WorkerLost)]
+    async def progress(self, timeout_s: float = PROGRESS_TIMEOUT_S) -> list[dict[str, Any]]:
+        """What the workers did since they were last asked; a silent one's answer is among those of a later call.
+
+        One that is lost meanwhile is left out (its work will tell).
+        """
+        for worker_id, link in self._links.items():
+            if worker_id not in self._asked:
+                self._asked[worker_id] = asyncio.ensure_future(link.call("progress"))
+        if not self._asked:
+            return []
+        done, _ = await asyncio.wait(self._asked.values(), timeout=timeout_s)
+        self._asked = {worker_id: task for worker_id, task in self._asked.items() if task not in done}
+        return [task.result() for task in done if not isinstance(task.exception(), WorkerLost)]
 
 
 class LeasedWorker:
@@ -146,7 +154,7 @@ class LeasedWorker:
     async def call(self, method: str, *args: Any) -> Any:
         return await self._link.call(method, *args)
 
-    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         return self._link.stream(method, *args)
 
     def release(self, sequences: int = 1) -> None:

@@ -1,6 +1,6 @@
 """Generation and log-probs by the registered workers: each piece of work is leased, and done again where one is lost."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -22,7 +22,7 @@ class RemoteGeneration:
 
     async def generate(
         self, prompt: Prompt, count: int, *, greedy: bool = False
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion]:
         """Yield `count` completions as they finish; what a lost worker still owed is generated elsewhere."""
         owed, losses = count, 0
         while owed:
@@ -43,7 +43,7 @@ class RemoteGeneration:
 
     async def _complete(
         self, worker: LeasedWorker, prompt: Prompt, count: int, greedy: bool
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion]:
         finished = 0
         try:
             async with aclosing(worker.stream("complete", prompt.token_ids, count, greedy)) as completions:
@@ -55,7 +55,8 @@ class RemoteGeneration:
             worker.release(count - finished)
 
     async def take_stats(self) -> dict[str, Any]:
-        answers = await self._workers.call_all("progress")
+        """See `Generation`; an engine that does not answer at once is counted in a later step."""
+        answers = await self._workers.progress()
         timeline = sorted(entry for answer in answers for entry in answer["token_timeline"])
         return {
             "token_timeline": timeline,

@@ -39,9 +39,11 @@ class RayEngineLink:
         losses, generates = [], False
         members = ray.get(self._controller.begin_sync.remote(), timeout=self._timeout_s)
         loading = [(info, handle, handle.update_weights.remote(package)) for info, handle in members]
+        answers = [answer for _, _, answer in loading]
+        ray.wait(answers, num_returns=len(answers), timeout=self._timeout_s) if answers else None
         for info, handle, answer in loading:
             try:
-                receipts[info.worker_id] = ray.get(answer, timeout=self._timeout_s)
+                receipts[info.worker_id] = ray.get(answer, timeout=0)
                 generates |= info.kind == GENERATION
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 losses.append(f"{info.worker_id}: {_cause(error)}")

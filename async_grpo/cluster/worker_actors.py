@@ -9,7 +9,6 @@ import ray
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.generation.engines import engine_class
-from async_grpo.options.source_file import SourceFile
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
 from async_grpo.weights.package import prove_landed, unpack
@@ -53,7 +52,7 @@ class WorkerActor(ChannelServer):
 class GenerationActor(WorkerActor):
     """An `Engine` of whichever class the run names."""
 
-    async def start(self, config: Any, settings: SharedRunSettings, engine: str | SourceFile = "vllm") -> int:
+    async def start(self, config: Any, settings: SharedRunSettings, engine: str = "vllm") -> int:
         """Load the model; returns the tokens that its KV cache holds."""
         self._engine = engine_class(engine).start(config, settings)
         self.serve({"complete": self._engine.complete, "progress": self._progress})

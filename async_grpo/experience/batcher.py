@@ -9,7 +9,8 @@ to every rank by `next_message`.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,7 +82,7 @@ class ExperienceBatcher:
             plan.advantages,
         )
         self.occupancy = EngineUtilization()
-        self._queues: list[asyncio.Queue[MicroBatch | StepEnd]] = [
+        self._queues: list[asyncio.Queue[MicroBatch | asyncio.Task[StepEnd]]] = [
             asyncio.Queue() for _ in range(plan.num_ranks)
         ]
         self._tasks: set[asyncio.Task] = set()
@@ -105,7 +106,7 @@ class ExperienceBatcher:
             RunFailed: a task of the batcher failed; carries its error.
             DeadlineExceeded: nothing came for `experience_timeout_s` seconds.
         """
-        get = asyncio.ensure_future(self._queues[rank].get())
+        get = asyncio.ensure_future(self._next_message(rank))
         failed = asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait(
@@ -119,6 +120,10 @@ class ExperienceBatcher:
         finally:
             get.cancel()
             failed.cancel()
+
+    async def _next_message(self, rank: int) -> MicroBatch | StepEnd:
+        message = await self._queues[rank].get()
+        return await asyncio.shield(message) if isinstance(message, asyncio.Task) else message
 
     async def weights_live(self, version: int) -> None:
         """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
@@ -183,8 +188,11 @@ class ExperienceBatcher:
         scoring: list[asyncio.Task[Sample]] = []
         self._generating(+count)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                async for completion in self.generation.generate(prompt, count, greedy=greedy):
+            async with (
+                asyncio.TaskGroup() as tasks,
+                aclosing(self.generation.generate(prompt, count, greedy=greedy)) as completions,
+            ):
+                async for completion in completions:
                     self._generating(-1)
                     scoring.append(tasks.create_task(self._score(prompt, completion, evaluation)))
         except BaseExceptionGroup as several:
@@ -235,14 +243,17 @@ class ExperienceBatcher:
     # From groups to the ranks -----------------------------------------------------------------------------------
 
     async def _offer(self, group: Group) -> None:
-        async with self._offering:  # else the next step's micro-batches could overtake this step's end
+        """Hand out what follows from a finished group. A step's end is put in its place at once, and filled in later."""
+        async with self._offering:  # a minibatch may be in a thread: no other group may come in between
             for event in await self._events(group):
+                messages: Sequence[MicroBatch | asyncio.Task[StepEnd]]
                 match event:
                     case MicroBatchRound(micro_batches):
                         messages = micro_batches
                     case StepComplete():
                         self._refuse_unscored(event)
-                        messages = [self._step_end(event, await self._take_stats())] * self.plan.num_ranks
+                        end = self._supervise(self._step_end(event), f"the end of step {event.step}")
+                        messages = [end] * self.plan.num_ranks
                 for queue, message in zip(self._queues, messages, strict=True):
                     queue.put_nowait(message)
 
@@ -264,8 +275,9 @@ class ExperienceBatcher:
                 f"{reasons[0] if reasons else samples[0].verdict.status.value}"
             )
 
-    def _step_end(self, closed: StepComplete, stats: dict[str, Any]) -> StepEnd:
+    async def _step_end(self, closed: StepComplete) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
+        stats = await self._take_stats()
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),
             "groups_without_signal": sum(
@@ -289,10 +301,12 @@ class ExperienceBatcher:
 
     # Supervision ------------------------------------------------------------------------------------------------
 
-    def _supervise(self, coroutine: Any, name: str) -> None:
+    def _supervise(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run it; its error ends the run."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)

@@ -1,21 +1,25 @@
 """`WorkerRegistry`: who can work, and who gets the next piece of it.
 
 The unit of admission is one sequence: a worker takes up to `max_sequences` at once and each is given back the moment
-it ends. The worker with the least outstanding work, in sequences and in tokens, goes first.
+it ends. Which of the workers with room gets a piece, a scheduling policy says.
 """
 
 import asyncio
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.options.source_file import find_entry
 from async_grpo.types import WorkerInfo
 
 
 @dataclass
-class _Member:
+class Member:
+    """A registered worker and what it has been given."""
+
     info: WorkerInfo
     active: bool = False  # gets work; False until it holds the current weights
     sequences: int = 0  # outstanding
@@ -27,6 +31,28 @@ class _Member:
             (self.sequences + sequences) / self.info.max_sequences,
             (self.tokens + tokens) / self.info.max_tokens,
         )
+
+
+# (workers with room for it, sequences, tokens of all of them) -> the one that gets the work
+SchedulingPolicy = Callable[[Sequence[Member], int, int], Member]
+
+
+def least_loaded(members: Sequence[Member], sequences: int, tokens: int) -> Member:
+    """The worker whose fuller resource, places or tokens, would be the emptiest."""
+    return min(members, key=lambda member: member.load_with(sequences, tokens))
+
+
+SCHEDULING_POLICIES: dict[str, SchedulingPolicy] = {"least_loaded": least_loaded}
+
+
+def scheduling_policy(name: str) -> SchedulingPolicy:
+    """The policy that `--scheduling` names: an entry, or FILE.py:NAME of a function of the user's own.
+
+    >>> scheduling_policy("random")
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigurationError: --scheduling 'random' is unknown; known: least_loaded; or FILE.py:NAME
+    """
+    return find_entry(name, SCHEDULING_POLICIES, lambda own: own, "scheduling")
 
 
 @dataclass
@@ -52,11 +78,12 @@ class WorkerRegistry:
     Args:
         kind: "generation" or "logprob", for messages.
         grace_s: how long `acquire` waits while no worker at all is registered.
+        policy: chooses among the workers with room.
     """
 
-    def __init__(self, kind: str, grace_s: float = 30.0) -> None:
-        self.kind, self.grace_s = kind, grace_s
-        self._members: dict[str, _Member] = {}
+    def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
+        self.kind, self.grace_s, self._policy = kind, grace_s, policy
+        self._members: dict[str, Member] = {}
         self._leases: dict[int, Lease] = {}
         self._waiters: deque[_Waiter] = deque()
         self._lease_ids = itertools.count()
@@ -71,7 +98,7 @@ class WorkerRegistry:
             raise ConfigurationError(
                 f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
             )
-        self._members[info.worker_id] = _Member(info)
+        self._members[info.worker_id] = Member(info)
         self._empty_since = None
 
     def activate(self, worker_id: str) -> None:
@@ -141,21 +168,14 @@ class WorkerRegistry:
     def _serve_waiters(self) -> None:
         while self._waiters:
             waiter = self._waiters[0]
-            member = self._least_loaded(waiter.sequences, waiter.tokens_each)
-            if member is None:
+            fitting = [member for member in self._members.values() if _has_room(member, waiter.sequences)]
+            if not fitting:
                 return  # the first in line waits, and so does everybody behind it: no starvation
+            member = self._policy(fitting, waiter.sequences, waiter.sequences * waiter.tokens_each)
             self._waiters.popleft()
             waiter.granted.set_result(self._admit(member, waiter))
 
-    def _least_loaded(self, sequences: int, tokens_each: int) -> _Member | None:
-        fitting = [
-            member
-            for member in self._members.values()
-            if member.active and member.sequences + sequences <= member.info.max_sequences
-        ]
-        return min(fitting, key=lambda m: m.load_with(sequences, sequences * tokens_each), default=None)
-
-    def _admit(self, member: _Member, waiter: _Waiter) -> Lease:
+    def _admit(self, member: Member, waiter: _Waiter) -> Lease:
         lease = Lease(next(self._lease_ids), member.info.worker_id, waiter.sequences, waiter.tokens_each)
         member.sequences += lease.sequences
         member.tokens += lease.sequences * lease.tokens_each
@@ -185,3 +205,7 @@ class WorkerRegistry:
                 f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "
                 f"python worker_dispatcher.py --mode {self.kind} ..."
             )
+
+
+def _has_room(member: Member, sequences: int) -> bool:
+    return member.active and member.sequences + sequences <= member.info.max_sequences

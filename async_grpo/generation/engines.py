@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.source_file import SourceFile, is_file
+from async_grpo.options.source_file import find_entry
 from async_grpo.protocols import Engine
 
 # name -> module:class, imported only where the engine runs
@@ -12,45 +12,27 @@ ENGINES = {
     "vllm": "async_grpo.generation.generation_worker:GenerationWorker",
     "fake": "async_grpo.testing.engine:FakeEngine",  # draws tokens at random: to try everything but an engine
 }
+METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
 
 
-def find_engine(name: str) -> str | SourceFile:
-    """What `--engine` names, in a form that travels to the process that runs it: a name, or the source of a file.
+def engine_class(name: str) -> type[Engine]:
+    """The engine that `--engine` names: an entry, or FILE.py:NAME of a class of the user's own.
 
     Raises:
-        ConfigurationError: there is no such engine.
+        ConfigurationError: there is no such engine, or what the file defines is none.
 
-    >>> find_engine("vllm")
-    'vllm'
-    >>> find_engine("tgi")
+    >>> engine_class("tgi")
     Traceback (most recent call last):
-    ...
-    async_grpo.errors.ConfigurationError: --engine 'tgi': known are vllm, fake, and FILE.py:NAME of a class of your own
+    async_grpo.errors.ConfigurationError: --engine 'tgi' is unknown; known: vllm, fake; or FILE.py:NAME
+    >>> engine_class("fake").__name__
+    'FakeEngine'
     """
-    if is_file(name):
-        return SourceFile.read(name)
-    if name not in ENGINES:
-        known = ", ".join(ENGINES)
+    found: Any = find_entry(name, ENGINES, lambda own: own, "engine")
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = getattr(import_module(module), attribute)
+    if missing := [method for method in METHODS if not callable(getattr(found, method, None))]:
         raise ConfigurationError(
-            f"--engine {name!r}: known are {known}, and FILE.py:NAME of a class of your own"
-        )
-    return name
-
-
-def engine_class(engine: str | SourceFile) -> type[Engine]:
-    """The class itself; importing it may take seconds.
-
-    Raises:
-        ConfigurationError: the file does not define it, or what it names is not an engine.
-    """
-    if isinstance(engine, SourceFile):
-        found: Any = engine.object()
-    else:
-        module, _, name = ENGINES[engine].partition(":")
-        found = getattr(import_module(module), name)
-    methods = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
-    if missing := [method for method in methods if not callable(getattr(found, method, None))]:
-        raise ConfigurationError(
-            f"the engine {engine} lacks {', '.join(missing)} (see async_grpo.protocols.Engine)"
+            f"--engine {name}: {found!r} lacks {', '.join(missing)} (see async_grpo.protocols.Engine)"
         )
     return found

@@ -6,7 +6,7 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ class GenerationWorker:
 
     async def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion]:
         """Yield `count` completions, sampled or of the likeliest token at every place, each as soon as it is finished.
 
         Closing the iterator aborts the other requests in the engine.

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -41,7 +41,7 @@ class FakeEngine:
 
     async def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion]:
         """See `Engine`; greedy completions are as random as the others."""
         drawn = [self._draw(len(prompt_token_ids)) for _ in range(count)]
         begun = time.time()

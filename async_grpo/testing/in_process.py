@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class InProcessWorker:
         answer = getattr(self.engine, method)(*args)
         return await answer if asyncio.iscoroutine(answer) else answer
 
-    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         self._check()
         async for item in getattr(self.engine, method)(*args):
             self._check()

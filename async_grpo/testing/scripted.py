@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class FakeGeneration:
 
     async def generate(
         self, prompt: Prompt, count: int, *, greedy: bool = False
-    ) -> AsyncIterator[Completion]:
+    ) -> AsyncGenerator[Completion]:
         (self.asked_greedily if greedy else self.asked).append(prompt.ordinal)
         numbers = [GREEDY] * count if greedy else range(count)
         members = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in numbers]

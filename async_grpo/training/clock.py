@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from async_grpo.training.distributed import Ranks
 
+DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
+AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it
+
 
 @dataclass
 class StepClock:
@@ -14,9 +17,8 @@ class StepClock:
 
     ranks: Ranks
     started: float = field(default_factory=time.perf_counter)
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"waiting_for_experience": 0.0, "computing": 0.0, "publishing_weights": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*DURING_STEP, *AFTER_STEP), 0.0))
+    time_per_batch: float = 0.0
     compute_intervals: list[tuple[float, float]] = field(default_factory=list)
 
     @contextmanager
@@ -30,11 +32,20 @@ class StepClock:
         if cause == "computing":
             self.compute_intervals.append((wall, wall + elapsed))
 
+    def stop(self) -> None:
+        """The step is done: its weights are live. What follows is measured apart."""
+        self.time_per_batch = time.perf_counter() - self.started
+
     def report(self) -> dict[str, float | list[tuple[float, float]]]:
-        """`seconds_<cause>` as means over ranks (a collective), time_per_batch, compute_intervals."""
-        means = self.ranks.mean(list(self.seconds.values()))
+        """`seconds_<cause>` (a collective), time_per_batch, compute_intervals.
+
+        Means over the ranks; of what follows the step, the longest of any rank.
+        """
+        means = self.ranks.mean([self.seconds[cause] for cause in DURING_STEP])
+        longest = self.ranks.max([self.seconds[cause] for cause in AFTER_STEP])
+        seconds = zip((*DURING_STEP, *AFTER_STEP), (*means, *longest), strict=True)
         return {
-            **{f"seconds_{cause}": mean for cause, mean in zip(self.seconds, means, strict=True)},
-            "time_per_batch": time.perf_counter() - self.started,
+            **{f"seconds_{cause}": value for cause, value in seconds},
+            "time_per_batch": self.time_per_batch,
             "compute_intervals": self.compute_intervals,
         }

@@ -51,10 +51,10 @@ class Trainer:
             end = self._accumulate_until_step_end(clock)
             metrics = self._take_step(clock, end)
             metrics |= self._publish(clock)
+            clock.stop()
+            metrics |= self._evaluate_and_save(clock)
             metrics |= clock.report()
-            metrics |= self.hook.on_step(self.progress.version) if self.hook else {}
             self._write_line(end, metrics)
-            self.checkpoints.save_if_due(self.policy, self.progress.samples)
         self.checkpoints.save_final(self.policy, self.progress.samples)
 
     def _accumulate_until_step_end(self, clock: StepClock) -> StepEnd:
@@ -76,6 +76,13 @@ class Trainer:
     def _publish(self, clock: StepClock) -> dict[str, float]:
         with clock.measure("publishing_weights"):
             return self.publisher.publish(self.policy, self.progress.version, self_test=False)
+
+    def _evaluate_and_save(self, clock: StepClock) -> dict[str, float]:
+        with clock.measure("evaluating"):
+            metrics = self.hook.on_step(self.progress.version) if self.hook else {}
+        with clock.measure("checkpointing"):
+            self.checkpoints.save_if_due(self.policy, self.progress.samples)
+        return metrics
 
     def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
         alarms = end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped"))

@@ -1,19 +1,23 @@
 """The run's controller as a plain class: whom it lets in, which weights they must hold, what it makes of a loss."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_grpo.cluster import run_setup, worker_program
 from async_grpo.cluster.controller import RunController
+from async_grpo.cluster.remote_services import RemoteGeneration
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
-from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.testing import completion
+from async_grpo.types import Completion, Prompt, SharedRunSettings, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
@@ -39,6 +43,8 @@ class Links:
     def __init__(self) -> None:
         self.lost: dict[str, Callable[[WorkerLost], None]] = {}
         self.closed: list[str] = []
+        self.silent_s: dict[str, float] = {}
+        self.completing = asyncio.Event()  # until it is set, no completion ends
 
     def __call__(self, handle: Any, name: str, on_lost: Callable[[WorkerLost], None]) -> "Links.Link":
         self.lost[name] = on_lost
@@ -49,7 +55,13 @@ class Links:
             self._links, self._name = links, name
 
         async def call(self, method: str, *args: Any) -> Any:
-            return f"{self._name} did {method}"
+            await asyncio.sleep(self._links.silent_s.get(self._name, 0.0))
+            return {"token_timeline": [], "paused_s": 1.0, "busy": []}
+
+        async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool) -> Any:
+            await self._links.completing.wait()
+            for _ in range(count):
+                yield completion(3)
 
         def close(self) -> None:
             self._links.closed.append(self._name)
@@ -202,6 +214,34 @@ async def test_a_fenced_worker_is_deregistered_and_its_lease_void(controller, li
     assert workers.registry.members() == [] and workers.registry.outstanding() == (0, 0)
     assert links.closed == ["generation worker g0"]
     assert await synced_to(controller) == set()
+
+
+async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, links):
+    for name in ("g0", "g1"):
+        await controller.register(worker(name), "handle", "")
+    links.silent_s["generation worker g1"] = 0.2
+    workers = controller._workers["generation"]
+    started = time.monotonic()
+    assert [answer["paused_s"] for answer in await workers.progress(timeout_s=0.05)] == [1.0]
+    assert time.monotonic() - started < 0.15
+    await asyncio.sleep(0.2)
+    assert len(await workers.progress(timeout_s=0.05)) == 2  # g0's new one, and g1's of before
+
+
+async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):
+    workers = controller._workers["generation"]
+    await controller.register(worker("g0"), "handle", "")
+    await controller.end_sync(package(0), ["g0"])
+    generation = RemoteGeneration(workers)
+
+    async def rollout() -> list[Completion]:
+        return [c async for c in generation.generate(Prompt(0, np.array([1, 2]), {}), 8)]
+
+    running = asyncio.create_task(rollout())
+    assert await is_waiting(running) and workers.registry.outstanding()[0] == 8
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert workers.registry.outstanding() == (0, 0)
 
 
 # The end ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The rollout loop on scripted engines and verifiers: order, overlap, failures, ends."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -75,6 +76,43 @@ async def test_without_staleness_every_sample_is_of_the_policy_being_trained():
     for batches, end in await train(batcher, generation, 3):
         assert end.stats["staleness_max"] == 0
         assert {v for batch in batches for v in batch.versions[batch.loss_mask]} == {end.step}
+
+
+async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_is_overtaken_by_none():
+    """Two steps finish while an engine is silent about the first: their messages come in order all the same."""
+
+    class Silent(FakeGeneration):
+        async def take_stats(self):
+            await asyncio.sleep(0.3)
+            return await super().take_stats()
+
+    generation = Silent(length=by_member, delay=lambda ordinal, member: 0.0)
+    batcher = ExperienceBatcher(plan(num_steps=2), questions(), generation, FakeVerification())
+    await batcher.start()
+    await asyncio.sleep(0.15)  # both steps are generated and scored meanwhile
+    assert batcher.steps.step == 2
+    steps = [(len(batches), end.step) for batches, end in await train(batcher, generation, 2)]
+    assert steps == [(1, 0), (1, 1)]
+
+
+async def test_while_a_whole_minibatch_is_computed_no_group_of_the_next_step_comes_in_between():
+    """A batch-coupled estimator works in a thread; the groups that finish meanwhile wait for it."""
+    generation = FakeGeneration(length=by_member)
+    made = plan(num_steps=2, advantages=AdvantageConfig(estimator="reinforce_plus_plus"))
+    batcher = ExperienceBatcher(made, questions(), generation, FakeVerification())
+    offer, at_once = batcher.steps.offer, []
+
+    def slowly(group):
+        at_once.append(1)
+        assert len(at_once) == 1, "two groups were offered at once"
+        time.sleep(0.05)
+        events = offer(group)
+        at_once.pop()
+        return events
+
+    batcher.steps.offer = slowly
+    await batcher.start()
+    assert [end.step for _, end in await train(batcher, generation, 2)] == [0, 1]
 
 
 async def test_with_staleness_one_the_next_step_is_generated_while_this_one_trains():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.experience.worker_registry import WorkerRegistry
+from async_grpo.experience.worker_registry import WorkerRegistry, scheduling_policy
 from async_grpo.types import WorkerInfo
 
 
@@ -123,6 +123,16 @@ async def test_a_caller_that_goes_away_leaves_the_queue():
     await asyncio.gather(gone, return_exceptions=True)
     registry.release(lease.lease_id, 1)
     assert (await asyncio.wait_for(next_one, 1)).sequences == 1
+
+
+async def test_a_policy_of_the_user_s_own_decides_who_gets_the_work(tmp_path):
+    """And only among those with room: the last of a list is not the last worker."""
+    (tmp_path / "own.py").write_text("def last(members, sequences, tokens):\n    return members[-1]\n")
+    registry = WorkerRegistry("generation", 5.0, scheduling_policy(f"{tmp_path / 'own.py'}:last"))
+    for worker in (info("a", 8), info("b", 8), info("full", 1)):
+        registry.register(worker)
+        registry.activate(worker.worker_id)
+    assert [(await registry.acquire(2, 10)).worker_id for _ in range(5)] == [*["b"] * 4, "a"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -86,8 +86,8 @@ def test_two_steps_in_order(ranks):
     trainer(script, ranks, 2).run()
     assert script.calls == [
         *["publish 0 with self-test", "start"],
-        *["add", "add", "add", "finish", "publish 1", "hook 1", "write", "save if due at 8"],
-        *["add", "finish", "publish 2", "hook 2", "write", "save if due at 24"],
+        *["add", "add", "add", "finish", "publish 1", "hook 1", "save if due at 8", "write"],
+        *["add", "finish", "publish 2", "hook 2", "save if due at 24", "write"],
         "final save at 24",
     ]
 
@@ -139,6 +139,23 @@ def test_waiting_and_computing_are_told_apart_and_intervals_are_wall_clock(ranks
     assert before <= intervals[0][0] and intervals[-1][1] <= time.time() + 0.001
     assert all(start <= end for start, end in intervals)
     assert sum(end - start for start, end in intervals) == pytest.approx(line["seconds_computing"], abs=1e-3)
+
+
+def test_the_seconds_of_an_evaluation_and_a_checkpoint_are_told_apart_from_the_step(ranks):
+    class Slow(Script):
+        def on_step(self, step):
+            time.sleep(0.05)
+            return {}
+
+        def save_if_due(self, policy, samples):
+            time.sleep(0.1)
+
+    script = Slow([1])
+    trainer(script, ranks, 1).run()
+    line = script.lines[0]
+    assert 0.05 <= line["seconds_evaluating"] < 0.1 <= line["seconds_checkpointing"]
+    parts = ("seconds_waiting_for_experience", "seconds_computing", "seconds_publishing_weights")
+    assert sum(line[part] for part in parts) <= line["time_per_batch"] < 0.05
 
 
 def test_only_rank_0_writes(ranks):
