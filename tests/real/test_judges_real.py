@@ -236,7 +236,7 @@ async def test_calls_survive_one_killed_replica_and_fail_by_name_without_any(cha
         failed = [outcome for outcome in outcomes if not isinstance(outcome, dict)]
         assert failed and all(isinstance(outcome, JudgeError) for outcome in failed)
         assert any(isinstance(outcome, JudgeUnavailable) for outcome in failed)
-    while chat.num_deaths < 2:
+    while len(chat.deaths()) < 2:
         await asyncio.sleep(0.1)
     with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
         chat.check()

@@ -33,7 +33,6 @@ from async_grpo.rewards.judges.remote_judge import (
     RemoteJudge,
     Usage,
     require,
-    total_tokens,
     with_spending,
 )
 
@@ -146,18 +145,24 @@ class LLMJudge(RemoteJudge):
             ConfigurationError: the template names a column that the sample does not have.
             JudgeError: too few replies came, or could be read. Its `spent` are the extras of what that has cost.
         """
+        import asyncio  # here, because registry files import this module and must stay cheap
+
         votes: list[Vote] = []
         lost: list[JudgeError] = []
         unread: list[str] = []
         usage, wanted = Usage(), self.votes
         for _ in range(ROUNDS):
+            per_request = wanted if self.one_request else 1
+            bodies = [
+                self._body(sample, per_request) for _ in range(wanted // per_request)
+            ]  # each with a new key
+            asked = [self._ask(body, per_request, usage, client, phase, deadline) for body in bodies]
             unread = []
-            for reply in await self._replies(sample, client, wanted, phase, deadline, usage):
+            for reply in await asyncio.gather(*asked):
                 if isinstance(reply, JudgeError):
                     lost.append(reply)
-                    continue
-                usage.add(reply)
-                self._read(reply, wanted if self.one_request else 1, votes, unread)
+                else:
+                    self._read(reply, per_request, votes, unread)
             wanted = len(unread)
             if not wanted:
                 break
@@ -173,46 +178,21 @@ class LLMJudge(RemoteJudge):
         prompt = _characters(self._body(sample, 1)) / CHARACTERS_PER_TOKEN
         return prompt * (1 if self.one_request else self.votes), float(self.max_tokens * self.votes)
 
-    async def _replies(
-        self,
-        sample: Mapping[str, Any],
-        client: "EndpointClient",
-        count: int,
-        phase: str,
-        deadline: "Deadline | float",
-        usage: Usage,
-    ) -> list[dict[str, Any] | JudgeError]:
-        """`count` votes, in one request or as many; each with a new key for its fence."""
-        per_request = count if self.one_request else 1
-        bodies = [self._body(sample, per_request) for _ in range(count // per_request)]
-        calls = [self._ask(client, body, per_request, phase, deadline, usage) for body in bodies]
-        import asyncio  # here, because the page of rewards imports this module and must stay cheap
-
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException) and not isinstance(reply, JudgeError):
-                raise reply
-        return replies  # type: ignore[return-value]
-
     async def _ask(
         self,
-        client: "EndpointClient",
         body: dict[str, Any],
         count: int,
+        usage: Usage,
+        client: "EndpointClient",
         phase: str,
         deadline: "Deadline | float",
-        usage: Usage,
-    ) -> dict[str, Any]:
-        prompt, completion = _characters(body) / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
-        return await client.post(
-            self.path,
-            body,
-            tokens=prompt + completion,
-            phase=phase,
-            deadline=deadline,
-            used_tokens=total_tokens,
-            unanswered=lambda: usage.missed(prompt, completion),
-        )
+    ) -> dict[str, Any] | JudgeError:
+        """One reply with `count` choices, or why there is none: the other requests are not its fault."""
+        tokens = _characters(body) / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
+        try:
+            return await usage.post(client, self.path, body, tokens, phase=phase, deadline=deadline)
+        except JudgeError as error:
+            return error
 
     def _body(self, sample: Mapping[str, Any], count: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": self._messages(sample)}

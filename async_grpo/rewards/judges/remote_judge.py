@@ -4,12 +4,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.step_rewards import is_finite_number
 from async_grpo.rewards.http.endpoint import Endpoint, JudgeError
 from async_grpo.rewards.http.limits import Limits
+
+if TYPE_CHECKING:
+    from async_grpo.rewards.http.http_client import EndpointClient
 
 # Set by `async-grpo run --judge-model`, or by the user, and known to every process of a run:
 JUDGE_URLS = "JUDGE_URLS"  # addresses of a judge's servers, comma separated
@@ -107,21 +110,33 @@ class Usage:
     total_tokens: float = 0.0
     known: bool = True
 
-    def add(self, reply: Mapping[str, Any]) -> None:
+    async def post(
+        self,
+        client: "EndpointClient",
+        path: str,
+        body: dict[str, Any],
+        tokens: tuple[float, float],
+        **asked: Any,
+    ) -> dict[str, Any]:
+        """`client.post`, and note what it takes; `tokens`: (prompt, completion) at most, also of an unanswered request."""
+        prompt, completion = tokens
+
+        def unanswered() -> None:
+            self.prompt_tokens += prompt
+            self.completion_tokens += completion
+            self.total_tokens += prompt + completion
+
+        reply = await client.post(
+            path, body, tokens=prompt + completion, used_tokens=total_tokens, unanswered=unanswered, **asked
+        )
         total = total_tokens(reply)
         if total is None:
             self.known = False
-            return
-        usage = reply["usage"]
-        self.total_tokens += total
-        self.prompt_tokens += _count(usage.get("prompt_tokens")) or 0.0
-        self.completion_tokens += _count(usage.get("completion_tokens")) or 0.0
-
-    def missed(self, prompt_tokens: float, completion_tokens: float) -> None:
-        """A request was sent and not answered: it may have taken as much as this."""
-        self.prompt_tokens += prompt_tokens
-        self.completion_tokens += completion_tokens
-        self.total_tokens += prompt_tokens + completion_tokens
+        else:
+            self.total_tokens += total
+            self.prompt_tokens += _count(reply["usage"].get("prompt_tokens")) or 0.0
+            self.completion_tokens += _count(reply["usage"].get("completion_tokens")) or 0.0
+        return reply
 
     def extras(self, price_per_million_tokens: tuple[float, float] | None) -> dict[str, float]:
         """`judge_tokens` and, with a price for (prompt, completion), `judge_cost`; nothing if a reply left it out."""

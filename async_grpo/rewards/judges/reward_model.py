@@ -21,7 +21,6 @@ from async_grpo.rewards.judges.remote_judge import (
     Usage,
     fits,
     require,
-    total_tokens,
     with_spending,
 )
 
@@ -89,21 +88,12 @@ class RewardModelJudge(RemoteJudge):
             ConfigurationError: the sample lacks a column.
             JudgeError: no reply came, or one without a finite number.
         """
-        body = self._body(sample)
-        tokens, _ = self.token_estimate(sample)
         prices = None if self.price_per_million_tokens is None else (self.price_per_million_tokens, 0.0)
-        usage = Usage()
+        usage, tokens = Usage(), self.token_estimate(sample)
         try:
-            reply = await client.post(
-                self.path,
-                body,
-                tokens=tokens,
-                phase=phase,
-                deadline=deadline,
-                used_tokens=total_tokens,
-                unanswered=lambda: usage.missed(tokens, 0.0),
+            reply = await usage.post(
+                client, self.path, self._body(sample), tokens, phase=phase, deadline=deadline
             )
-            usage.add(reply)
             return {"reward": last_number(reply, FIELDS[self.task])} | usage.extras(prices)
         except JudgeError as error:
             raise with_spending(error, usage.extras(prices)) from None

@@ -3,12 +3,13 @@
     with JudgeServer("Qwen2.5-7B-Instruct", log_folder="runs/x/logs", replicas=2, devices=("6", "7")) as server:
         judge = LLMJudge(url=server.urls, model=server.served_name)
 
-The servers are children of a keeper (`keeper`), which starts one again that died, and ends all of them, engines
+The servers are children of a `server_supervisor`, which starts one again that died, and ends all of them, engines
 included, when the JudgeServer is closed or its process is gone.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,16 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from async_grpo.errors import DeadlineExceeded, WorkerLost
+from async_grpo.processes.process_tree import descendants
 from async_grpo.processes.supervisor import Program, log_excerpt
 from async_grpo.rewards.judges import vllm_program
 from async_grpo.rewards.judges.remote_judge import require
 
 POLL_S, ASK_S = 0.5, 5.0
 SLEEP_S = 120.0  # to move the weights of a large model
-CLOSE_S = 45.0  # the keeper ends its programs one after the other, each with some grace
+CLOSE_S = 45.0  # the supervisor ends its programs one after the other, each with some grace
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -86,10 +86,9 @@ class JudgeServer:
             }
             for name, port, device in zip(self._names, self._ports, devices or [None] * replicas, strict=True)
         ]
-        self._folder, self._restarts = Path(log_folder), restarts
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._heard = b""
-        self._deaths: list[dict[str, Any]] = []
+        self._folder, self._restarts = Path(log_folder).absolute(), restarts
+        self._deaths = self._folder / f"judge-deaths-{self._ports[0]}.jsonl"
+        self._supervisor: subprocess.Popen[bytes] | None = None
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -112,31 +111,31 @@ class JudgeServer:
             WorkerLost: one ended first; with its last words.
             DeadlineExceeded: one was not ready in time; with its last words.
         """
-        require(self._keeper is None, "the judge server is started already")
+        require(self._supervisor is None, "the judge server is started already")
         vllm_program.require_free(self._host, self._ports)
         give_up = time.monotonic() + timeout_s
         try:
-            self._start_keeper()
+            self._start_supervisor()
             for name, url in zip(self._names, self.urls, strict=True):
                 while not self._serves(url):
-                    self._raise_for(self._news())
+                    self._raise_for(self.deaths())
                     if time.monotonic() > give_up:
                         message = f"{name} did not serve on {url} within {timeout_s:g} s"
-                        raise DeadlineExceeded(message + self._words(name))
+                        raise DeadlineExceeded(message + self._log_excerpt(name))
                     time.sleep(POLL_S)
-            self._raise_for(self._news())
+            self._raise_for(self.deaths())
         except BaseException:
             self.close()
             raise
 
     def check(self) -> None:
-        """Raise WorkerLost if a replica died for good, or the keeper did. Cheap: for every step."""
-        self._raise_for([death for death in self._news() if death["last"]])
+        """Raise WorkerLost if a replica died for good, or the supervisor did. Cheap: for every step."""
+        self._raise_for([death for death in self.deaths() if death["last"]])
 
-    @property
-    def num_deaths(self) -> int:
-        """How often a replica has died so far, those that were started again included."""
-        return len(self._news())
+    def deaths(self) -> list[dict[str, Any]]:
+        """All deaths of replicas so far, those that were started again included: `name`, `what`, `log`, `last`."""
+        lines = self._deaths.read_text().splitlines(keepends=True) if self._deaths.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def sleep(self, level: int = 1) -> None:
         """Give the GPUs' memory back: 1 keeps the weights in main memory, 2 drops them. Ends running requests.
@@ -154,39 +153,36 @@ class JudgeServer:
 
     def close(self) -> None:
         """End all replicas; harmless when repeated. Nothing is left after `CLOSE_S`."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
             return
-        assert keeper.stdin is not None and keeper.stdout is not None
-        keeper.stdin.close()
+        assert supervisor.stdin is not None
+        supervisor.stdin.close()
         try:
-            keeper.wait(CLOSE_S)
+            supervisor.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
-            process = psutil.Process(keeper.pid)
-            for one in [*process.children(recursive=True), process]:
-                one.kill()
-            keeper.wait()
-        finally:
-            keeper.stdout.close()
+            for pid in [*descendants(supervisor.pid), supervisor.pid]:
+                os.kill(pid, signal.SIGKILL)
+            supervisor.wait()
 
-    def _start_keeper(self) -> None:
+    def _start_supervisor(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._deaths.unlink(missing_ok=True)
         root = str(Path(__file__).resolve().parents[3])  # of this package, wherever it was imported from
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        with (self._folder / "judge-keeper.log").open("wb") as errors:
-            self._keeper = subprocess.Popen(
+        with (self._folder / "judge-supervisor.log").open("wb") as errors:
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-m", "async_grpo.rewards.judges.server_supervisor"],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=errors,
                 stderr=errors,
                 bufsize=0,
                 start_new_session=True,  # a Ctrl-C is the owner's, which closes in order
                 env=vllm_program.forwarded() | {"PYTHONPATH": path},
             )
-        order = {"folder": str(self._folder), "restarts": self._restarts, "programs": self._programs}
-        assert self._keeper.stdin is not None and self._keeper.stdout is not None
-        os.set_blocking(self._keeper.stdout.fileno(), False)
-        self._keeper.stdin.write(json.dumps(order).encode() + b"\n")
+        order = {"folder": str(self._folder), "deaths": str(self._deaths), "restarts": self._restarts}
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.write(json.dumps(order | {"programs": self._programs}).encode() + b"\n")
 
     def _serves(self, url: str) -> bool:
         try:
@@ -202,9 +198,9 @@ class JudgeServer:
                 self._request(url + path, SLEEP_S, method="POST")
                 obeyed = self._request(url + "/is_sleeping", ASK_S)["is_sleeping"] is sleeping
             except (OSError, ValueError, KeyError) as error:
-                raise WorkerLost(f"{name} did not answer {path}: {error}{self._words(name)}") from error
+                raise WorkerLost(f"{name} did not answer {path}: {error}{self._log_excerpt(name)}") from error
             if not obeyed:
-                raise WorkerLost(f"{name} did not obey {path}{self._words(name)}")
+                raise WorkerLost(f"{name} did not obey {path}{self._log_excerpt(name)}")
 
     def _request(self, url: str, timeout_s: float, method: str = "GET") -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
@@ -212,27 +208,19 @@ class JudgeServer:
         with _NO_PROXY.open(request, timeout=timeout_s) as reply:
             return json.loads(reply.read())
 
-    def _news(self) -> list[dict[str, Any]]:
-        """All deaths so far, as the keeper tells them."""
-        if self._keeper is not None and self._keeper.stdout is not None:
-            try:
-                while part := os.read(self._keeper.stdout.fileno(), 1 << 16):
-                    self._heard += part
-            except BlockingIOError:  # no more for now
-                pass
-        *lines, self._heard = self._heard.split(b"\n")
-        self._deaths += map(json.loads, lines)
-        return self._deaths
-
     def _raise_for(self, deaths: Sequence[Mapping[str, Any]]) -> None:
         if deaths:
-            raise WorkerLost("; ".join(f"{death['what']}{death['words']}" for death in deaths))
-        if self._keeper is None or self._keeper.poll() is not None:
-            raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-keeper.log'}")
+            raise WorkerLost("; ".join(f"{death['what']}{death['log']}" for death in deaths))
+        if self._supervisor is None or self._supervisor.poll() is not None:
+            raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
-    def _words(self, name: str) -> str:
+    def _log_excerpt(self, name: str) -> str:
         output = self._folder / f"{name.replace(' ', '-')}.log"
-        return log_excerpt(Program(name, self._keeper, output)) if self._keeper and output.exists() else ""
+        return (
+            log_excerpt(Program(name, self._supervisor, output))
+            if self._supervisor and output.exists()
+            else ""
+        )
 
 
 def _check(

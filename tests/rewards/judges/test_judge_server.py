@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
-from async_grpo.rewards.judges import server_supervisor as keeper
-from async_grpo.rewards.judges import vllm_program
+from async_grpo.rewards.judges import server_supervisor, vllm_program
 from async_grpo.rewards.judges.server import JudgeServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,7 +80,7 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     before = set(psutil.Process().children())
     yield
     wait_until(lambda: not programs(str(tmp_path)), f"the end of {programs(str(tmp_path))}", 10.0)
-    assert set(psutil.Process().children()) <= before  # no keeper, not even a zombie
+    assert set(psutil.Process().children()) <= before  # no supervisor, not even a zombie
 
 
 def programs(word: str) -> list[psutil.Process]:
@@ -94,7 +93,7 @@ def programs(word: str) -> list[psutil.Process]:
     return found
 
 
-def keepers(owner: int | None = None) -> list[psutil.Process]:
+def supervisors(owner: int | None = None) -> list[psutil.Process]:
     """Of the judge servers of a process; of this one if none is given."""
     alive = [one for one in psutil.Process(owner).children() if one.status() != psutil.STATUS_ZOMBIE]
     return [one for one in alive if "async_grpo.rewards.judges.server_supervisor" in one.cmdline()]
@@ -126,7 +125,7 @@ def test_replicas_serve_on_ports_of_their_own_until_they_are_closed(model, progr
         for url in server.urls:
             assert len(programs(port_of(url))) == 2  # it and its engine
         server.check()
-        assert server.num_deaths == 0
+        assert server.deaths() == []
     assert not [one for url in server.urls for one in programs(port_of(url))]
     server.close()  # harmless
     with pytest.raises(WorkerLost, match="does not run"):
@@ -138,14 +137,14 @@ def test_a_killed_replica_is_replaced_on_its_port_and_its_engine_ended(model, pr
         url = server.urls[0]
         engine = next(one for one in programs(port_of(url)) if "# engine of" in " ".join(one.cmdline()))
         main_program(url).kill()
-        wait_until(lambda: server.num_deaths == 1, "the news of the death")
+        wait_until(lambda: len(server.deaths()) == 1, "the news of the death")
         wait_until(
             lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine's end"
         )
         server.check()  # not for good
         wait_until(lambda: server._serves(url), "the new one")
         main_program(url).kill()
-        wait_until(lambda: server.num_deaths == 2, "the news of the second death")
+        wait_until(lambda: len(server.deaths()) == 2, "the news of the second death")
         with pytest.raises(
             WorkerLost, match=r"judge judge 0 restart 1 was killed by SIGKILL(.|\n)*hello from judge on"
         ):
@@ -189,7 +188,7 @@ def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_pa
         starter = threading.Thread(target=server.start)  # a thread that ends is not an owner that dies
         starter.start(); starter.join()
         time.sleep(1.0)
-        other = os.fork()  # it inherits the pipe to the keeper, and lives on
+        other = os.fork()  # it inherits the pipe to the supervisor, and lives on
         if other:
             print(server.urls[0], other, flush=True)
         time.sleep(600)
@@ -199,12 +198,12 @@ def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_pa
     process = subprocess.Popen([sys.executable, owner], stdout=subprocess.PIPE, text=True, env=environment)
     url, other = process.stdout.readline().split()
     assert len(programs(port_of(url))) == 2
-    (its_keeper,) = keepers(process.pid)
+    (its_supervisor,) = supervisors(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     process.stdout.close()
     try:
-        wait_until(lambda: not programs(port_of(url)) and not its_keeper.is_running(), "the servers' end")
+        wait_until(lambda: not programs(port_of(url)) and not its_supervisor.is_running(), "the servers' end")
     finally:
         os.kill(int(other), signal.SIGKILL)
 
@@ -272,11 +271,11 @@ def test_each_replica_sees_its_own_gpus(model):
     assert [program["environment"]["CUDA_VISIBLE_DEVICES"] for program in server._programs] == ["4,5", "6,7"]
 
 
-def test_the_keeper_can_be_told_to_end(model, program):
+def test_the_supervisor_can_be_told_to_end(model, program):
     """By SIGTERM too, as a machine that is shut down says it."""
     server = server_of(model)
     server.start()
-    (process,) = keepers()
+    (process,) = supervisors()
     process.terminate()
     process.wait(20)
     assert not programs(port_of(server.urls[0]))
@@ -291,7 +290,7 @@ def test_a_server_is_started_in_any_thread(model, program):
     starter = threading.Thread(target=server.start)
     starter.start()
     starter.join()
-    time.sleep(3 * keeper.POLL_S)
+    time.sleep(3 * server_supervisor.POLL_S)
     server.check()
-    assert server.num_deaths == 0
+    assert server.deaths() == []
     server.close()
