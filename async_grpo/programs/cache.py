@@ -55,7 +55,7 @@ def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
     console = console or Console(markup=False, highlight=False, emoji=False)
     if not Path(config.path).is_file():
         raise ConfigurationError(f"{config.path}: there is no such verdict cache")
-    file = CacheFile(config.path, busy_s=BUSY_S, repair=False)
+    file = CacheFile(config.path, busy_s=BUSY_S)
     try:
         known = [one.adapter for one in file.entries()]
         if config.prune_adapter not in (None, *known):

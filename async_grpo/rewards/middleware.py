@@ -84,8 +84,6 @@ class CallMiddleware:
     async def close(self) -> None:
         if self._cache is not None:
             await self._cache.close()
-        if self._budget is not None:
-            self._budget.close()
 
 
 def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -24,8 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.cache.connection import APPLICATION_ID
-from async_grpo.rewards.cache.file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.cache.file import APPLICATION_ID, ENTRY_OVERHEAD_BYTES, STORAGE_ERRORS, CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache, key_of, version_of, version_of_judge
 from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.judges import HTTPScorer
@@ -178,7 +176,6 @@ operations = st.one_of(
     st.tuples(st.just("get"), keys),
     st.tuples(st.just("sleep"), st.integers(1, 50)),
     st.tuples(st.just("reopen")),
-    st.tuples(st.just("flush")),
     st.tuples(
         st.just("prune"),
         st.none() | st.integers(0, 60),
@@ -195,50 +192,27 @@ def test_the_file_behaves_like_a_dict(tmp_path_factory, script):
     now = [1000.0]
     file = CacheFile(tmp_path_factory.mktemp("cache") / "c.sqlite", now=lambda: now[0])
     model = Model()
-    touched: set[str] = set()
-
-    def flushed() -> None:
-        for key in touched & model.entries.keys():
-            model.entries[key][3] = now[0]
-        touched.clear()
-
     for act, *values in script:
         if act == "put":
             key, text, cost = values
             file.put(key, text, cost)
             model.entries[key] = [text, cost, now[0], now[0], 0]
-            touched.discard(key)  # the model's hits were those of the older entry
-            file._touched.pop(key, None)
         elif act == "get":
             (key,) = values
             entry = model.entries.get(key)
             assert file.get(key) == ((entry[0], entry[1]) if entry else None)
             if entry:
-                entry[4] += 1
-                touched.add(key)
+                entry[3:] = [now[0], entry[4] + 1]
         elif act == "sleep":
             now[0] += values[0]
         elif act == "prune":
             unused_for_s, adapter, max_bytes, compact = values
-            flushed()
             options = {"unused_for_s": unused_for_s, "adapter": adapter, "max_bytes": max_bytes}
             assert file.prune(**options, compact=compact) == model.prune(now[0], **options)
         else:
-            file.close() if act == "reopen" else file.flush()
-            flushed()
-    file.flush()
+            file.close()
     summary = [tuple(vars(entries).values()) for entries in file.entries()]
     assert summary == model.summary()
-    file.close()
-
-
-def test_hits_add_up_over_flushes(tmp_path):
-    file = CacheFile(tmp_path / "c.sqlite")
-    file.put("a:1", "x", 0.5)
-    for _ in range(3):
-        assert file.get("a:1") and file.get("a:1")
-        file.flush()
-    assert (file.entries()[0].hits, file.entries()[0].cost_saved) == (6, 3.0)
     file.close()
 
 
@@ -280,7 +254,6 @@ async def test_many_who_ask_the_same_at_once_share_one_call(tmp_path):
     assert [one["reward"] for one in answers] == [n % 3 for n in range(60)] and len(journal) == 3
     answers[0]["extra"]["mine"] = 1.0  # what one does to its answer is not seen by others
     assert answers[3] == answer(0)
-    await settled(cache)
     stats = cache.stats()
     assert (stats["misses"], stats["shared"], stats["stored"], stats["hits"]) == (3, 57, 3, 0)
     await cache.close()
@@ -394,8 +367,6 @@ file, name, first, last = CacheFile(sys.argv[1], busy_s=20), sys.argv[2], int(sy
 for number in range(first, last):
     file.put(f"{name}:{number}", str(number) * 50, 0.5)
     assert file.get(f"{name}:{number}")[0] == str(number) * 50
-    if number % 50 == 0:
-        file.flush()
     print(number, flush=True)
 file.close()
 """
@@ -446,7 +417,7 @@ def test_a_killed_writer_leaves_every_entry_that_it_had_written(tmp_path):
         rest = process.stdout.read().split("\n")
         process.wait(20)
         last = max(seen + [int(line) for line in rest[:-1]])
-        file = CacheFile(path, repair=False)
+        file = CacheFile(path)
         assert all(file.get(f"a:{number}") == (str(number) * 50, 0.5) for number in range(last + 1))
         file.close()
         first = last + 1
@@ -480,11 +451,8 @@ def test_whatever_becomes_of_the_bytes_no_answer_is_one_that_was_not_given(tmp_p
         damaged(path, chance.randrange(100, path.stat().st_size - 3000), noise)
     file = CacheFile(path)
     for key, text in content.items():
-        try:
-            found = file.get(key)
-        except sqlite3.DatabaseError:
-            continue
-        assert found is None or found == (text, 0.0)
+        with contextlib.suppress(ConfigurationError, *STORAGE_ERRORS):
+            assert file.get(key) in (None, (text, 0.0))
     file.close()
 
 
@@ -500,66 +468,14 @@ def test_an_answer_with_one_digit_changed_on_the_disk_is_asked_again(tmp_path):
 
 
 @pytest.mark.parametrize("where", [(4096, b"\xff" * 4096), (3300, b"\xb0" * 700)], ids=["tree", "schema"])
-def test_a_damaged_cache_is_moved_aside_loudly_and_begun_anew(tmp_path, caplog, where):
+def test_a_damaged_cache_is_refused_when_the_run_starts_and_left_as_it_is(tmp_path, where):
     path = tmp_path / "c.sqlite"
     filled(path)
     damaged(path, *where)
-    with pytest.raises(ConfigurationError, match=r"c.sqlite is damaged.*delete it"):
-        CacheFile(path, repair=False).open()
-    file = CacheFile(path)
-    assert file.get("a:1") is None
-    file.put("a:1", "new")
-    assert file.get("a:1") == ("new", 0.0)
-    (aside,) = tmp_path.glob("c.sqlite.damaged-*")
-    assert f"moved to {aside}, and begun anew" in caplog.text
-    file.close()
-
-
-def test_the_journal_of_a_damaged_cache_goes_with_it_also_while_somebody_has_it_open(tmp_path):
-    path = tmp_path / "c.sqlite"
-    filled(path)
-    other = CacheFile(path)
-    other.put("a:other", "in the journal")
-    damaged(path, 6 * 4096, b"\xff" * 5 * 4096)
-    file = CacheFile(path)
-    file.put("a:1", "new")
-    assert [one.count for one in file.entries()] == [1]
-    moved = [aside.name.split("-")[3:] for aside in sorted(tmp_path.glob("c.sqlite.damaged-*"))]
-    assert moved == [[], ["shm"], ["wal"]]
-    with contextlib.suppress(sqlite3.DatabaseError):
-        other.put("a:2", "where nobody will read it")
-    assert file.get("a:2") is None and file.get("a:1") == ("new", 0.0)
-    file.close()
-    other.close()
-    assert CacheFile(path, repair=False).get("a:1") == ("new", 0.0)
-
-
-def test_who_opens_a_cache_waits_for_another_who_does(tmp_path):
-    filled(tmp_path / "c.sqlite", 1)
-    with (tmp_path / "c.sqlite.lock").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(sqlite3.OperationalError, match="c.sqlite.lock is held for 0.05 s"):
-            CacheFile(tmp_path / "c.sqlite", busy_s=0.05).open()
-        releasing = threading.Timer(0.1, fcntl.flock, (held, fcntl.LOCK_UN))
-        releasing.start()
-        file = CacheFile(tmp_path / "c.sqlite", busy_s=20)
-        assert file.get("a:0")
-        file.close()
-        releasing.join()
-
-
-def test_several_processes_that_find_it_damaged_begin_one_new_file(tmp_path):
-    path = tmp_path / "c.sqlite"
-    filled(path)
-    damaged(path, 4096, b"\xff" * 4096)
-    writers = [writer(path, name, 0, 30) for name in "abc"]
-    for process in writers:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    assert len(list(tmp_path.glob("c.sqlite.damaged-*"))) == 1
-    assert [(entries.adapter, entries.count) for entries in CacheFile(path).entries()] == [
-        (n, 30) for n in "abc"
-    ]
+    before = path.read_bytes()
+    with pytest.raises(ConfigurationError, match=r"c.sqlite is damaged .*: delete it"):
+        VerdictCache(path)
+    assert path.read_bytes() == before
 
 
 def somebody_elses(path: Path) -> None:
@@ -584,7 +500,7 @@ def of_the_future(path: Path) -> None:
         (lambda path: path.write_text("x"), "is no verdict cache"),
         (somebody_elses, "is the database of something else: name another"),
         (of_the_future, "has schema 9, and this version of async-grpo knows 1: name another file, or delete"),
-        (lambda path: path.mkdir(), "cannot be written: .*it is a folder"),
+        (lambda path: path.mkdir(), "cannot be written: .*Is a directory"),
         (lambda path: path.parent.rmdir() or path.parent.write_text(""), "cannot be written"),
     ],
 )
@@ -610,23 +526,16 @@ def write_lock_on(path: Path):
         connection.execute("ROLLBACK")
 
 
-async def settled(cache: VerdictCache) -> None:
-    while cache._writing:
-        await asyncio.sleep(0.005)
-
-
 async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_path, caplog):
     cache = VerdictCache(tmp_path / "c.sqlite", busy_s=0.05, retry_s=0.3)
     await cache.get_or_call("a:old", caller(answer(2)))
-    await settled(cache)
     with write_lock_on(tmp_path / "c.sqlite"):
+        assert await cache.get_or_call("a:old", caller(None)) == answer(2)  # reading goes on
         for number in range(20):
             assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
-            await settled(cache)
-        assert await cache.get_or_call("a:old", caller(None)) == answer(2)  # reading goes on
-    assert caplog.text.count("writing the verdict cache") == 1 and "database is locked" in caplog.text
+    assert caplog.text.count("the run goes on without it") == 1 and "database is locked" in caplog.text
     stats = cache.stats()
-    assert stats["stored"] == 1 and stats["errors"] >= 1 and stats["errors"] + stats["skipped"] == 20
+    assert stats["stored"] == 1 and stats["errors"] >= 1 and stats["misses"] == 21
     await asyncio.sleep(0.35)
     await cache.get_or_call("a:new", caller(answer(3)))
     await cache.close()
@@ -636,29 +545,24 @@ async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_pa
 async def test_a_full_disk_is_no_reason_to_stop(tmp_path, caplog):
     cache = VerdictCache(tmp_path / "c.sqlite")
     await cache.get_or_call("a:0", caller(answer()))
-    await settled(cache)
     cache._file._connection.execute("PRAGMA max_page_count = 1")  # SQLite's own word for a disk that is full
     for number in range(1, 80):
         assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
-        await settled(cache)
     assert "database or disk is full" in caplog.text and len(caplog.records) == 1
     assert cache.stats()["errors"] == 1 and cache.stats()["skipped"] > 10
     await cache.close()
 
 
-async def test_a_cache_damaged_during_the_run_is_begun_anew(tmp_path, caplog):
+async def test_a_cache_damaged_during_the_run_costs_no_answer_and_is_said_once(tmp_path, caplog):
     path = tmp_path / "c.sqlite"
     filled(path)
     cache = VerdictCache(path, retry_s=0.0)
     damaged(path, 4096, b"\xff" * (path.stat().st_size - 4096))
     cache._file._connection.execute("PRAGMA shrink_memory")  # of the pages that it has read already
-    for number in range(200):
+    for number in range(50):
         assert (await cache.get_or_call(f"a:{number}", caller(answer(9))))["reward"] in (number / 7, 9)
-        await settled(cache)
     await cache.close()
-    assert cache.stats()["errors"] >= 1 and "is damaged" in caplog.text
-    assert len(list(tmp_path.glob("c.sqlite.damaged-????????-??????"))) == 1
-    assert json.loads(CacheFile(path).get("a:199")[0]) == answer(9)
+    assert cache.stats()["errors"] >= 1 and caplog.text.count("the run goes on without it") == 1
 
 
 async def test_a_run_starts_with_a_locked_cache(tmp_path, caplog):
@@ -678,7 +582,7 @@ async def test_a_run_starts_with_a_locked_cache(tmp_path, caplog):
 
 
 async def test_a_hanging_disk_delays_one_look_up_and_blocks_no_loop(tmp_path, monkeypatch, caplog, request):
-    cache = VerdictCache(tmp_path / "c.sqlite", patience_s=0.1)
+    cache = VerdictCache(tmp_path / "c.sqlite", timeout_s=0.1)
     released = threading.Event()
     request.addfinalizer(released.set)
     monkeypatch.setattr(cache._file, "get", lambda key: released.wait(60) and None)

@@ -79,7 +79,8 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     [('python', 'print(1)\\n'), ('', '1\\n')]
     """
     blocks: list[tuple[str, str]] = []
-    language, lines = "", None
+    language = ""
+    lines: list[str] | None = None
     for line in text.split("\n"):
         if lines is None:
             if fence := _FENCE.match(line):

@@ -61,7 +61,7 @@ def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | 
     votes = [vote_of(member["sample"]) if member["status"] == "ok" else None for member in group]
     winner = majority(votes)
     cast = [vote for vote in votes if vote is not None]
-    share = cast.count(winner) / len(cast) if cast else 0.0
+    share = cast.count(winner) / len(cast) if winner is not None else 0.0
     return [
         {"reward": float(vote is not None and vote == winner), "share": share}
         if member["status"] == "ok"

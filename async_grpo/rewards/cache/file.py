@@ -1,7 +1,8 @@
 """The verdict cache on disk: one SQLite table, shared by any number of threads and processes of one machine.
 
 A process that is killed while it writes loses its last entry at most. Not for network file systems, whose locks
-SQLite cannot trust.
+SQLite cannot trust. (diskcache was looked at: it unpickles what it finds in the file, and cannot tell what a reward's
+entries take or have saved.)
 """
 
 import sqlite3
@@ -13,12 +14,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.cache.connection import connect, transaction
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from async_grpo.errors import ConfigurationError
+
+APPLICATION_ID = 0x67725643  # "grVC", in the header of every file of ours
+SCHEMA = 1
+_CREATE = (
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA}",
+    """CREATE TABLE verdicts (
+        key TEXT PRIMARY KEY, adapter TEXT NOT NULL, answer TEXT NOT NULL, cost REAL NOT NULL,
+        checksum INTEGER NOT NULL, created REAL NOT NULL, last_used REAL NOT NULL, hits INTEGER NOT NULL,
+        size INTEGER NOT NULL) WITHOUT ROWID""",
+    "CREATE INDEX by_last_used ON verdicts (last_used, size)",
+)
+_NUM_TABLES = "SELECT count(*) FROM sqlite_master"
+_MAGIC = b"SQLite format 3\0"
+_SETTINGS = (
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = NORMAL",  # a power cut may cost entries, not the file
+    f"PRAGMA journal_size_limit = {16 * 2**20}",
+)
 ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
-ROWS_PER_DELETE = 1000  # other processes may write between two of them
-STORAGE_ERRORS = (sqlite3.Error, OSError, ConfigurationError)  # whatever a file can do to its users
+STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # whatever a file can do to its users
 
 
 @dataclass(frozen=True)
@@ -37,34 +56,22 @@ class AdapterEntries:
 class CacheFile:
     """Keys `ADAPTER:DIGEST` -> answers as text. Every method may be called from any thread, and blocks.
 
-    Each of them raises what `connect` raises, ConfigurationError and sqlite3.Error; the connection is then given
-    up, and the next call opens the file anew.
+    Each of them may raise ConfigurationError (the file is no verdict cache, of another version, damaged, or cannot be
+    made) and `STORAGE_ERRORS`; the connection is then given up, and the next call opens the file anew.
 
     Args:
         path: made if missing, with its folder.
         busy_s: how long another process's lock is waited for.
-        repair: move a damaged file aside and begin anew, instead of refusing it.
         now: the clock, in seconds since 1970.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        busy_s: float = 2.0,
-        repair: bool = True,
-        now: Callable[[], float] = time.time,
+        self, path: str | Path, *, busy_s: float = 2.0, now: Callable[[], float] = time.time
     ) -> None:
         self.path = Path(path)
-        self._busy_s, self._repair, self._now = busy_s, repair, now
+        self._busy_s, self._now = busy_s, now
         self._connection: sqlite3.Connection | None = None
-        self._touched: dict[str, int] = {}  # key -> hits that the file does not know of yet
         self._lock = threading.RLock()
-
-    @property
-    def num_touched(self) -> int:
-        """Entries with hits that only `flush` will write."""
-        return len(self._touched)
 
     def open(self) -> None:
         """Open the file now, to learn whether it can be."""
@@ -73,12 +80,16 @@ class CacheFile:
 
     def get(self, key: str) -> tuple[str, float] | None:
         """The answer and what it cost; None if there is none, or none that is as it was written."""
+        use = "UPDATE verdicts SET hits = hits + 1, last_used = max(last_used, ?) WHERE key = ?"
         with self._session() as connection:
             query = "SELECT answer, cost, checksum FROM verdicts WHERE key = ?"
             row = connection.execute(query, (key,)).fetchone()
             if row is None or row[2] != _checksum(key, row[0], row[1]):  # SQLite's own pages have none
                 return None
-            self._touched[key] = self._touched.get(key, 0) + 1
+            with suppress(
+                sqlite3.OperationalError
+            ):  # locked for long: an answer is worth more than its count
+                connection.execute(use, (self._now(), key))
             return row[0], row[1]
 
     def put(self, key: str, answer: str, cost: float = 0.0) -> None:
@@ -86,17 +97,8 @@ class CacheFile:
         now, adapter = self._now(), key.rpartition(":")[0]
         size = len(key.encode()) + len(answer.encode()) + ENTRY_OVERHEAD_BYTES
         row = (key, adapter, answer, cost, _checksum(key, answer, cost), now, now, size)
-        with self._session() as connection, transaction(connection):
-            connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)", row)
-
-    def flush(self) -> None:
-        """Write the hits since the last flush; they wait in memory, so that no hit waits for a lock."""
-        update = "UPDATE verdicts SET hits = hits + ?, last_used = max(last_used, ?) WHERE key = ?"
         with self._session() as connection:
-            now = self._now()
-            with transaction(connection):
-                connection.executemany(update, [(hits, now, key) for key, hits in self._touched.items()])
-            self._touched.clear()
+            connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)", row)
 
     def prune(
         self,
@@ -111,17 +113,22 @@ class CacheFile:
         `unused_for_s` and `adapter`: those that both apply to. Then, until the rest fits `max_bytes`, the longest
         unused. `compact`: shrink the file to what is left; this writes all of it anew.
         """
-        if self._touched:
-            self.flush()
         deleted = 0
-        if unused_for_s is not None or adapter is not None:
-            before = float("inf") if unused_for_s is None else self._now() - unused_for_s
-            deleted += self._delete(
-                "last_used <= ? AND (? IS NULL OR adapter = ?)", (before, adapter, adapter)
-            )
-        if max_bytes is not None:
-            deleted += self._delete_longest_unused(max_bytes)
         with self._session() as connection:
+            if unused_for_s is not None or adapter is not None:
+                before = float("inf") if unused_for_s is None else self._now() - unused_for_s
+                condition = "last_used <= ? AND (? IS NULL OR adapter = ?)"
+                deleted += connection.execute(
+                    f"DELETE FROM verdicts WHERE {condition}", (before, adapter, adapter)
+                ).rowcount
+            if max_bytes is not None:
+                newest_first = (
+                    "SELECT key, sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far FROM verdicts"
+                )
+                too_many = f"SELECT key FROM ({newest_first}) WHERE so_far > ?"
+                deleted += connection.execute(
+                    f"DELETE FROM verdicts WHERE key IN ({too_many})", (max_bytes,)
+                ).rowcount
             connection.execute("VACUUM" if compact else "PRAGMA incremental_vacuum").fetchall()
             connection.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if compact else 'PASSIVE'})").fetchall()
         return deleted
@@ -136,58 +143,76 @@ class CacheFile:
             return [AdapterEntries(*row) for row in rows]
 
     def close(self) -> None:
-        """Write the last hits and let go of the file; used again, it is opened again."""
-        if self._touched:
-            with suppress(*STORAGE_ERRORS):  # they are statistics only
-                self.flush()
-        with self._lock:
-            self._disconnect()
-
-    def _delete(self, condition: str, values: tuple) -> int:
-        found = f"SELECT key FROM verdicts WHERE {condition} LIMIT {ROWS_PER_DELETE}"
-        deleted = 0
-        while True:
-            with self._session() as connection, transaction(connection):
-                count = connection.execute(f"DELETE FROM verdicts WHERE key IN ({found})", values).rowcount
-            deleted += count
-            if count < ROWS_PER_DELETE:
-                return deleted
-
-    def _delete_longest_unused(self, max_bytes: int) -> int:
-        victims: list[tuple[str]] = []
-        with self._session() as connection:
-            (total,) = connection.execute("SELECT coalesce(sum(size), 0) FROM verdicts").fetchone()
-            for key, size in connection.execute("SELECT key, size FROM verdicts ORDER BY last_used, key"):
-                if total <= max_bytes:
-                    break
-                victims.append((key,))
-                total -= size
-        for start in range(0, len(victims), ROWS_PER_DELETE):
-            with self._session() as connection, transaction(connection):
-                some = victims[start : start + ROWS_PER_DELETE]
-                connection.executemany("DELETE FROM verdicts WHERE key = ?", some)
-        return len(victims)
+        """Let go of the file; used again, it is opened again."""
+        with self._lock, suppress(sqlite3.Error):
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
 
     @contextmanager
     def _session(self) -> Iterator[sqlite3.Connection]:
         """The connection, for one thread at a time."""
         with self._lock:
             try:
-                if self._connection is None:
-                    self._connection = connect(self.path, self._busy_s, self._repair)
+                self._connection = self._connection or _open(self.path, self._busy_s)
                 yield self._connection
-            except UnicodeDecodeError as error:  # text, or a message of SQLite, that is damaged
-                self._disconnect()
-                raise sqlite3.DatabaseError(f"not text: {error.object!r:.100}") from error
-            except STORAGE_ERRORS:
-                self._disconnect()
+            except (ConfigurationError, *STORAGE_ERRORS):
+                self.close()
                 raise
 
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(sqlite3.Error):
-                connection.close()
+
+def _open(path: Path, busy_s: float) -> sqlite3.Connection:
+    """A connection to the file, with all of it checked; several processes may make it at the same time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
+    locked = retry_if_exception_type(sqlite3.OperationalError)
+    retrying = Retrying(retry=locked, stop=stop_after_delay(busy_s), wait=wait_fixed(0.05), reraise=True)
+    return retrying(_connect, path, busy_s)
+
+
+def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
+    try:
+        _check_kind(connection, path)
+        problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise sqlite3.DatabaseError(" ".join(problem.split()))
+        for statement in _SETTINGS:
+            connection.execute(statement).fetchall()
+    except (sqlite3.OperationalError, ConfigurationError):
+        connection.close()
+        raise
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        connection.close()
+        raise ConfigurationError(f"the verdict cache {path} is damaged ({error}): delete it") from error
+    return connection
+
+
+def _check_kind(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the table in an empty file; raise ConfigurationError for a file of something else or of another version."""
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) not in (b"", _MAGIC):  # a few bytes of text count as empty for SQLite
+            raise ConfigurationError(f"{path} is no verdict cache: name another file, or delete this one")
+    if connection.execute(_NUM_TABLES).fetchone() == (0,):
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("BEGIN IMMEDIATE")
+        with connection:  # all or nothing
+            if connection.execute(_NUM_TABLES).fetchone() == (0,):  # else another process was quicker
+                for statement in _CREATE:
+                    connection.execute(statement)
+    queries = ("PRAGMA application_id", "PRAGMA user_version")
+    application_id, schema = (connection.execute(query).fetchone()[0] for query in queries)
+    if application_id != APPLICATION_ID:
+        raise ConfigurationError(f"{path} is the database of something else: name another verdict cache")
+    if schema != SCHEMA:
+        raise ConfigurationError(
+            f"the verdict cache {path} has schema {schema}, and this version of async-grpo knows {SCHEMA}: "
+            "name another file, or delete this one"
+        )
 
 
 def _checksum(key: str, answer: str, cost: float) -> int:

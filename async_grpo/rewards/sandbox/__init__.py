@@ -1,15 +1,15 @@
-"""Runs code that nobody has read. See `run` for what it does, `examiner` for why tests cannot be fooled.
+"""Runs code that came from a model. See `run` for what it does, `unit_test_runner` for why tests cannot be fooled.
 
-    run        Sandbox: a program with its input, or a module with tests against it, within limits
-    nursery    the parent's end of the process from which sandboxed ones are forked
-    forker     that process
-    guest      the main program of a sandboxed process
-    confine    what it gives up before it looks at the code, level by level
-    seccomp, landlock
-    witness    in one process: runs the tested code, answers questions about it
-    examiner   in another: runs the tests, asks the questions
-    remote     an object of the tested code, as the tests see it
-    wire       the data between the two
+    run                 Sandbox: a program with its input, or a module with tests against it, within limits
+    sandboxed_process   the owner's end of one process
+    fork_server         the process from which they are forked, and the guardian of each
+    sandbox_child       the main program of one
+    confine             what it gives up before it looks at the code, level by level
+    seccomp, landlock   two of these levels
+    solution_process    in one process: runs the tested code, answers questions about it
+    unit_test_runner    in another: runs the tests, asks the questions
+    proxy               an object of the tested code, as the tests see it
+    rpc                 the data between the two
 
 What each level stops where it can be had (each is tried, none needs a privilege, and only the last needs the first):
 
@@ -27,5 +27,7 @@ What each level stops where it can be had (each is tried, none needs a privilege
 
 Without landlock, code can read what the account can read: the data set, and with it perhaps the expected answers. Keep
 those where the account cannot read, or watch the metric `files_hidden`. Not stopped anywhere: a covert channel, and a
-bug of the kernel; code from an adversary, not just from a model in training, belongs in a virtual machine.
+bug of the kernel; code from an adversary, not just from a model in training, belongs in a virtual machine. (No package
+that pip installs confines a process without a privilege or a container: bubblewrap and nsjail are programs of the system,
+libseccomp's binding needs its library there.)
 """

@@ -12,12 +12,12 @@ Each level is tried and none is needed by the next: they overlap on purpose.
 import ctypes
 import os
 import resource
-import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from async_grpo.processes.process_tree import die_with, prctl
 from async_grpo.rewards.sandbox import landlock, seccomp
 
 LEVELS = ("uid", "namespaces", "landlock", "seccomp")
@@ -25,7 +25,7 @@ NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})  # either of them keeps th
 MAX_FILES = 64
 
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _FIRST_OWN_UID, _NOBODY = 1_000_000_000, 65534
 _SYSTEM_LIBRARIES = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache".split()
 _FILES = "/usr/share/zoneinfo /dev/null /dev/zero /dev/random /dev/urandom".split()
@@ -42,16 +42,17 @@ def confine(
         memory_bytes: of address space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)  # without it neither landlock nor seccomp may be had
     attempts: dict[str, Callable[[], bool]] = {
         "uid": _become_nobody,
         "namespaces": lambda: libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0,
         "landlock": lambda: landlock.read_only(readable_paths()),
     }
     standing = {level for level, attempt in attempts.items() if level in levels and attempt()}
-    _drop_privileges(libc)
+    _drop_capabilities(libc)
     # After the change of user, which would undo the two; before the filter, which forbids them.
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # a neighbour of the same user must not read this memory
-    _die_with(parent_pid, libc)
+    prctl(PR_SET_DUMPABLE, 0)  # a neighbour of the same user must not read this memory
+    die_with(parent_pid)
     if "seccomp" in levels and seccomp.install():
         standing.add("seccomp")
     _limit_resources(cpu_s, memory_bytes, forbid_processes="seccomp" not in standing)
@@ -87,16 +88,9 @@ def _become_nobody() -> bool:
     return False
 
 
-def _drop_privileges(libc: ctypes.CDLL) -> None:
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
     libc.capset(header, (ctypes.c_uint32 * 6)())
-
-
-def _die_with(parent_pid: int, libc: ctypes.CDLL) -> None:
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(f"the parent process {parent_pid} is gone")
 
 
 def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) -> None:

@@ -1,12 +1,13 @@
-"""The process from which sandboxed processes are forked, so that an interpreter is started only once.
+"""The process from which sandboxed ones are forked: an interpreter takes 50 ms of processor time to start, a fork 2.
 
     python -s -P -S -B -X utf8 -c BOOTSTRAP PACKAGE_ROOT SOCKET
 
-It is started before any sample exists and never reads an order itself, so that what it leaves in the memory of its
-children gives nothing away. Requests, one packet each:
+    owner -> fork server -> a guardian of each sandboxed process -> that process
 
-    {"kind": ..., "folder": ...} with descriptors  ->  {"pid": n}, and when that process has ended {"pid": n, "code": c}
-    {"kill": n}                                    ->  SIGKILL, if it has not ended
+Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of whatever else the
+new process is to have. The server is started before any sample exists, with an empty environment (the fork server of
+multiprocessing takes over that of its parent), and never reads an order itself, so that what it leaves in the memory of
+its children gives nothing away. It ends when its owner closes the socket.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ import signal
 import socket
 import sys
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Self
 
-from async_grpo.rewards.sandbox import sandbox_child as guest
+from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants, prctl
+from async_grpo.rewards.sandbox import sandbox_child
+from async_grpo.rewards.sandbox.confine import PR_SET_DUMPABLE
 
 BOOTSTRAP = """
 import sys
@@ -29,93 +30,57 @@ from async_grpo.rewards.sandbox.fork_server import main
 del sys.path[0]
 main(int(sys.argv[2]))
 """
-MAX_PACKET_BYTES = 2**16
 MAX_DESCRIPTORS = 8
-MAX_THREADS = 64  # of a child; RLIMIT_NPROC would count all that the user runs, and nothing of root
+MAX_THREADS = (
+    64  # of a sandboxed process; RLIMIT_NPROC would count all that the user runs, and nothing of root
+)
 WATCH_S = 0.05  # between two looks at them
 _PRELOADED = "bisect collections copy datetime fractions functools heapq itertools math random re string typing".split()
 
 
 def main(socket_fd: int) -> None:
-    """Serve until the other end of the socket is closed."""
+    """Serve until the other end of the socket is closed. Returns in each new process, too, when that has ended."""
     for name in _PRELOADED:
         import_module(name)
     os.environ.clear()
     sys.argv[:] = ["solution.py"]
+    prctl(PR_SET_DUMPABLE, 0)  # inherited: sandboxed processes of one user must not read each other's memory
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the guardians
     own_pid = os.getpid()
-    with _Forker(socket_fd) as forker:
-        birth = forker.serve()
-    if birth is not None:  # this is a child
-        request, descriptors = birth
-        guest.main(request["kind"], request["folder"], descriptors, own_pid)
-
-
-class _Forker:
-    def __init__(self, socket_fd: int) -> None:
-        self._socket = socket.socket(fileno=socket_fd)
-        self._alarm, self._bell = os.pipe()  # rung by the kernel when a child has ended
-        self._living: set[int] = set()
-
-    def __enter__(self) -> Self:
-        os.set_blocking(self._bell, False)
-        signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._socket.close()
-        os.close(self._alarm)
-        os.close(self._bell)
-
-    def serve(self) -> tuple[dict[str, Any], list[int]] | None:
-        """None at the end; in each child what it is to do, with the descriptors for it."""
+    with socket.socket(fileno=socket_fd) as requests:
         while True:
-            ready, _, _ = select.select(
-                [self._socket, self._alarm], [], [], WATCH_S if self._living else None
-            )
-            for pid in self._living:
-                if num_threads(pid) > MAX_THREADS:
-                    os.kill(pid, signal.SIGKILL)
-            if self._alarm in ready:
-                os.read(self._alarm, MAX_PACKET_BYTES)
-                self._reap()
-            if self._socket in ready:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
-                if not packet:
-                    return None
-                request = json.loads(packet)
-                if "kill" in request:
-                    self._kill(request["kill"])
-                elif not (pid := os.fork()):
-                    return request, descriptors
-                else:
-                    self._born(pid, descriptors)
+            packet, descriptors, _, _ = socket.recv_fds(requests, 1, MAX_DESCRIPTORS)
+            if not packet:
+                return
+            if not os.fork():
+                break
+            for descriptor in descriptors:
+                os.close(descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with(own_pid)
+    _guard(*descriptors)
 
-    def _born(self, pid: int, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self._living.add(pid)
-        self._say({"pid": pid})
 
-    def _kill(self, pid: int) -> None:
-        if pid in self._living:  # not collected, so the number still belongs to it
-            os.kill(pid, signal.SIGKILL)
-
-    def _reap(self) -> None:
-        for pid in tuple(self._living):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                with contextlib.suppress(ProcessLookupError):  # it did not come so far as to lead a group
-                    os.killpg(pid, signal.SIGKILL)  # without the filter it may have started others
-                _, status = os.waitpid(pid, 0)
-                self._living.discard(pid)
-                self._say({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
-
-    def _say(self, message: dict[str, int]) -> None:
-        self._socket.send(json.dumps(message).encode())
+def _guard(channel: int, *descriptors: int) -> None:
+    """Fork the sandboxed process, end it if its owner asks or dies or it has too many threads, report how it ended."""
+    adopt_orphans()  # without the filter of system calls it may start processes
+    own_pid = os.getpid()
+    pid = os.fork()
+    if not pid:
+        sandbox_child.main(own_pid, channel, *descriptors)
+        return
+    for descriptor in descriptors:
+        os.close(descriptor)
+    process = os.pidfd_open(pid)
+    while not select.select([process, channel], [], [], WATCH_S)[
+        0
+    ]:  # the owner writes nothing, but may close it
+        if num_threads(pid) > MAX_THREADS:
+            break
+    exit_code = end_descendants()[pid]
+    with contextlib.suppress(OSError):  # the owner is gone
+        os.write(channel, json.dumps({"exit_code": exit_code}).encode() + b"\n")
+    os._exit(0)  # taking an interpreter down in good order takes 10 ms
 
 
 def num_threads(pid: int) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number on every architecture
 _VERSION_FLAG = 1
 _PATH_BENEATH = 1
-_PR_SET_NO_NEW_PRIVS = 38
 _O_PATH = getattr(os, "O_PATH", 0o10000000)
 
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
@@ -36,7 +35,7 @@ def ruleset(version: int) -> bytes:
 def read_only(paths: Iterable[str | Path]) -> bool:
     """Forbid this process all files but to read what lies in (or is) one of `paths`. False where the kernel cannot.
 
-    Paths that do not exist are passed over.
+    The process must have given up new privileges (PR_SET_NO_NEW_PRIVS). Paths that do not exist are passed over.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
@@ -47,8 +46,8 @@ def read_only(paths: Iterable[str | Path]) -> bool:
     if rules < 0:
         return False
     try:
-        return all(_allow(libc, rules, path) for path in paths) and (
-            libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
+        return (
+            all(_allow(libc, rules, path) for path in paths) and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
         )
     finally:
         os.close(rules)

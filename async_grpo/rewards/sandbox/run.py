@@ -4,28 +4,23 @@ Each run is a new process, in an empty temporary folder, that confines itself (s
 code. Expected outputs and tests never enter the process that runs the code.
 """
 
-import json
 import os
-import selectors
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
-from async_grpo.rewards.sandbox.fork_client import START_S, SandboxError, nursery
-from async_grpo.rewards.sandbox.sandbox_child import EXAMINER, PROGRAM, WITNESS
+from async_grpo.rewards.sandbox.sandbox_child import PROGRAM, SOLUTION, TESTS
+from async_grpo.rewards.sandbox.sandboxed_process import SandboxedProcess, read_part, unnamed_file
 from async_grpo.rewards.sandbox.unit_test_runner import LOST, PASSED, UNUSABLE
 
 EXIT_WAIT_S = 1.0  # for a process that closed its channel to end by itself
-MAX_REPORT_BYTES = 4096
 _OUT_OF_TIME = (-signal.SIGXCPU, -signal.SIGKILL)  # the kernel's soft and hard limit of processor time
 
 
@@ -69,20 +64,20 @@ class Sandbox:
             SandboxError: no process could be started.
         """
         with ExitStack() as stack:
-            source = stack.enter_context(_unnamed_file(stdin))  # a file: programs ask for its size
-            output = stack.enter_context(_Pipe())
-            with output.writer:
-                ends = [source.fileno(), output.writer.fileno()]
-                guest = stack.enter_context(_Guest(self, PROGRAM, code, ends))
-            deadline = time.monotonic() + self.wall_s
+            source = stack.enter_context(unnamed_file(stdin))  # a file: programs ask for its size
+            reader, writer = map(stack.enter_context, _pipe())
+            process = self._start(stack, PROGRAM, code, source.fileno(), writer.fileno())
+            writer.close()
+            output, deadline = bytearray(), time.monotonic() + self.wall_s
             try:
-                written = _read(output.reader, deadline, self.output_bytes + 1)
-                if len(written) > self.output_bytes:
-                    return Run(False, False, guest.levels)
-                exit_code = guest.exit_code(deadline)
+                while part := read_part(reader, deadline, 2**16):
+                    output += part
+                    if len(output) > self.output_bytes:
+                        return Run(False, False, process.levels)
+                exit_code = process.report("exit_code", deadline)
             except TimeoutError:
-                return Run(False, True, guest.levels)
-        return Run(exit_code == 0, exit_code in _OUT_OF_TIME, guest.levels, written)
+                return Run(False, True, process.levels)
+        return Run(exit_code == 0, exit_code in _OUT_OF_TIME, process.levels, bytes(output))
 
     def run_tests(self, code: str, tests: str) -> Run:
         """Run the code as a module, and the tests (assertions, or any statements) against it in a second process.
@@ -92,106 +87,41 @@ class Sandbox:
             ConfigurationError, SandboxError: as `run_program`.
         """
         with ExitStack() as stack:
-            ends = socket.socketpair()
-            with ends[0], ends[1]:
-                witness = stack.enter_context(_Guest(self, WITNESS, code, [ends[0].fileno()]))
-                examiner = stack.enter_context(_Guest(self, EXAMINER, tests, [ends[1].fileno()]))
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            solution = self._start(stack, SOLUTION, code, ours.fileno())
+            runner = self._start(stack, TESTS, tests, theirs.fileno())
+            ours.close()  # so that each side learns of the other's end
+            theirs.close()
             deadline = time.monotonic() + self.wall_s
             try:
-                verdict = _read(examiner.report, deadline, MAX_REPORT_BYTES).decode(errors="replace")
+                verdict = runner.report("verdict", deadline) or ""
                 if verdict.startswith(UNUSABLE):
                     raise ValueError(
                         f"tests that cannot be run: {verdict.partition(': ')[2]}: {tests!r:.300}"
                     )
-                late = verdict == LOST and witness.exit_code(time.monotonic() + EXIT_WAIT_S) in _OUT_OF_TIME
-                late |= not verdict and examiner.exit_code(deadline) in _OUT_OF_TIME
+                if verdict == LOST:
+                    exit_code = solution.report("exit_code", time.monotonic() + EXIT_WAIT_S)
+                else:
+                    exit_code = None if verdict else runner.report("exit_code", deadline)
             except TimeoutError:
-                return Run(False, True, witness.levels)
-        return Run(verdict == PASSED, late, witness.levels)
+                return Run(False, True, solution.levels)
+        return Run(verdict == PASSED, exit_code in _OUT_OF_TIME, solution.levels)
 
-
-class _Guest:
-    """One sandboxed process: confined when entered, dead when left."""
-
-    levels: frozenset[str]
-    report: BinaryIO
-
-    def __init__(self, sandbox: Sandbox, kind: str, text: str, descriptors: Sequence[int]) -> None:
-        self._sandbox, self._kind, self._descriptors = sandbox, kind, descriptors
-        self._order = json.dumps({
-            "text": text, "cpu_s": sandbox.cpu_s, "memory_bytes": sandbox.memory_bytes,
-            "levels": list(sandbox.levels), "allow_unsandboxed": sandbox.allow_unsandboxed,
-        })  # fmt: skip
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
-            os.chmod(folder, 0o755)  # it stays empty, but a user of its own must be able to look
-            pipe = stack.enter_context(_Pipe())
-            self.report = pipe.reader
-            self._nursery = nursery(self._sandbox.python)
-            with pipe.writer, _unnamed_file(self._order) as order:
-                passed = [order.fileno(), pipe.writer.fileno(), *self._descriptors]
-                self._pid = self._nursery.start(self._kind, folder, passed)
-            stack.callback(self._nursery.kill, self._pid)
-            self.levels = self._confined()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def exit_code(self, deadline: float) -> int:
-        """As `subprocess` has it. Raises TimeoutError."""
-        return self._nursery.exit_code(self._pid, deadline)
-
-    def _confined(self) -> frozenset[str]:
-        try:
-            line = _read(self.report, time.monotonic() + START_S, MAX_REPORT_BYTES, end=b"\n")
-            levels: frozenset[str] = frozenset(json.loads(line))
-        except (TimeoutError, ValueError) as error:
-            raise SandboxError(f"a sandboxed {self._kind} ended before it was confined") from error
-        if not (levels & NETWORK_LEVELS or self._sandbox.allow_unsandboxed):
+    def _start(self, stack: ExitStack, kind: str, text: str, *descriptors: int) -> SandboxedProcess:
+        """A process that ends with the stack."""
+        order = {
+            "kind": kind, "text": text, "cpu_s": self.cpu_s, "memory_bytes": self.memory_bytes,
+            "levels": list(self.levels), "allow_unsandboxed": self.allow_unsandboxed,
+        }  # fmt: skip
+        process = stack.enter_context(SandboxedProcess(order, descriptors, self.python))
+        if not (process.levels & NETWORK_LEVELS or self.allow_unsandboxed):
             raise ConfigurationError(
                 "nothing on this machine keeps tested code off the network: neither user namespaces nor a seccomp "
                 "filter (Linux on x86-64 or aarch64) can be had; allow_unsandboxed=True runs it all the same"
             )
-        return levels
+        return process
 
 
-class _Pipe:
-    """Both ends of a pipe as files, closed when left."""
-
-    def __enter__(self) -> Self:
-        reader, writer = os.pipe()
-        self.reader, self.writer = open(reader, "rb", buffering=0), open(writer, "wb", buffering=0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.reader.close()
-        self.writer.close()
-
-
-def _unnamed_file(text: str) -> BinaryIO:
-    file = os.fdopen(os.memfd_create("sandbox"), "w+b")
-    file.write(text.encode(errors="surrogatepass"))
-    file.seek(0)
-    return file
-
-
-def _read(file: Any, deadline: float, max_bytes: int, end: bytes = b"") -> bytes:
-    """What comes until the end (or the byte `end`, or `max_bytes`). Raises TimeoutError."""
-    received = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(file, selectors.EVENT_READ)
-        while len(received) < max_bytes and not (end and received.endswith(end)):
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not selector.select(remaining_s):
-                raise TimeoutError
-            part = os.read(file.fileno(), 1 if end else min(2**16, max_bytes - len(received)))
-            if not part:
-                break
-            received += part
-    return bytes(received)
+def _pipe() -> tuple[BinaryIO, BinaryIO]:
+    reader, writer = os.pipe()
+    return open(reader, "rb", buffering=0), open(writer, "wb", buffering=0)

@@ -1,7 +1,7 @@
 """One sandboxed process: it confines itself, reports that, and runs the text it was given.
 
-The order (JSON, in a file without a name) holds the text. The report is one line of JSON, written before any text is
-looked at; after it only an examiner writes there, its verdict.
+The order (JSON, in a file without a name) holds the text. A report is a line of JSON. The first is written before any
+text is looked at; after it only a process that runs tests can report, its verdict.
 """
 
 import json
@@ -10,37 +10,40 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from async_grpo.rewards.sandbox import solution_process as witness
-from async_grpo.rewards.sandbox import unit_test_runner as examiner
+from async_grpo.rewards.sandbox import solution_process, unit_test_runner
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, confine
 from async_grpo.rewards.sandbox.rpc import Channel
 
-PROGRAM, WITNESS, EXAMINER = "program", "witness", "examiner"
+PROGRAM, SOLUTION, TESTS = "program", "solution", "tests"
 
 
-def main(kind: str, folder: str, descriptors: list[int], parent_pid: int) -> None:
+def main(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
     """Do as ordered; the process ends when this returns or raises.
 
     Args:
-        descriptors: of order and report, and for a program its input and output, else the channel to the other.
+        channel: for reports.
+        descriptors: for a program its input and output, else the channel between solution and tests.
     """
     os.setsid()
-    os.chdir(folder)
-    order_fd, report_fd, *others = descriptors
     with open(order_fd, "rb") as file:
         order: dict[str, Any] = json.loads(file.read())
+    os.chdir(order["folder"])
     levels = confine(parent_pid, order["cpu_s"], order["memory_bytes"], order["levels"])
-    os.write(report_fd, json.dumps(sorted(levels)).encode() + b"\n")
+    _report(channel, levels=sorted(levels))
     if not (levels & NETWORK_LEVELS or order["allow_unsandboxed"]):
         return
-    if kind == EXAMINER:
-        os.write(report_fd, examiner.run(order["text"], Channel(*others)).encode())
+    if order["kind"] == TESTS:
+        _report(channel, verdict=unit_test_runner.run(order["text"], Channel(*descriptors)))
         return
-    os.close(report_fd)
-    if kind == WITNESS:
-        witness.run(order["text"], Channel(*others))
+    os.close(channel)
+    if order["kind"] == SOLUTION:
+        solution_process.run(order["text"], Channel(*descriptors))
     else:
-        _run_program(order["text"], *others)
+        _run_program(order["text"], *descriptors)
+
+
+def _report(channel: int, **report: Any) -> None:
+    os.write(channel, json.dumps(report).encode() + b"\n")
 
 
 def _run_program(text: str, stdin: int, stdout: int) -> None:

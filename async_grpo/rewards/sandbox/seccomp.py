@@ -45,17 +45,11 @@ _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 _EPERM, _ENOSYS = _ERRNO | 1, _ERRNO | 38
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x00010000
-_HARMLESS_IOCTLS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS TIOCGWINSZ FION{READ,BIO,CLEX} FIOCLEX
+# TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
+_HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _HARMLESS_FCNTLS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_DUPFD_CLOEXEC
 _AF_UNIX = 1
 
@@ -140,13 +134,14 @@ class _Program(ctypes.Structure):
 
 
 def install() -> bool:
-    """Filter the calls of this thread and all that it starts, for good. False where the kernel cannot."""
+    """Filter the calls of this thread and all that it starts, for good. False where the kernel cannot.
+
+    The process must have given up new privileges (PR_SET_NO_NEW_PRIVS).
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False
     code = program(machine, os.getpid())
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
     return libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(code), packed)), 0, 0) == 0

@@ -1,4 +1,4 @@
-"""Runs the tested code and answers the examiner's questions about it. Nothing it says is believed: it is data.
+"""Runs the tested code and answers the tests' questions about it. Nothing it says is believed: it is data.
 
 A question is [operation, [arguments], {keywords}]; the answer ["value", value, {position: changed argument}] or
 ["raised", [names of the exception's classes], message].
@@ -16,8 +16,7 @@ from async_grpo.rewards.sandbox.rpc import Channel, decode, encode
 MODULE_NAME = "solution"
 _MUTABLE = (list, dict, set, bytearray)
 _PLAIN: dict[type, Callable[[Any], Any]] = {  # how each gives itself, whatever a subclass overrides
-    int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__,
-    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, bytes: bytes.__bytes__,
     list: lambda value: list(list.__iter__(value)), tuple: lambda value: tuple(tuple.__iter__(value)),
     set: lambda value: set(set.__iter__(value)), frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     dict: dict.copy,
@@ -35,18 +34,18 @@ def run(code: str, channel: Channel) -> None:
     """
     module = ModuleType(MODULE_NAME)
     sys.modules[MODULE_NAME] = module  # data classes look themselves up here
-    witness = _Witness(module, channel)
+    answers = _Answers(module)
     try:
         exec(compile(code, f"<{MODULE_NAME}>", "exec"), module.__dict__)
     except BaseException as error:
-        witness.failure_reason = error
-    witness.answer_all()
+        answers.failure = error
+    while True:
+        channel.send(answers.to(*channel.receive()))
 
 
-class _Witness:
-    def __init__(self, module: ModuleType, channel: Channel) -> None:
-        self.failure_reason: BaseException | None = None
-        self._channel = channel
+class _Answers:
+    def __init__(self, module: ModuleType) -> None:
+        self.failure: BaseException | None = None
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}  # id -> number; the list keeps the objects alive, and so their ids
         self._operations: dict[str, Callable[..., Any]] = {
@@ -57,18 +56,15 @@ class _Witness:
             "plain": _plain,
         }
 
-    def answer_all(self) -> None:
-        while True:
-            question = self._channel.receive()
-            try:
-                answer = self._answer(*question)
-            except BaseException as error:  # whatever the tested code raises is an answer, too
-                answer = ["raised", [kind.__name__ for kind in type(error).__mro__], _text(error)]
-            self._channel.send(answer)
+    def to(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        try:
+            if self.failure is not None:
+                raise self.failure
+            return self._compute(operation, args, kwargs)
+        except BaseException as error:  # whatever the tested code raises is an answer, too
+            return ["raised", [kind.__name__ for kind in type(error).__mro__], _text(error)]
 
-    def _answer(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        if self.failure_reason is not None:
-            raise self.failure_reason
+    def _compute(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         values = [decode(data, self._resolve) for data in args]
         keywords = {name: decode(data, self._resolve) for name, data in kwargs.items()}
         result = encode(self._operations[operation](*values, **keywords), self._refer)

@@ -1,20 +1,27 @@
-"""Runs a row's tests against code that lives in another process: the witness.
+"""Runs a row's tests against code that lives in another process.
 
 The tests are executed here, by an interpreter that the tested code never enters. What they name and neither they nor
-Python define is asked of the witness: plain values arrive as data, other objects as a `Remote`. So code can neither
+Python define is asked of the other process: plain values arrive as data, other objects as a `Proxy`. So code can neither
 end, patch nor read its examination. To pass, it must send the values that the tests demand, which it never sees.
 """
 
 import ast
 import builtins
 import sys
+from collections.abc import Set
 from importlib import import_module
 from typing import Any
 
-from async_grpo.rewards.sandbox.proxy import Remote
+from async_grpo.rewards.sandbox.proxy import Proxy
 from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
 
 PASSED, FAILED, LOST, UNUSABLE = "passed", "failed", "lost", "unusable"
+_MUTABLE: dict[type, Any] = {
+    list: list.extend,
+    bytearray: bytearray.extend,
+    dict: dict.update,
+    set: set.update,
+}
 _OF_MANY_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
 
 
@@ -22,12 +29,12 @@ class RemoteError(Exception):
     """The tested code raised something that is no built-in exception."""
 
 
-class Witness:
-    """The other end of the channel. Trouble with it outlives every `except` in the tests."""
+class Solution:
+    """The tested code at the other end of the channel. Trouble with it outlives every `except` in the tests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.failure_reason: WireError | Unsendable | None = None
+        self.failure: WireError | Unsendable | None = None
         self.error: Exception | None = None  # the last that the tested code raised
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -51,86 +58,79 @@ class Witness:
                     self.error = error = _exception(names)(message)
                 case _:
                     raise WireError(f"no answer: {answer!r:.100}")
-        except (WireError, Unsendable) as failure_reason:
-            self.failure_reason = self.failure_reason or failure_reason
+        except (WireError, Unsendable) as failure:
+            self.failure = self.failure or failure
             raise
         raise error
 
-    def _resolve(self, reference: Any) -> Remote:
+    def _resolve(self, reference: Any) -> Proxy:
         if type(reference) is not int:
             raise WireError(f"no object: {reference!r:.100}")
-        return Remote(self, reference)
+        return Proxy(self.ask, reference)
+
+
+class _Names(dict[str, Any]):
+    """The built-in names of the tests: Python's, and behind them what the tested code defines.
+
+    Python goes first: were `abs` or `math` taken from the tested code, it could make `abs(f(2) - 0.5) < 1e-6` true.
+    """
+
+    def __init__(self, solution: Solution, modules: Set[str]) -> None:
+        super().__init__(vars(builtins))
+        self._solution, self._modules = solution, modules
+        self.asked = self.missing = False
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._modules:
+            return self.setdefault(name, import_module(name))
+        self.asked = True
+        try:
+            return self.setdefault(name, self._solution.ask("global", name))
+        except AttributeError:
+            self.missing = True  # tests that expect an exception must not take the NameError for it
+            raise KeyError(name) from None
 
 
 def run(tests: str, channel: Channel) -> str:
-    """PASSED, FAILED, LOST (the witness ended in the middle), or UNUSABLE with the reason: the fault of the tests."""
+    """PASSED, FAILED, LOST (the tested code ended in the middle), or UNUSABLE with the reason: the fault of the tests."""
     try:
         tree = ast.parse(tests)
         code = compile(tree, "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"{UNUSABLE}: {error}"
-    asked, modules = names_of(tree)
-    if not asked:
-        return f"{UNUSABLE}: the tests name nothing that the tested code could define"
-    witness = Witness(channel)
+    solution = Solution(channel)
+    names = _Names(solution, _modules_of(tree))
+    verdict = FAILED
     try:
-        witness.ask("global", "__name__")  # raises if the tested code could not even be loaded
-        namespace = {name: import_module(name) for name in modules}
-        exec(code, namespace | _answers(asked, witness) | {"__name__": "tests"})
+        solution.ask("global", "__name__")  # raises if the tested code could not even be loaded
+        exec(code, {"__builtins__": names, "__name__": "tests"})
+        if not names.asked:
+            return f"{UNUSABLE}: the tests use nothing that the tested code could define"
+        verdict = FAILED if names.missing else PASSED
     except ImportError as error:
-        if error is not witness.error:
+        if error is not solution.error:
             return f"{UNUSABLE}: {error}"
-        verdict = FAILED
     except BaseException:  # an assertion, or what the tests made of a wrong answer
         verdict = FAILED
-    else:
-        verdict = PASSED
-    if isinstance(witness.failure_reason, Unsendable):
-        return f"{UNUSABLE}: {witness.failure_reason}"
-    return verdict if witness.failure_reason is None else LOST
+    if isinstance(solution.failure, Unsendable):
+        return f"{UNUSABLE}: {solution.failure}"
+    return verdict if solution.failure is None else LOST
 
 
-def names_of(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """What the tests use and neither they nor Python define: names of the tested code, and standard modules.
+def _modules_of(tree: ast.Module) -> set[str]:
+    """Modules of the standard library that the tests may use without an import: `math` in `math.isclose(...)`.
 
-    Python goes first: were `abs` or `math` taken from the tested code, it could make `abs(f(2) - 0.5) < 1e-6` true.
-
-    >>> names_of(ast.parse("n = 4\\nassert math.isclose(abs(root(n)), 2)"))
-    ({'root'}, {'math'})
+    >>> _modules_of(ast.parse("assert math.isclose(string(n), 2)"))
+    {'math'}
     """
-    nodes = list(ast.walk(tree))
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    defined = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    defined |= {
-        node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    defined |= {(a.asname or a.name).partition(".")[0] for node in nodes
-                if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}  # fmt: skip
-    owners = {
-        node.value.id
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    unknown = used - defined - set(dir(builtins))
-    modules = unknown & owners & sys.stdlib_module_names
-    return unknown - modules, modules
-
-
-def _answers(names: set[str], witness: Witness) -> dict[str, Any]:
-    found = {}
-    for name in sorted(names):
-        try:
-            found[name] = witness.ask("global", name)
-        except AttributeError:  # the tests will say so, where they use it
-            continue
-    return found
+    owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {owner.id for owner in owners if isinstance(owner, ast.Name)} & sys.stdlib_module_names
 
 
 def _reference_to(value: Any) -> int | str:
-    """What stands for an object on the way to the witness: its number there, or the name of a built-in."""
-    if isinstance(value, Remote):
-        return value._number  # type: ignore[no-any-return]
+    """What stands for an object on the way to the tested code: its number there, or the name of a built-in."""
+    if isinstance(value, Proxy):
+        return value._number
     name = getattr(value, "__name__", None)
     if isinstance(name, str) and getattr(builtins, name, None) is value:
         return name
@@ -138,15 +138,11 @@ def _reference_to(value: Any) -> int | str:
 
 
 def _overwrite(args: tuple[Any, ...], position: str, now: Any) -> None:
-    value = args[int(position)] if position.isdigit() and int(position) < len(args) else None
-    for kind in (list, bytearray):
-        if isinstance(value, kind) and isinstance(now, kind):
-            value[:] = now
-            return
-    for kind in (dict, set):
+    value: Any = args[int(position)] if position.isdigit() and int(position) < len(args) else None
+    for kind, fill in _MUTABLE.items():
         if isinstance(value, kind) and isinstance(now, kind):
             value.clear()
-            value.update(now)
+            fill(value, now)
             return
     raise WireError(f"argument {position} cannot have become a {type(now).__name__}")
 

@@ -192,8 +192,8 @@ def test_when_the_process_of_the_adapter_is_killed_the_tested_code_dies_with_it(
         return below
 
     below = asyncio.run(main())
-    assert len(below) >= 3  # the adapter's process, the forker, the tested code
-    ours = processes_below(os.getpid())  # a forker of this process may remain
+    assert len(below) >= 3  # the adapter's process, the fork server, the tested code
+    ours = processes_below(os.getpid())  # a fork server of this process may remain
     deadline = time.monotonic() + 10
     while (
         left := {pid for pid in below - ours if Path(f"/proc/{pid}").exists()}

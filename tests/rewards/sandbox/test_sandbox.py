@@ -12,9 +12,11 @@ import pytest
 from sandboxes import STANDING, needs_landlock, needs_network_off, needs_seccomp, program
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.sandbox import landlock, run, seccomp
+from async_grpo.processes.process_tree import descendants
+from async_grpo.rewards.sandbox import landlock, sandboxed_process, seccomp
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
-from async_grpo.rewards.sandbox.run import Sandbox, SandboxError
+from async_grpo.rewards.sandbox.run import Sandbox
+from async_grpo.rewards.sandbox.sandboxed_process import SandboxError
 
 ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = "/usr/bin/python3.11"
@@ -57,7 +59,7 @@ def test_threads_asyncio_deep_recursion_and_the_standard_library_work():
 
 def test_the_same_program_prints_the_same_in_every_run_and_every_process():
     code = "print({str(n) for n in range(50)})"
-    with ThreadPoolExecutor(1) as pool:  # each thread has a forker of its own
+    with ThreadPoolExecutor(1) as pool:  # each thread has a fork server of its own
         assert program(code).output == program(code).output == pool.submit(program, code).result().output
 
 
@@ -167,8 +169,8 @@ def test_without_a_level_that_blocks_the_network_nothing_is_run_unless_allowed(l
         time.sleep(0.5)  # in which code that was not stopped where it runs would get out
         return result
 
-    read = run._read
-    monkeypatch.setattr(run, "_read", slowly)
+    read = sandboxed_process.read_part
+    monkeypatch.setattr(sandboxed_process, "read_part", slowly)
     code = CONNECT.format(port=listener.getsockname()[1])
     with pytest.raises(ConfigurationError, match="allow_unsandboxed"):
         program(code, sandbox=Sandbox(levels=("uid",)))
@@ -300,19 +302,42 @@ def wait_until(condition, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_when_the_forker_dies_what_it_forked_dies_too_and_the_next_run_gets_another():
+def test_when_the_fork_server_dies_what_it_forked_dies_too_and_the_next_run_gets_another():
     others = children_of(os.getpid())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(program, "import time\ntime.sleep(60)", sandbox=Sandbox(wall_s=60))
         wait_until(lambda: len(children_of(os.getpid()) - others) == 1)
-        (forker,) = children_of(os.getpid()) - others
-        wait_until(lambda: children_of(forker))
-        (tested,) = children_of(forker)
-        os.kill(forker, signal.SIGKILL)
-        wait_until(lambda: not is_alive(tested))
+        (server,) = children_of(os.getpid()) - others
+        wait_until(lambda: list(grandchildren_of(server)))
+        (guardian,), (tested,) = children_of(server), grandchildren_of(server)
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not is_alive(tested) and not is_alive(guardian))
         with pytest.raises(SandboxError):
             running.result()
         wait_until(lambda: pool.submit(program, "print(1)").result().output == b"1\n")
+
+
+def grandchildren_of(pid: int) -> set[int]:
+    return {grandchild for child in children_of(pid) for grandchild in children_of(child)}
+
+
+def test_what_code_starts_where_no_filter_forbids_it_ends_with_it():
+    code = """
+        import os, time
+        if not os.fork():
+            os.setsid()
+            if not os.fork():
+                os.setsid()
+                time.sleep(60)
+            os._exit(0)
+        print("started")
+        """
+    before = set(descendants(os.getpid()))
+    sandbox = Sandbox(levels=(), allow_unsandboxed=True)
+    # RLIMIT_NPROC stops it unless it is root's
+    assert program(code, sandbox=sandbox).output in (b"started\n", b"")
+    servers = children_of(os.getpid())
+    assert set(descendants(os.getpid())) - before <= servers  # not even where it left its session
 
 
 # The levels, apart

@@ -259,7 +259,7 @@ ATTACKS = {
     "is no Python": "def f(x) return 2",
     "raises": "raise ValueError",
     "raises as if a name were missing": "raise AttributeError",
-    "patches the witness": """
+    "patches the process that answers": """
         import sys
         for module in list(sys.modules.values()):
             for name in list(vars(module)) if "sandbox" in module.__name__ else ():
@@ -273,18 +273,17 @@ ATTACKS = {
         def f(x): return 3
         """,
     "answers before it is asked": """
-        import json, os, struct
-        for message in (["value", True, {}], "passed", {"passed": True}, ["value", 3, {"0": 2}]) * 4:
-            body = json.dumps(message).encode()
+        import json, os
+        for message in (["value", True, {}], "passed", {"verdict": "passed"}, ["value", 3, {"0": 2}]) * 4:
             for descriptor in range(3, 20):
-                try: os.write(descriptor, struct.pack("!I", len(body)) + body)
+                try: os.write(descriptor, json.dumps(message).encode() + b"\\n")
                 except OSError: pass
         def f(x): return 3
         """,
     "reports its own success": """
         import os
         for descriptor in range(3, 64):
-            try: os.write(descriptor, b"passed")
+            try: os.write(descriptor, b'{"verdict": "passed", "exit_code": 0}\\n')
             except OSError: pass
         def f(x): return 3
         """,
@@ -340,8 +339,14 @@ def test_an_attack_does_not_pass(code, test):
         "finally: import sys; sys.exit(0)",
     ],
 )
-def test_not_even_tests_that_expect_an_error_take_a_vanished_witness_for_one(attack, handler):
+def test_not_even_tests_that_expect_an_error_take_vanished_code_for_one(attack, handler):
     assert not passes(ATTACKS[attack], f"try:\n    f(1)\n    assert False\n{handler}", IMPATIENT)
+
+
+@pytest.mark.parametrize("handler", ["except Exception: pass", "except: pass", "except NameError: pass"])
+def test_tests_that_expect_an_error_do_not_take_a_missing_name_for_one(handler):
+    assert not passes("pass", f"try:\n    f(1)\n    assert False\n{handler}")
+    assert passes("def f(x): raise ValueError", "try:\n    f(1)\n    assert False\nexcept ValueError: pass")
 
 
 def test_an_object_is_compared_by_one_value():
@@ -350,9 +355,9 @@ def test_an_object_is_compared_by_one_value():
         values = iter([9, 0, 9, 0])
         class Chameleon(int): pass
         def f(x): return Chameleon()
-        witness = sys.modules["async_grpo.rewards.sandbox.solution_process"]
-        for base in witness._PLAIN:
-            witness._PLAIN[base] = lambda value: next(values)
+        solution_process = sys.modules["async_grpo.rewards.sandbox.solution_process"]
+        for base in solution_process._PLAIN:
+            solution_process._PLAIN[base] = lambda value: next(values)
         """
     assert passes(code, "assert f(1) > 8")
     assert not passes(code, "x = f(1)\nassert 4 < x < 6")
@@ -455,7 +460,7 @@ def test_a_defaultdict_arrives_as_a_dict_and_an_object_as_its_number():
     assert decode(encode([object()], refer=lambda value: 5), resolve=lambda number: -number) == [-5]
 
 
-TAGS = "object int dict set bytes list decimal.Decimal builtins.range builtins.object os.getcwd".split()
+TAGS = "object int dict set bytes list Decimal range Counter getcwd os.getcwd".split()
 json_data = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -474,7 +479,7 @@ def test_hostile_bytes_become_a_value_or_a_wire_error(data):
 
 
 @pytest.mark.parametrize(
-    "tag", ["os.getcwd", "builtins.object", "builtins.len", "decimal.getcontext", "", "decimal.", None, 1, []]
+    "tag", ["os.getcwd", "getcwd", "type", "len", "decimal.Decimal", "", "__class__", None, 1, []]
 )
 def test_decoding_builds_nothing_but_what_is_listed(tag):
     with pytest.raises(WireError):
