@@ -1,13 +1,15 @@
 """`async-grpo verify`: rewards on a file of completions, in the processes and the pool of a real run, without Ray."""
 
+import ast
 import asyncio
 import json
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -17,7 +19,7 @@ from async_grpo.config.run import required
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import option, parse_assignments
-from async_grpo.programs.verify_tables import print_report
+from async_grpo.programs.verify_report import print_report
 from async_grpo.rewards.adapter.registry_source import (
     RewardRegistrySource,
     display_name,
@@ -26,7 +28,8 @@ from async_grpo.rewards.adapter.registry_source import (
 )
 from async_grpo.rewards.adapter.traits import check_options
 from async_grpo.rewards.bench.adapter_check import check_adapter
-from async_grpo.rewards.bench.bench import BenchRow, Groups, check_rows, read_rows, run_bench
+from async_grpo.rewards.bench.completions import CompletionRow, FileSummary, check_file, read_rows
+from async_grpo.rewards.bench.score_rows import score_rows
 from async_grpo.rewards.bench.scorecard import Report
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.isolation.adapter_process import process_maker
@@ -40,7 +43,7 @@ WIDTH = 100  # of what is no terminal
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """What one may say about a bench of rewards."""
+    """On which file, how often and how long rewards are tried."""
 
     file: str = required(
         "JSONL, one completion per line: `completion`, as a rule `answer`, and any column that the rewards read; "
@@ -49,10 +52,10 @@ class VerifyConfig:
         "Bench",
     )
     reward_fns: str = required(
-        "Comma list of rewards: names of the page, or FILE.py:NAME for one of another file.", "Bench"
+        "Comma list of rewards: names of the registry file, or FILE.py:NAME for one of another file.", "Bench"
     )
     reward_registry: str | None = option(
-        None, "The page of rewards (default: reward_registry.py here).", "Bench"
+        None, "The registry file of rewards (default: reward_registry.py here).", "Bench"
     )
     reward_options: str = option(
         "", "Keyword options for the rewards that name them: weight=0.2,...", "Bench"
@@ -94,18 +97,26 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
         width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False, emoji=False
     )
     names = parse_names(config.reward_fns)
-    source = RewardRegistrySource.from_file(registry_file(config.reward_registry)).with_files(names)
+    registry = registry_file(config.reward_registry)
+    source = RewardRegistrySource.from_file(registry).with_files(names)
     options = parse_assignments(config.reward_options, "reward-options")
     if options or not names:
         check_options(resolve(source, names), options)
-    counts = check_rows(config.file)
+    summary = check_file(config.file)
+    for path, text in {str(registry): source.text, **{file.path: file.text for file in source.files}}.items():
+        if modules := modules_beside(Path(path), text):
+            console.print(
+                f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
+                f"of this file alone: install what it imports as a package there, or move it into the file",
+                soft_wrap=True,
+            )
     right_rows = RightRows(config.threshold)
     adapters = [display_name(name) for name in names]
     try:
-        report = asyncio.run(_score(config, Workers(source, options), adapters, counts, right_rows))
+        report = asyncio.run(_score(config, Workers(source, options), adapters, summary, right_rows))
     except OSError as error:
-        raise RunFailed(f"the bench broke off: {error}") from error
-    print_report(console, report, counts, config.repeat)
+        raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
+    print_report(console, report, summary, config.repeat)
     broken = [
         f"{name} failed or timed out {card.num_unscored} times"
         for name, card in report.scorecards.items()
@@ -120,6 +131,20 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     return report
 
 
+def modules_beside(path: Path, text: str) -> list[str]:
+    """The modules that the file of that path and text imports, wherever in it, and that lie in its own folder."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):  # whatever imports the file will say so
+        return []
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    names = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"async_grpo"}
+    return sorted(
+        name for name in names if (path.parent / name).is_dir() or (path.parent / f"{name}.py").is_file()
+    )
+
+
 class RightRows:
     """For each reward, the first rows that it calls right, and no label calls wrong."""
 
@@ -127,7 +152,7 @@ class RightRows:
         self.by_adapter: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         self._threshold, self._most = threshold, most
 
-    def add(self, row: BenchRow, verdict: Verdict) -> None:
+    def add(self, row: CompletionRow, verdict: Verdict) -> None:
         if row.label is not None and row.label < self._threshold:
             return
         for result in verdict.results:
@@ -140,17 +165,17 @@ async def _score(
     config: VerifyConfig,
     workers: "Workers",
     adapters: Sequence[str],
-    counts: Counter[str],
+    summary: FileSummary,
     right_rows: RightRows,
 ) -> Report:
     pool = VerifierPool(adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
-    report = Report(adapters, config.threshold, with_label=counts["with_label"] > 0)
+    report = Report(adapters, config.threshold, with_label=summary.with_label > 0)
     with ExitStack() as stack:
         output = stack.enter_context(_opened(config.output)) if config.output else None
         progress = stack.enter_context(_progress())
-        bar = progress.add_task("scoring", total=counts["rows"])
+        bar = progress.add_task("scoring", total=summary.rows)
 
-        def on_row(row: BenchRow, verdicts: Sequence[Verdict]) -> None:
+        def on_row(row: CompletionRow, verdicts: Sequence[Verdict]) -> None:
             progress.advance(bar)
             right_rows.add(row, verdicts[0])
             if output is not None:
@@ -158,9 +183,9 @@ async def _score(
 
         try:
             await pool.start()
-            groups = Groups(config.file, pool.post_process) if workers.look_at_groups else None
+            sizes = summary.group_sizes if workers.look_at_groups else None
             rows = read_rows(config.file)
-            await run_bench(pool.verify, rows, report, repeat=config.repeat, groups=groups, on_row=on_row)
+            await score_rows(pool, rows, report, repeat=config.repeat, group_sizes=sizes, on_row=on_row)
         finally:
             await pool.close()
     return report
@@ -198,7 +223,9 @@ class Workers:
 
     async def make(self, adapter: str) -> VerifierWorker:
         """`make_worker` of a VerifierPool."""
-        process = await self._make_process(adapter)  # the page is first imported there, whatever it does
+        process = await self._make_process(
+            adapter
+        )  # the registry file is first imported there, whatever it does
         self.look_at_groups |= process.kind.has_post_process
         if not process.kind.is_judge:
             return process
@@ -207,7 +234,7 @@ class Workers:
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, TRAINING)
 
 
-def _line(row: BenchRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """`results`: for each reward, what it said in each run; status and reward: the first run's."""
     results: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:

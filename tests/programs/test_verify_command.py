@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from async_grpo.__main__ import COMMANDS, main
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.bench.bench import BenchRow, Groups, check_rows, read_rows, run_bench
-from async_grpo.rewards.bench.scorecard import LABEL, MAX_EXAMPLES, Report, histogram
+from async_grpo.rewards.bench.completions import LABEL, CompletionRow, FileSummary, check_file, read_rows
+from async_grpo.rewards.bench.score_rows import score_rows
+from async_grpo.rewards.bench.scorecard import MAX_EXAMPLES, Report, histogram
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +129,7 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
     assert (one.label, two.label, four.label) == (1.0, 0.25, None)
     assert two.sample["truncated"] and four.sample["group_id"] == 5 and "label" not in one.sample
     assert four.sample["completion_token_ids"] == [7, 8] and "completion_char_ends" not in four.sample
-    assert check_rows(path) == Counter(rows=3, with_label=2, without_tokens=2)
+    assert check_file(path) == FileSummary(3, 2, 2, Counter({one.group: 2, 5: 1}))
 
 
 def test_rows_without_a_prompt_are_groups_of_their_own(files):
@@ -163,7 +164,7 @@ def test_rows_without_a_prompt_are_groups_of_their_own(files):
 def test_a_bad_row_is_named_by_file_and_line(files, row, message):
     path = files({"completion": "a"}, row)
     with pytest.raises(ConfigurationError, match=f"{path}, {message}"):
-        check_rows(path)
+        check_file(path)
     with pytest.raises(ConfigurationError, match=message):
         list(read_rows(path))
 
@@ -184,7 +185,7 @@ def test_a_file_that_is_not_utf_8_is_refused(files):
     path = Path(files("x"))
     path.write_bytes(b'{"completion": "\xff"}\n')
     with pytest.raises(ConfigurationError, match="line 1: not JSON"):
-        check_rows(path)
+        check_file(path)
 
 
 # --- counting, against plain loops ---
@@ -257,24 +258,35 @@ def test_equal_ranges_hold_what_lies_in_them():
     assert sum(count for _, count in histogram(close_together, 3)) == 4
 
 
+class FakePool:
+    """Scores everything with 1, in no time; a group as its members."""
+
+    async def verify(self, sample: dict) -> Verdict:
+        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
+
+    async def post_process(self, samples: list[dict], verdicts: list[Verdict]) -> list[Verdict]:
+        return list(verdicts)
+
+
 async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way():
     under_way, most, seen = 0, 0, []
     chance = random.Random(7)
     count_of_calls: Counter[int] = Counter()
 
-    async def score(sample: dict) -> Verdict:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(chance.random() * 0.01)
-        under_way -= 1
-        count_of_calls[sample["number"]] += 1
-        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
+    class Slow(FakePool):
+        async def verify(self, sample: dict) -> Verdict:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(chance.random() * 0.01)
+            under_way -= 1
+            count_of_calls[sample["number"]] += 1
+            return await super().verify(sample)
 
-    rows = [BenchRow(n, {"completion": "", "number": n}, None, True) for n in range(40)]
+    rows = [CompletionRow(n, {"completion": "", "number": n}, None, True) for n in range(40)]
     report = Report(["a"], 0.5, False)
-    await run_bench(
-        score,
+    await score_rows(
+        Slow(),
         iter(rows),
         report,
         repeat=3,
@@ -289,27 +301,18 @@ async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way()
 
 async def test_what_goes_wrong_with_a_row_is_raised_as_it_is():
     def rows():
-        yield BenchRow(1, {"completion": ""}, None, True)
+        yield CompletionRow(1, {"completion": ""})
         raise ConfigurationError("rows.jsonl, line 2: it was changed meanwhile")
 
-    async def score(sample: dict) -> Verdict:
-        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
-
     with pytest.raises(ConfigurationError, match="line 2: it was changed"):
-        await run_bench(score, rows(), Report(["a"], 0.5, False))
+        await score_rows(FakePool(), rows(), Report(["a"], 0.5, False))
 
 
 async def test_a_group_that_is_never_complete_is_said_and_not_left_out(files):
-    async def score(sample: dict) -> Verdict:
-        return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
-
-    async def look(samples: list[dict], verdicts: list[Verdict]) -> list[Verdict]:
-        return list(verdicts)
-
     path = files({"completion": "", "group_id": 1}, {"completion": "", "group_id": 1})
-    groups, rows = Groups(path, look), list(read_rows(path))
+    sizes, rows = check_file(path).group_sizes, list(read_rows(path))
     with pytest.raises(ConfigurationError, match="changed while they were scored: a group is not complete"):
-        await run_bench(score, rows[:1], Report(["a"], 0.5, False), groups=groups)
+        await score_rows(FakePool(), rows[:1], Report(["a"], 0.5, False), group_sizes=sizes)
 
 
 # --- the command ---
@@ -372,9 +375,36 @@ def test_without_token_ids_a_process_reward_counts_characters(files, tmp_path, c
     assert verify(path, "--reward-fns", rewards(tmp_path, "per_character"), "--output", output) == 0
     assert [row["reward"] for row in rows_of(output)] == [2.0, 1.0]
     assert (
-        "1 rows have no completion_token_ids: there, each character counts as a token"
+        "1 row has no completion_token_ids: there, each character counts as a token"
         in capsys.readouterr().out
     )
+
+
+def test_one_row_is_counted_as_one_and_an_unknown_reward_is_refused_in_words_alone(files, tmp_path, capsys):
+    path = files({"completion": "1", "answer": "1"})
+    assert verify(path, "--reward-fns", rewards(tmp_path, "exact")) == 0
+    assert "1 row has no completion_token_ids" in capsys.readouterr().out
+    assert verify(path, "--reward-fns=unheard_of") == 2
+    error = capsys.readouterr().err
+    assert "unknown reward function unheard_of: reward_registry knows code" in error
+    assert "raise " not in error and ".py:" not in error and "ConfigurationError" not in error
+
+
+def test_a_module_beside_the_registry_file_is_named_for_other_nodes_would_not_find_it(
+    files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper.py").write_text("VALUE = 0.5")
+    (tmp_path / "reward_registry.py").write_text(
+        "import json, numpy\nimport async_grpo.types\n"
+        "def half(sample):\n    from helper import VALUE\n    return VALUE\n\nREWARD_ADAPTERS = {'half': half}\n"
+    )
+    path = files({"completion": "1", "answer": "1"})
+    assert verify(path, "--reward-fns", "half") == 0
+    said = capsys.readouterr().out
+    assert "note: reward_registry.py imports helper from its own folder" in said and "numpy" not in said
+    assert verify(path, "--reward-fns", rewards(tmp_path, "exact")) == 0
+    assert "note: reward_registry.py" in capsys.readouterr().out  # read all the same
 
 
 def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys):
@@ -458,7 +488,7 @@ def test_a_check_says_what_breaks_the_contract(files, tmp_path, capsys):
             ["--reward-fns=mathd", "--output=/no/such/folder/x"],
             "--output /no/such/folder/x cannot be written",
         ),
-        (["--reward-fns=mathd", "--reward-registry=/no/page.py"], "cannot read the page of rewards"),
+        (["--reward-fns=mathd", "--reward-registry=/no/page.py"], "cannot read '/no/page.py'"),
         ([], "Missing option '--reward-fns'"),
     ],
 )

@@ -28,7 +28,8 @@ from async_grpo.rewards.adapter.traits import (
     check_options,
     traits_of,
 )
-from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter, sample_of
+from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
+from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.isolation.calls import Reward, run_plain
@@ -729,7 +730,7 @@ CHECKED = textwrap.dedent(
         ),
         (
             "missing",
-            ["reward function 'missing' cannot start: ConfigurationError: unknown reward function missing"],
+            ["reward function 'missing' cannot start: unknown reward function missing"],
         ),
     ],
 )

@@ -29,6 +29,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.step_rewards import KINDS, is_finite_number, refuse_steps, steps_of
 from async_grpo.rewards.adapter.traits import is_process_reward
 
@@ -109,7 +110,7 @@ def failure(reason: str, status: str = "failed") -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, and the last line of the traceback.
+    """Type and message, and the last line of the traceback; of a setting that is refused, the message and its cause's.
 
     >>> try:
     ...     {}["gold"]
@@ -117,9 +118,14 @@ def describe(error: BaseException) -> str:
     ...     describe(error).split(" at ")[0]
     "KeyError: 'gold'"
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    refused = isinstance(
+        error, ConfigurationError
+    )  # the line of ours that refuses would tell the user nothing
+    raised = error.__cause__ if refused else error
+    frames = traceback.extract_tb(raised.__traceback__) if raised is not None else []
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return _cut(f"{type(error).__name__}: {_cut(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
+    kind = "" if refused else f"{type(error).__name__}: "
+    return _cut(f"{kind}{_cut(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
 
 
 def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -58,20 +59,6 @@ def check_adapter(
     )
 
 
-def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
-    """A full sample of a row; with another completion if one is given. Each character counts as a token.
-
-    >>> sample_of({"answer": "4", "completion": "so 4"}, "5")["completion_token_ids"]
-    [53]
-    """
-    text = str(row["completion"]) if completion is None else completion
-    sample = {"sample_text": str(row.get("input", "")) + text, "truncated": False, "group_id": 0, **row}
-    if completion is not None or "completion_token_ids" not in row:
-        sample["completion_token_ids"] = [ord(character) for character in text]
-        sample["completion_char_ends"] = list(range(1, len(text) + 1))
-    return sample | {"completion": text}
-
-
 async def _check(
     source: RewardRegistrySource,
     adapter: str,
@@ -108,7 +95,7 @@ async def _poor(
     problems = []
     for what, text in POOR_COMPLETIONS.items():
         poor = await worker.score(sample_of(sample, text), timeout_s)
-        as_good = None not in (poor.reward, right.reward) and poor.reward >= right.reward
+        as_good = poor.reward is not None and right.reward is not None and poor.reward >= right.reward
         as_good &= not worker.kind.has_post_process  # who is right, it may say only once it sees the group
         if poor.status in _UNSCORED:
             problems.append(f"{what} {_said(poor)}")

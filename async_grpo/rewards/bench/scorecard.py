@@ -1,4 +1,4 @@
-"""What the bench learns of each reward, and of each two of them.
+"""What trying rewards on a file shows of each reward, and of each two of them.
 
 `add` is called once per row, in the order of the file; memory grows by some bytes per row.
 """
@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
+from async_grpo.rewards.bench.completions import LABEL
 from async_grpo.rewards.queue_stats import quantile
 from async_grpo.types import AdapterResult, RewardStatus
 
-LABEL = "label"  # what the file says is right, among the names of the rewards
 MAX_EXAMPLES = 3
 MAX_REASONS = 1000  # different ones that are told apart
 
 
 @dataclass
-class Trouble:
-    """A reason for which rows were not scored."""
+class FailureExample:
+    """A reason for which rows were not scored, and the first of them."""
 
     status: RewardStatus
     reason: str
@@ -36,7 +36,7 @@ class Scorecard:
     statuses: Counter[RewardStatus] = field(default_factory=Counter)
     rewards: array = field(default_factory=lambda: array("d"))
     seconds: array = field(default_factory=lambda: array("d"))  # of scoring, without the wait for a worker
-    troubles: dict[tuple[RewardStatus, str], Trouble] = field(default_factory=dict)
+    failures: dict[tuple[RewardStatus, str], FailureExample] = field(default_factory=dict)
     num_unsteady: int = 0
     unsteady: list[tuple[int, list[str]]] = field(default_factory=list)
 
@@ -65,15 +65,15 @@ class Scorecard:
             if result.status is RewardStatus.OK:
                 self.rewards.append(result.reward)
             else:
-                self._trouble(result, line).count += 1
+                self._failure(result, line).count += 1
         if len({(result.status, result.reward, result.steps) for result in runs}) > 1:
             self.num_unsteady += 1
             if len(self.unsteady) < MAX_EXAMPLES:
                 self.unsteady.append((line, [said(result) for result in runs]))
 
-    def _trouble(self, result: AdapterResult, line: int) -> Trouble:
-        reason = result.reason if len(self.troubles) < MAX_REASONS else "other reasons"
-        return self.troubles.setdefault((result.status, reason), Trouble(result.status, reason, line))
+    def _failure(self, result: AdapterResult, line: int) -> FailureExample:
+        reason = result.reason if len(self.failures) < MAX_REASONS else "other reasons"
+        return self.failures.setdefault((result.status, reason), FailureExample(result.status, reason, line))
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Comparison:
 
 
 class Report:
-    """Everything that the bench found out. `examples`: line -> opinions and completion, of some that differ.
+    """Everything that was found out. `examples`: line -> opinions and completion, of some that differ.
 
     >>> report = Report(["loud"], threshold=0.5, with_label=True)
     >>> report.add(1, "HI", 1.0, [[AdapterResult("loud", RewardStatus.OK, 0.0)]])
@@ -113,7 +113,7 @@ class Report:
         pairs = [*combinations(adapters, 2), *((name, LABEL) for name in adapters if with_label)]
         self.comparisons = [Comparison(pair, threshold) for pair in pairs]
         self.examples: dict[int, tuple[dict[str, float | None], str]] = {}
-        self.seconds = 0.0  # of the whole bench, without the start of the workers
+        self.seconds = 0.0  # of all rows, without the start of the workers
 
     def add(
         self, line: int, completion: str, label: float | None, runs: Sequence[Sequence[AdapterResult]]

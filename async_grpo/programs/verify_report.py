@@ -6,30 +6,29 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.rewards.bench.completions import FileSummary
 from async_grpo.rewards.bench.scorecard import Comparison, Report, Scorecard, histogram
 from async_grpo.types import RewardStatus
 
 BAR_WIDTH = 30
-MAX_TROUBLES = 3  # reasons named for each reward
+MAX_REASONS = 3  # named for each reward
 MAX_EXCERPT = 60
 
 
-def print_report(console: Console, report: Report, counts: Mapping[str, int], repeat: int) -> None:
-    """What came out, what went wrong, and who disagrees; examples by their line in the file.
+def print_report(console: Console, report: Report, file: FileSummary, repeat: int) -> None:
+    """What came out, what went wrong, and which rewards disagree; examples by their line in the file.
 
     Args:
-        counts: see `bench.check_rows`.
         repeat: runs over each row.
     """
-    num_rows, without_tokens = counts["rows"], counts["without_tokens"]
+    num_rows, without_tokens = file.rows, file.without_tokens
     calls = sum(card.num_calls for card in report.scorecards.values())
     console.print(
         f"{num_rows} rows, {calls} calls in {report.seconds:.1f} s: {num_rows / max(report.seconds, 1e-9):.1f} rows/s"
     )
     if without_tokens:
-        console.print(
-            f"{without_tokens} rows have no completion_token_ids: there, each character counts as a token"
-        )
+        rows = "1 row has" if without_tokens == 1 else f"{without_tokens} rows have"
+        console.print(f"{rows} no completion_token_ids: there, each character counts as a token")
     console.print(_overview(report.scorecards, repeat))
     if repeat < 2:
         console.print("steady: --repeat 2 would tell")
@@ -37,7 +36,7 @@ def print_report(console: Console, report: Report, counts: Mapping[str, int], re
         console.print(f"\n{name}")
         for label, bar, count in _bars(card):
             console.print(f"  {label}  {bar} {count}", soft_wrap=True)
-        _print_troubles(console, card)
+        _print_failures(console, card)
         _print_unsteady(console, card, repeat)
     if report.comparisons:
         console.print(f"\nwho disagrees (right is a reward of {report.comparisons[0].threshold:g} or more)")
@@ -77,17 +76,14 @@ def _bars(card: Scorecard) -> list[tuple[str, str, int]]:
     ]
 
 
-def _print_troubles(console: Console, card: Scorecard) -> None:
-    troubles = list(card.troubles.values())
-    for failure_reason in troubles[:MAX_TROUBLES]:
-        times = f", {failure_reason.count} in all" if failure_reason.count > 1 else ""
-        reason = " ".join(repr(failure_reason.reason)[1:-1].split())
-        console.print(
-            f"  {failure_reason.status.value}, line {failure_reason.first_line}{times}: {reason}",
-            soft_wrap=True,
-        )
-    if len(troubles) > MAX_TROUBLES:
-        console.print(f"  and {len(troubles) - MAX_TROUBLES} other reasons")
+def _print_failures(console: Console, card: Scorecard) -> None:
+    failures = list(card.failures.values())
+    for failure in failures[:MAX_REASONS]:
+        times = f", {failure.count} in all" if failure.count > 1 else ""
+        reason = " ".join(repr(failure.reason)[1:-1].split())
+        console.print(f"  {failure.status.value}, line {failure.first_line}{times}: {reason}", soft_wrap=True)
+    if len(failures) > MAX_REASONS:
+        console.print(f"  and {len(failures) - MAX_REASONS} other reasons")
 
 
 def _print_unsteady(console: Console, card: Scorecard, repeat: int) -> None:
