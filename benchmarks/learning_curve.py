@@ -1,4 +1,4 @@
-"""The library against an independent GRPO in one file (`plain_grpo.py`): the same learning curve, on-policy.
+"""The library against an independent GRPO in one file (`examples/plain_grpo.py`): the same learning curve, on-policy.
 
     python benchmarks/learning_curve.py --seeds 0 1 2 --steps 60
 
@@ -54,7 +54,7 @@ def ours(seed: int, steps: int, every: int) -> dict[int, float]:
 def plain(seed: int, steps: int, every: int) -> dict[int, float]:
     output = Path(tempfile.mkdtemp(prefix="curve-")) / "plain.jsonl"
     command = [
-        *[sys.executable, str(ROOT / "benchmarks" / "plain_grpo.py"), f"--model={DATA / 'tiny-model'}"],
+        *[sys.executable, str(ROOT / "examples" / "plain_grpo.py"), f"--model={DATA / 'tiny-model'}"],
         *[f"--train={DATA / 'countdown_train.jsonl'}", f"--heldout={DATA / 'countdown_heldout.jsonl'}"],
         *[
             f"--steps={steps}",

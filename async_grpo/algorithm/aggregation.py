@@ -46,6 +46,7 @@ def _sum_of_sequence_means(
 def _sum_over_constant(
     loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
 ) -> Tensor:
+    assert scale is not None  # see get_aggregation
     return loss.sum() / scale
 
 

@@ -109,14 +109,14 @@ def histogram_quantiles(counts: Tensor, qs: list[float]) -> Tensor:
     >>> [round(ratio, 2) for ratio in histogram_quantiles(counts, [0.5, 1.0]).tolist()]  # 1 and e^0.7 = 2.01
     [1.0, 2.0]
     """
-    counts, qs = counts.double(), torch.tensor(qs, dtype=torch.float64, device=counts.device)
+    counts, shares = counts.double(), torch.tensor(qs, dtype=torch.float64, device=counts.device)
     total = counts.sum()
     if not total > 0:
-        return torch.full_like(qs, math.nan)
+        return torch.full_like(shares, math.nan)
     steps = torch.arange(BINS_PER_SIDE, dtype=torch.float64, device=counts.device) + 0.5
     side = FINEST_LOG_RATIO * torch.exp(_GROWTH * steps)
     ratios = torch.cat([-side.flip(0), side.new_zeros(1), side]).exp()
-    cumulative, rank = counts.cumsum(0), qs * (total - 1)
+    cumulative, rank = counts.cumsum(0), shares * (total - 1)
     below, above = (
         ratios[torch.searchsorted(cumulative, order, right=True)] for order in (rank.floor(), rank.ceil())
     )

@@ -185,13 +185,12 @@ class Estimator:
         valid: Tensor | None,
     ) -> dict[str, Tensor]:
         """The rewards by name, all of one shape with the rest."""
-        several = isinstance(rewards, Mapping)
-        if several and not (self.named and rewards):
+        if isinstance(rewards, Mapping) and not (self.named and rewards):
             raise ValueError(
                 f"{self.function.__name__} takes {'at least one' if self.named else 'a single (batch, tokens)'} "
                 f"reward, not {list(rewards)}"
             )
-        sources = dict(rewards) if several else {SOLE: rewards}
+        sources = dict(rewards) if isinstance(rewards, Mapping) else {SOLE: rewards}
         for name, values in sources.items():
             if (
                 values.shape != mask.shape

@@ -14,6 +14,7 @@ everything that the rest of the library must know; no other module knows a loss 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,11 +62,11 @@ class PolicyLoss:
         keywords = _keywords(self.function)
         return {name: default for name, default in keywords.items() if name not in TENSOR_INPUTS}
 
-    def check_options(self, **options: Option) -> None:
+    def check_options(self, **options: Any) -> None:
         """ValueError: a name or a value that the loss would refuse. Needs no batch."""
         empty, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
-        tensors = {"proximal_logprobs": empty} if self.needs_proximal else {}
-        self(empty, empty, empty, mask, **options, **tensors)
+        inputs: dict[str, Any] = {"proximal_logprobs": empty} if self.needs_proximal else {}
+        self(empty, empty, empty, mask, **inputs, **options)
 
     def __call__(
         self,
@@ -76,7 +77,7 @@ class PolicyLoss:
         *,
         importance_weights: Tensor | None = None,
         sequence_ids: Tensor | None = None,
-        **options: Option | Tensor,
+        **options: Any,
     ) -> LossAndMetrics:
         """(per-token loss, metrics), everything (B, T) and zero where the mask is False.
 
@@ -109,7 +110,7 @@ class PolicyLoss:
         sums: Tensor,
         *,
         token_keys: Tensor | None = None,
-        **options: Option,
+        **options: Any,
     ) -> Tensor:
         """(B, T) float64: the score by which a token is selected, -inf for no candidate.
 
@@ -125,13 +126,23 @@ class PolicyLoss:
         return self.scores(batch, sums, token_keys, **wanted)
 
     @staticmethod
-    def _batch(logprobs, old_logprobs, advantages, mask, sequence_ids=None) -> LossBatch:
+    def _batch(
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        sequence_ids: Tensor | None = None,
+    ) -> LossBatch:
         mask = mask.bool()
-        old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
-        clean = (torch.where(mask, values, 0) for values in (logprobs, old_logprobs, advantages))
-        return LossBatch(*clean, mask, sequence_ids)
+        return LossBatch(
+            torch.where(mask, logprobs, 0),
+            torch.where(mask, old_logprobs.detach(), 0),
+            torch.where(mask, advantages.detach(), 0),
+            mask,
+            sequence_ids,
+        )
 
-    def _checked(self, options: dict[str, Option | Tensor], mask: Tensor) -> dict[str, Option | Tensor]:
+    def _checked(self, options: dict[str, Any], mask: Tensor) -> dict[str, Any]:
         """The options with their tensors clean at masked positions."""
         name, known = self.function.__name__, _keywords(self.function)
         unknown = options.keys() - known.keys()

@@ -4,9 +4,11 @@
 at a time, forward and again in the backward; what is kept between the two is one number per token.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 def chunked_logprobs(
@@ -40,7 +42,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -64,12 +66,13 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropies is None:
             return (None,) * 6
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         if grad_logprobs is None:
+            assert grad_entropies is not None
             grad_logprobs = torch.zeros_like(grad_entropies)
         grad_hidden = torch.empty_like(hidden)
         # float32 while it is summed over chunks: in bfloat16 every further chunk would round the sum again
@@ -88,7 +91,8 @@ class _ChunkedHead(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += _product(grad_logits.T, hidden[rows])
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 

@@ -9,6 +9,7 @@ instead. Cost grows with the sum of the squared lengths, never with N squared.
 import inspect
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,14 +123,18 @@ def _attend_with_kernel(
         return flash_attn_varlen_func(
             query, key, value, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True
         )
-    grouped = {"enable_gqa": True} if VARLEN_TAKES_GQA else {}
-    if not VARLEN_TAKES_GQA:
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window_size": (-1, 0),
+    }  # unbounded to the left, none to the right
+    if VARLEN_TAKES_GQA:
+        options["enable_gqa"] = True
+    else:
         repeats = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
-    causal = (-1, 0)  # an unbounded window to the left, none to the right
-    return varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=causal, **grouped
-    )
+    attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    assert isinstance(attended, Tensor)  # a pair only where the normalisers are asked for
+    return attended
 
 
 def _attend_in_buckets(

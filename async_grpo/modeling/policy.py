@@ -68,7 +68,7 @@ class PolicyModel(nn.Module):
         head = self.model.get_output_embeddings()
         positions = (loss_mask & (packing.position_ids > 0)).nonzero().flatten()
         states = hidden.index_select(0, positions - 1)  # what is known before the token is chosen
-        results = chunked_logprobs(
+        results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )
         if with_values:

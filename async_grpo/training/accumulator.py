@@ -107,16 +107,16 @@ class GradientAccumulator:
         )
         update = self._update(count, sums["backward_loss"]) if count else {"grad_norm": 0.0}
         self._optimizer.zero_grad(set_to_none=True)
-        report = _metrics(sums, maxima, histogram, count)
-        return report | update | {"lr": lr, "update_skipped": float(count == 0)} | self._peak_memory()
+        report = _metrics(sums, maxima, histogram, count) | update | self._peak_memory()
+        return report | {"lr": float(lr), "update_skipped": float(count == 0)}
 
     def _reduce(self) -> tuple[dict[str, float], dict[str, float], Tensor]:
         """This step's sums, maxima and histogram over all ranks; forgets them."""
         sums, maxima = self._sums, self._maxima
-        histogram = torch.as_tensor(self._histogram).flatten().tolist()
+        counts = torch.as_tensor(self._histogram).flatten().tolist()
         self._forget()
         total, highest = self._ranks.sum(_read(sums)), self._ranks.max(_read(maxima))
-        histogram = torch.tensor(self._ranks.sum(histogram))
+        histogram = torch.tensor(self._ranks.sum(counts))
         return dict(zip(sums, total, strict=True)), dict(zip(maxima, highest, strict=True)), histogram
 
     def _update(self, count: float, loss: float) -> dict[str, float]:

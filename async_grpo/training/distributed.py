@@ -55,7 +55,7 @@ class Ranks:
         if highest != -negated_lowest:
             raise ConfigurationError(f"{what} is not the same on every rank: give all nodes the same files")
 
-    def _reduce(self, values: list[float], operation: dist.ReduceOp) -> list[float]:
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if not values:
             return []
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -76,7 +76,7 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
         die_with_parent()
     chosen = _choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     # Alone, an in-process store: nothing to listen on, so nothing that could be taken or reached from outside
-    store = dist.HashStore() if world_size == 1 else None
+    store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]  # torch names it in no __all__
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
         store=store,

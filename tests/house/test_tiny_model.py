@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).parents[2]
 SAMPLE_DATA = ROOT / "sample-data"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "examples"))
 tiny_model = importlib.import_module("async_grpo.data.create_tiny_model")
 plain_grpo = importlib.import_module("plain_grpo")
 

@@ -21,7 +21,7 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.types import StepEnd
 
 ESTIMATOR = '''
-from async_grpo.algorithm.advantages import Estimator
+from async_grpo.algorithm.estimator import Estimator
 
 def weighted(rewards, used, groups, *, difficulty, power: float = 1.0):
     """Centred scores times a column of the data row."""

@@ -1,11 +1,21 @@
-"""GRPO on countdown in one file of torch and transformers: an independent reference for the learning curve.
+"""GRPO in one file of torch and transformers, to be read before the library that does the same on many machines.
 
-    python benchmarks/plain_grpo.py --model sample-data/tiny-model --output plain_grpo.jsonl \\
+    python examples/plain_grpo.py --model sample-data/tiny-model --output plain_grpo.jsonl \\
         --train sample-data/countdown_train.jsonl --heldout sample-data/countdown_heldout.jsonl
 
-One process samples a group of completions per prompt, scores them, and takes one optimizer step per batch.
-It shares no code with the library, so that the same mistake cannot hide in both. `--staleness 1` trains each
-batch one step after the weights that sampled it, as the asynchronous library does.
+A step, in the order of this file:
+
+    sample            n completions for each of P prompts from the policy, with the log-prob of every sampled token
+    score             a reward for each completion; here by rule: is the arithmetic right, is the format kept
+    group_advantages  the reward against the other completions of its own prompt: A = (r - mean) / std. No critic.
+    policy_loss       - min(ratio * A, clip(ratio) * A) on every token, with ratio = pi(token) / pi_when_sampled(token)
+    train_step        backward, clip the gradient's norm, AdamW
+
+What the library adds to it: engines that generate while the trainer trains (so tokens are a bounded number of steps old,
+here `--staleness`), rewards that are slow or fail, packing without padding, sharding, other estimators and losses.
+
+It shares no code with the library, so that the same mistake cannot hide in both: `benchmarks/learning_curve.py` compares
+their learning curves.
 """
 
 import ast
@@ -45,49 +55,7 @@ class Rollout:
     texts: list[str]  # completions without their end token
 
 
-def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
-    """Value and integers of an expression over + - * and non-negative integers.
-
-    >>> evaluate_expression(ast.parse("(1+2)*3", mode="eval"))
-    (9, [1, 2, 3])
-
-    Raises:
-        ValueError: anything else occurs in it.
-    """
-    match node:
-        case ast.Expression(body=body):
-            return evaluate_expression(body)
-        case ast.Constant(value=int(value)) if not isinstance(value, bool):
-            return value, [value]
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as operator, right=right):
-            (left_value, left_nums), (right_value, right_nums) = (
-                evaluate_expression(left),
-                evaluate_expression(right),
-            )
-            if isinstance(operator, ast.Add):
-                return left_value + right_value, left_nums + right_nums
-            if isinstance(operator, ast.Sub):
-                return left_value - right_value, left_nums + right_nums
-            return left_value * right_value, left_nums + right_nums
-    raise ValueError(f"no plain arithmetic: {ast.dump(node)}")
-
-
-def score(completion: str, row: Row) -> tuple[float, float]:
-    """(correct, well-formed), each 0.0 or 1.0, of the response "<think>" + completion.
-
-    >>> score("</think>\\n<answer>3*4+1</answer>", {"nums": [1, 3, 4], "target": 13})
-    (1.0, 1.0)
-    """
-    response = "<think>" + completion
-    well_formed = float(RESPONSE.match(response) is not None)
-    answer = ANSWER.search(response)
-    if answer is None or len(answer[1]) > 100:
-        return 0.0, well_formed
-    try:
-        value, nums = evaluate_expression(ast.parse(answer[1].strip(), mode="eval"))
-    except (ValueError, SyntaxError):
-        return 0.0, well_formed
-    return float(value == row["target"] and sorted(nums) == sorted(row["nums"])), well_formed
+# 1. Sample: one completion per row, all rows together ---------------------------------------------------------
 
 
 def pad_left(prompts: list[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +106,57 @@ def sample(model: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int) -> 
     return Rollout(torch.cat([token_ids, completions], 1), attention, mask, torch.stack(logprobs, 1), texts)
 
 
+# 2. Score: the task is countdown, reach a target from three numbers with + - * --------------------------------
+
+
+def evaluate_expression(node: ast.AST) -> tuple[int, list[int]]:
+    """Value and integers of an expression over + - * and non-negative integers.
+
+    >>> evaluate_expression(ast.parse("(1+2)*3", mode="eval"))
+    (9, [1, 2, 3])
+
+    Raises:
+        ValueError: anything else occurs in it.
+    """
+    match node:
+        case ast.Expression(body=body):
+            return evaluate_expression(body)
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value, [value]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as operator, right=right):
+            (left_value, left_nums), (right_value, right_nums) = (
+                evaluate_expression(left),
+                evaluate_expression(right),
+            )
+            if isinstance(operator, ast.Add):
+                return left_value + right_value, left_nums + right_nums
+            if isinstance(operator, ast.Sub):
+                return left_value - right_value, left_nums + right_nums
+            return left_value * right_value, left_nums + right_nums
+    raise ValueError(f"no plain arithmetic: {ast.dump(node)}")
+
+
+def score(completion: str, row: Row) -> tuple[float, float]:
+    """(correct, well-formed), each 0.0 or 1.0, of the response "<think>" + completion.
+
+    >>> score("</think>\\n<answer>3*4+1</answer>", {"nums": [1, 3, 4], "target": 13})
+    (1.0, 1.0)
+    """
+    response = "<think>" + completion
+    well_formed = float(RESPONSE.match(response) is not None)
+    answer = ANSWER.search(response)
+    if answer is None or len(answer[1]) > 100:
+        return 0.0, well_formed
+    try:
+        value, nums = evaluate_expression(ast.parse(answer[1].strip(), mode="eval"))
+    except (ValueError, SyntaxError):
+        return 0.0, well_formed
+    return float(value == row["target"] and sorted(nums) == sorted(row["nums"])), well_formed
+
+
+# 3. Advantages and loss: the algorithm ------------------------------------------------------------------------
+
+
 def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """(reward - group mean) / (group standard deviation + 1e-6), with ddof 1; (samples,) -> (samples,)."""
     groups = rewards.view(-1, group_size)
@@ -158,6 +177,9 @@ def policy_loss(model: Any, rollout: Rollout, advantages: torch.Tensor) -> torch
     advantages = advantages[:, None]
     per_token = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return (per_token * rollout.mask).sum() / rollout.mask.sum()
+
+
+# 4. The loop around it: data, evaluation, command line --------------------------------------------------------
 
 
 def heldout_scores(
