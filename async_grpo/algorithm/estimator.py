@@ -18,7 +18,7 @@ Nothing here carries a gradient.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class Estimator:
         """
         return tuple(name for name, value in self.keywords.items() if value is inspect.Parameter.empty)
 
-    @property
+    @cached_property  # it is asked for several times for each group, and a signature costs as much as a verdict
     def keywords(self) -> dict[str, Any]:
         """Options and inputs: the keyword-only parameters of its function, and their defaults."""
         parameters = inspect.signature(self.function).parameters.values()
