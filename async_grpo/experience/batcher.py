@@ -81,7 +81,7 @@ class ExperienceBatcher:
             Packer(plan.num_ranks, plan.max_tokens_per_gpu),
             plan.advantages,
         )
-        self.occupancy = EngineUtilization()
+        self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[MicroBatch | asyncio.Task[StepEnd]]] = [
             asyncio.Queue() for _ in range(plan.num_ranks)
         ]
@@ -96,7 +96,7 @@ class ExperienceBatcher:
 
     async def start(self) -> None:
         """Begin to generate. The engines must hold policy version 0."""
-        self.occupancy.take()
+        self.utilization.take()
         self._supervise(self.rollout_loop(), "the rollout loop")
 
     async def next_message(self, rank: int) -> MicroBatch | StepEnd:
@@ -128,7 +128,7 @@ class ExperienceBatcher:
     async def weights_live(self, version: int) -> None:
         """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
         await self.budget.weights_live(version, groups=self.plan.groups_per_step if version > 0 else 0)
-        self._note_occupancy()
+        self._note_utilization()
 
     async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
         """Generate and score `count` completions of every question, outside the staleness budget.
@@ -154,14 +154,14 @@ class ExperienceBatcher:
 
     async def rollout_loop(self) -> None:
         """Admit every group of the run, each as soon as the staleness budget allows."""
-        for slot in range(self.plan.num_steps * self.plan.groups_per_step):
+        for number in range(self.plan.num_steps * self.plan.groups_per_step):
             await self.budget.admit()
-            self._supervise(self.rollout(slot), f"the rollout of group {slot}")
+            self._supervise(self.rollout(number), f"the rollout of group {number}")
 
-    async def rollout(self, slot: int) -> None:
-        """One group from prompt to micro-batches; one that will not do gives its slot to the next prompt."""
+    async def rollout(self, number: int) -> None:
+        """One group from prompt to micro-batches; one that will not do gives its place to the next prompt."""
         for resampled in range(self.plan.max_resamples + 1):
-            group = replace(await self._one_group(next(self.cursor), slot), resampled=resampled)
+            group = replace(await self._one_group(next(self.cursor), number), resampled=resampled)
             self._retire_if_solved(group)
             if not self._wants_another(group):
                 break
@@ -172,7 +172,7 @@ class ExperienceBatcher:
             self.plan.resample and not self.plan.advantages.has_signal(group)
         )
 
-    async def _one_group(self, prompt: Prompt, slot: int) -> Group:
+    async def _one_group(self, prompt: Prompt, number: int) -> Group:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
         version = self.budget.live_version
         parts = [self._generate_and_score(prompt, self.plan.samples_per_question)]
@@ -180,7 +180,7 @@ class ExperienceBatcher:
             parts.append(self._generate_and_score(prompt, 1, greedy=True))
         samples, *greedy = await asyncio.gather(*parts)
         baseline = greedy[0][0].verdict if greedy else None
-        return Group(prompt, samples, version, slot, baseline)
+        return Group(prompt, samples, version, number, baseline)
 
     async def _generate_and_score(
         self, prompt: Prompt, count: int, *, greedy: bool = False, evaluation: bool = False
@@ -294,7 +294,7 @@ class ExperienceBatcher:
     async def _take_stats(self) -> dict[str, Any]:
         generation = await self.generation.take_stats()
         return {
-            **self.occupancy.take(generation.pop("busy")),
+            **self.utilization.take(generation.pop("busy")),
             **generation,
             **await self.verification.take_stats(),
         }
@@ -316,10 +316,10 @@ class ExperienceBatcher:
 
     def _generating(self, change: int) -> None:
         self._sequences += change
-        self._note_occupancy()
+        self._note_utilization()
 
-    def _note_occupancy(self) -> None:
-        self.occupancy.set(sequences=self._sequences, free_slots=self.budget.free)
+    def _note_utilization(self) -> None:
+        self.utilization.set(sequences=self._sequences, free_slots=self.budget.free)
 
     def _describe_wait(self, rank: int) -> str:
         return (

@@ -10,10 +10,10 @@ class EngineUtilization:
     """Notes when work was allowed: the budget has a free slot, or admitted sequences are unfinished. Call `set` at changes.
 
     >>> clock = iter([0.0, 1.0, 4.0, 6.0])
-    >>> occupancy = EngineUtilization(lambda: next(clock))
-    >>> occupancy.set(sequences=8, free_slots=0)    # at 1: a free slot until here, from now on work
-    >>> occupancy.set(sequences=0, free_slots=0)    # at 4: the budget is used up
-    >>> occupancy.take(busy=[(1.5, 3.0), (2.0, 4.5)])    # at 6
+    >>> utilization = EngineUtilization(lambda: next(clock))
+    >>> utilization.set(sequences=8, free_slots=0)    # at 1: a free slot until here, from now on work
+    >>> utilization.set(sequences=0, free_slots=0)    # at 4: the budget is used up
+    >>> utilization.take(busy=[(1.5, 3.0), (2.0, 4.5)])    # at 6
     {'engine_busy_s': 2.5, 'engine_allowed_s': 4.0, 'wait_generation_budget_s': 2.0}
     """
 

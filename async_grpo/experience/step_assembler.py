@@ -2,7 +2,7 @@
 
     offer(group) -> what the ranks get now, in order:  MicroBatchRound (one micro-batch per rank) ...  ..., StepComplete
 
-The group of slot i (counted at admission) belongs to step i // P. Groups of the current step are packed the moment they
+Group number i (counted at admission) belongs to step i // P. Groups of the current step are packed the moment they
 arrive, in any order; groups of later steps wait for their turn. Nothing else can respect the staleness bound: with
 (S + 1) * P groups alive, letting a younger group overtake an older one would make some group S + 1 steps old.
 
@@ -59,8 +59,10 @@ class StepAssembler:
 
     def offer(self, group: Group) -> list[MicroBatchRound | StepComplete]:
         """A group is complete. Returns the events that follow from it."""
-        step = group.slot // self.groups_per_step
-        assert step >= self.step, f"group {group.slot} was offered twice, or after its step {step} closed"
+        step = group.sequence_number // self.groups_per_step
+        assert step >= self.step, (
+            f"group {group.sequence_number} was offered twice, or after its step {step} closed"
+        )
         if step > self.step:
             self._early.setdefault(step, []).append(group)
             return []
@@ -96,7 +98,7 @@ class StepAssembler:
         age = self.step - group.oldest_version
         if not 0 <= age <= self.max_staleness:
             raise StalenessViolated(
-                f"group {group.slot} (admitted under version {group.admitted_version}) holds a token of "
+                f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of "
                 f"version {group.oldest_version}, but step {self.step} trains version {self.step} with at most "
                 f"{self.max_staleness} steps of staleness"
             )

@@ -37,8 +37,8 @@ def sample(length, reward=None, *, steps=(), outcome=None, version=0, truncated=
     return Sample(prompt, completion(length, version, truncated=truncated), verdict, ref_logprobs=ref)
 
 
-def group(*samples, slot=0, baseline=None):
-    return Group(samples[0].prompt, samples, 0, slot, baseline)
+def group(*samples, sequence_number=0, baseline=None):
+    return Group(samples[0].prompt, samples, 0, sequence_number, baseline)
 
 
 def advantages(plan, *groups, step=0):
@@ -154,7 +154,7 @@ def test_tokens_of_policies_that_are_too_old_leave_the_loss_and_the_rest_of_thei
 
 
 def test_filtering_takes_groups_of_equal_rewards_out_of_the_loss():
-    groups = [group(sample(2, 1.0), sample(2, 1.0)), group(sample(2, 1.0), sample(2, 0.0), slot=1)]
+    groups = [group(sample(2, 1.0), sample(2, 1.0)), group(sample(2, 1.0), sample(2, 0.0), sequence_number=1)]
     assert advantages(AdvantageConfig(), *groups)[:2] == [[0, 0], [0, 0]]
     assert advantages(AdvantageConfig(filter_groups=True), *groups)[:2] == [None, None]
     assert advantages(AdvantageConfig(filter_groups=True), *groups)[2] is not None
@@ -184,7 +184,10 @@ OUTCOME_ESTIMATORS = [
 @settings(max_examples=60, deadline=None)
 def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_minibatch(rewards, name, order):
     """Batch-coupled estimators wait for all groups; the others may not depend on them."""
-    groups = [group(*(sample(1 + i, r) for i, r in enumerate(row)), slot=n) for n, row in enumerate(rewards)]
+    groups = [
+        group(*(sample(1 + i, r) for i, r in enumerate(row)), sequence_number=n)
+        for n, row in enumerate(rewards)
+    ]
     plan = AdvantageConfig(estimator=name)
     assembler = StepAssembler(4, 0, Packer(2, 10_000), plan)
     events = [event for n in order for event in assembler.offer(groups[n])]
@@ -193,14 +196,14 @@ def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_mi
     )
     expected = dict(enumerate(plan(groups, 0)))
     for closed in events[-1].groups:
-        for got, wanted in zip(closed.samples, expected[closed.slot].samples, strict=True):
+        for got, wanted in zip(closed.samples, expected[closed.sequence_number].samples, strict=True):
             assert got.advantages == pytest.approx(wanted.advantages, abs=1e-6)
 
 
 def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_whole():
     plan = AdvantageConfig(estimator="reinforce_plus_plus_baseline")
     assembler = StepAssembler(3, 0, Packer(1, 8), plan)  # every sample fills a micro-batch
-    three = [group(sample(5, 1.0), sample(5, 0.0), slot=n) for n in range(3)]
+    three = [group(sample(5, 1.0), sample(5, 0.0), sequence_number=n) for n in range(3)]
     assert assembler.offer(three[2]) == [] and assembler.offer(three[0]) == []
     assert len(assembler.offer(three[1])) == 7  # six micro-batches and the end of the step
 
@@ -224,7 +227,7 @@ def test_who_abstained_beside_a_process_reward_has_said_nothing_and_no_zero():
 def test_a_group_that_is_filtered_out_moves_no_statistic_of_the_batch():
     plan = AdvantageConfig(estimator="reinforce_plus_plus_baseline", filter_groups=True)
     varied = group(sample(2, 1.0), sample(2, 0.0))
-    dull = group(sample(4, 1.0), sample(4, 1.0), slot=1)
+    dull = group(sample(4, 1.0), sample(4, 1.0), sequence_number=1)
     assert advantages(plan, varied, dull)[:2] == advantages(plan, varied)
     unfiltered = AdvantageConfig(estimator="reinforce_plus_plus_baseline")
     assert advantages(unfiltered, varied, dull)[:2] != advantages(unfiltered, varied)

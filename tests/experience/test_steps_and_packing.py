@@ -28,7 +28,7 @@ def sample(ordinal: int, prompt_length: int, length: int, version: int = 0, trai
 
 def group(ordinal: int, lengths: list[int], version: int = 0) -> Group:
     samples = tuple(sample(ordinal, 2, length, version) for length in lengths)
-    return Group(samples[0].prompt, samples, version, slot=ordinal)
+    return Group(samples[0].prompt, samples, version, sequence_number=ordinal)
 
 
 class AsTheyCome:
@@ -39,7 +39,7 @@ class AsTheyCome:
         self.calls: list[tuple[int, list[int]]] = []
 
     def __call__(self, groups, step):
-        self.calls.append((step, [group.slot for group in groups]))
+        self.calls.append((step, [group.sequence_number for group in groups]))
         return list(groups)
 
 
