@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded
 
@@ -34,6 +35,10 @@ FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONNECT_TIMEOUT_S = 5.0
+TOKEN_HINT = (
+    "`ray get-auth-token --generate` makes the token on the first node, in ~/.ray/auth_token: copy that file to the other "
+    "nodes"
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +77,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
             logging_level=logging.WARNING,
             runtime_env={"env_vars": forwarded_environment()},
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, AuthenticationError) as error:
         raise ConfigurationError(_how_to_join(str(error))) from error
 
 
@@ -90,11 +95,11 @@ def _how_to_join(error: str) -> str:
     if "token" in error.lower():
         return (
             f"the Ray cluster refuses this process: {error.splitlines()[0]} Ray protects clusters made with `ray start` by "
-            "a token: set RAY_AUTH_MODE=token on every side and copy the head's token file to the other nodes"
+            f"a token: set RAY_AUTH_MODE=token on every side; {TOKEN_HINT}"
         )
     return (
         f"no Ray cluster to join ({error.splitlines()[0]}). Start one with `RAY_AUTH_MODE=token ray start --head`, and "
-        "set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on this machine) here too"
+        f"set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on this machine) here too; {TOKEN_HINT}"
     )
 
 

@@ -67,7 +67,7 @@ def await_workers(controller: Any, config: RunConfig) -> str:
         if time.monotonic() > give_up:
             raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
         if time.monotonic() > next_word:
-            log.info("waiting: there is %s", missing)
+            log.info("waiting for workers to load and join: there is still %s", missing)
             next_word = time.monotonic() + 15.0
         time.sleep(0.2)
 

@@ -193,6 +193,7 @@ class Experience(RemoteExperience):
         if not self._questions:
             return {}
         started = time.monotonic()
+        log.info("evaluating %d held-out questions at step %d", len(self._questions), step)
         result = self.evaluate(self._questions, self._config.experience_timeout_s)
         samples = result.pop("samples")
         numbers = {f"eval_{key}": value for key, value in result.items()}

@@ -108,6 +108,8 @@ class CheckpointWriter:
             (partial / VALUE_HEAD_FILE).parent.mkdir()
             tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
             save_file(tensors, partial / VALUE_HEAD_FILE)
+        for path in partial.rglob("*.safetensors"):  # they are made for their owner's eyes alone
+            shutil.copymode(partial / "config.json", path)
         if target.exists():  # from an earlier run into the same output_dir
             os.rename(target, replaced)
         os.rename(partial, target)

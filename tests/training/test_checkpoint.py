@@ -73,6 +73,13 @@ def test_the_saved_dtype_is_the_asked_one_and_the_live_weights_stay_float32(tmp_
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
 
 
+def test_whoever_may_read_its_settings_may_read_its_weights(tmp_path, source, ranks):
+    policy = shard_policy(PolicyModel(tiny_model(), value_head=True), ranks)
+    folder = writer(tmp_path, source, ranks).save(policy, 1)
+    modes = {path.stat().st_mode for path in folder.rglob("*") if path.is_file()}
+    assert modes == {(folder / "config.json").stat().st_mode}
+
+
 def test_a_checkpoint_that_was_cut_short_is_not_there(tmp_path, source, ranks, monkeypatch):
     policy = shard_policy(PolicyModel(tiny_model()), ranks)
     saving = writer(tmp_path, source, ranks)

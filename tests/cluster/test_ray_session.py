@@ -1,0 +1,26 @@
+"""Joining a Ray cluster: what a user who is not let in is told."""
+
+import pytest
+import ray
+from ray.exceptions import AuthenticationError
+
+from async_grpo.cluster.ray_session import connect
+from async_grpo.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        AuthenticationError("Token authentication is enabled but no authentication token was found."),
+        RuntimeError("Authentication token is missing or incorrect"),
+        ConnectionError("Failed to connect to Ray cluster"),
+    ],
+)
+def test_who_is_not_let_in_learns_where_the_token_comes_from(monkeypatch, refusal):
+    def refuse(**_):
+        raise refusal
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigurationError, match="`ray get-auth-token --generate` makes the token") as error:
+        connect("run")
+    assert "RAY_AUTH_MODE=token" in str(error.value) and "~/.ray/auth_token" in str(error.value)
