@@ -1,6 +1,8 @@
 """`docs/architecture.md`, "Where to change things", followed row by row from outside the package, and a step trained."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,30 +22,17 @@ from async_grpo.training.distributed import distributed_run
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.types import StepEnd
 
-ESTIMATOR = '''
-from async_grpo.algorithm.estimator import Estimator
-
-def weighted(rewards, used, groups, *, difficulty, power: float = 1.0):
-    """Centred scores times a column of the data row."""
-    centred = groups.centred(rewards.sum(dim=1, keepdim=True), groups.participates)
-    return centred * difficulty[:, None] ** power
-
-by_difficulty = Estimator(
-    weighted, group_local=True, inputs={"difficulty": lambda sample: sample.prompt.row["difficulty"]}
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+ESTIMATOR, LOSS = re.findall(
+    r"```python\n(.*?)```", PAGE.split("## Your own\n")[1].split("\n## ")[0], re.DOTALL
 )
-
+ESTIMATOR += """
 def centred(rewards, used, groups):
     return groups.centred(rewards.sum(dim=1, keepdim=True), groups.participates)
 
 def in_need(rewards, used, groups, *, difficulty):
     return rewards
-'''
-
-LOSS = '''
-def advantage_times_logprob(batch, *, scale: float = 1.0):
-    """(B, T) loss and metrics from a LossBatch."""
-    return -scale * batch.advantages * batch.logprobs, {"ratio_mean": batch.ratio, "ratio_max": batch.ratio}
-'''
+"""
 
 
 @pytest.fixture
@@ -115,7 +104,7 @@ def test_an_input_that_nothing_provides_is_refused_with_the_way_to_provide_it(ow
 
 
 def test_a_loss_is_one_file(own):
-    name = own(LOSS, "advantage_times_logprob")
+    name = own(LOSS, "reinforce")
     _, once = train_a_step(run_config(policy_loss=name))
     _, twice = train_a_step(run_config(policy_loss=name, loss_options="scale=2"))
     assert once["grad_norm"] > 0 and twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-5)
@@ -128,8 +117,8 @@ def test_a_file_that_lacks_the_name_is_answered_with_what_it_has(own):
 
 def test_a_run_knows_its_own_code_by_an_absolute_path_and_a_digest(own, monkeypatch, tmp_path):
     """Other processes of a run have other working folders."""
-    name = own(LOSS, "advantage_times_logprob")
+    name = own(LOSS, "reinforce")
     monkeypatch.chdir(tmp_path)
-    config = run_config(policy_loss="own.py:advantage_times_logprob")
+    config = run_config(policy_loss="own.py:reinforce")
     assert config.policy_loss == name
     assert list(digests([config.policy_loss, config.advantage_estimator])) == [name]
