@@ -5,7 +5,7 @@ Judges need no process: they run in the controller's own, and share the cluster'
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,30 +33,23 @@ SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its m
 
 
 class VerifierActor(ChannelServer):
-    """Some killable processes of one adapter, on any node."""
+    """Some killable processes of one adapter, on any node. Each is a slot, called by `score SLOT` and the like."""
 
     def __init__(self, source: RewardRegistrySource, adapter: str, plan: PoolConfig) -> None:
         self._source, self._adapter, self._plan = source, adapter, plan
         self._slots: dict[int, AdapterProcess] = {}
-        handlers = {"open": self._open, "score": self._score, "close": self._close}
-        self.serve({**handlers, "post_process": self._post_process})
+        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open, "close": self._close}
+        self.serve(self._methods)
 
     async def _open(self, slot: int) -> dict[str, Any]:
-        """Start a process; returns what a lane wants to know of a worker (see `VerifierWorker`)."""
+        """Start a process; returns what a queue wants to know of a worker (see `VerifierWorker`)."""
         process = AdapterProcess(
             self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
         )
         self._slots[slot] = process
+        self._methods |= {f"score {slot}": process.score, f"post_process {slot}": process.post_process}
         await process.start()
         return {name: getattr(process, name) for name in ("capacity", "prefetch", "has_post_process")}
-
-    async def _score(self, slot: int, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        return await self._slots[slot].score(sample, timeout_s)
-
-    async def _post_process(
-        self, slot: int, samples: Sequence[dict], results: Sequence[AdapterResult], timeout_s: float
-    ) -> list[AdapterResult]:
-        return await self._slots[slot].post_process(samples, results, timeout_s)
 
     async def _close(self, slot: int) -> None:
         await self._slots.pop(slot).close()
@@ -111,8 +104,8 @@ class RunVerification:
         plan = self._plan
         return VerifierPool(
             plan.adapters,
-            partial(self._make_worker, lane=TRAINING),
-            make_evaluator=partial(self._make_worker, lane=EVALUATION),
+            partial(self._make_worker, phase=TRAINING),
+            make_evaluator=partial(self._make_worker, phase=EVALUATION),
             workers={name: plan.workers.get(name, 1) for name in plan.all_adapters},
             evaluation_workers={
                 name: 1 if is_judge(adapter) else plan.evaluation_workers
@@ -120,7 +113,7 @@ class RunVerification:
             },
             combination=plan.combination,
             fallbacks=plan.fallbacks,
-            around=self._surroundings,
+            middleware=self._surroundings,
             timeout_s=plan.timeout_s,
         )
 
@@ -145,7 +138,7 @@ class RunVerification:
             for name, adapter in self._adapters.items()
         }
 
-    async def _make_worker(self, adapter: str, lane: str) -> VerifierWorker:
+    async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
         if is_judge(judge := self._adapters[adapter]):
             endpoint = judge.endpoint()
             if limits := self._plan.limits.get(adapter):
@@ -155,7 +148,7 @@ class RunVerification:
                 judge,
                 endpoint,
                 self._rate_limiter,
-                lane,
+                phase,
                 self._idle_sleep if is_run_judge(judge) else None,
             )
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
@@ -169,7 +162,7 @@ class RunVerification:
             run = (
                 ray.get_runtime_context().namespace
             )  # another run's reward of this name has limits of its own
-            return LimitedWorker(slot, self._rate_limiter, f"{adapter} of {run}", limits, lane)
+            return LimitedWorker(slot, self._rate_limiter, f"{adapter} of {run}", limits, phase)
         return slot
 
 
@@ -198,12 +191,12 @@ class _VerifierSlot:
             raise
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        return await self._host.channel.call("score", self._slot, sample, timeout_s)
+        return await self._host.channel.call(f"score {self._slot}", sample, timeout_s)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
     ) -> list[AdapterResult]:
-        return await self._host.channel.call("post_process", self._slot, samples, results, timeout_s)
+        return await self._host.channel.call(f"post_process {self._slot}", samples, results, timeout_s)
 
     async def close(self) -> None:
         """End the process; with the last one its actor goes, too."""

@@ -31,11 +31,8 @@ from async_grpo.rewards.bench.adapter_check import check_adapter
 from async_grpo.rewards.bench.completions import CompletionRow, FileSummary, check_file, read_rows
 from async_grpo.rewards.bench.score_rows import score_rows
 from async_grpo.rewards.bench.scorecard import Report
-from async_grpo.rewards.http.rate_limiter import Limiter
-from async_grpo.rewards.isolation.adapter_process import process_maker
-from async_grpo.rewards.judge_worker import JudgeWorker
-from async_grpo.rewards.pool import TRAINING, VerifierPool
-from async_grpo.rewards.verifier_worker import VerifierWorker
+from async_grpo.rewards.local_workers import LocalWorkers
+from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, Verdict
 
 WIDTH = 100  # of what is no terminal
@@ -113,7 +110,9 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     right_rows = RightRows(config.threshold)
     adapters = [display_name(name) for name in names]
     try:
-        report = asyncio.run(_score(config, Workers(source, options), adapters, summary, right_rows))
+        report = asyncio.run(
+            _score(config, LocalWorkers(source, options, adapters), adapters, summary, right_rows)
+        )
     except OSError as error:
         raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
     print_report(console, report, summary, config.repeat)
@@ -163,7 +162,7 @@ class RightRows:
 
 async def _score(
     config: VerifyConfig,
-    workers: "Workers",
+    workers: LocalWorkers,
     adapters: Sequence[str],
     summary: FileSummary,
     right_rows: RightRows,
@@ -208,30 +207,6 @@ def _check(
     for problem in problems:
         console.print(f"  {' '.join(repr(problem)[1:-1].split())}", soft_wrap=True)
     return problems
-
-
-class Workers:
-    """Makes processes for rewards, and for judges, which are no code of the user's, clients in this process.
-
-    `look_at_groups`: whether a reward does that was made a worker.
-    """
-
-    def __init__(self, source: RewardRegistrySource, options: dict[str, Any]) -> None:
-        self.look_at_groups = False
-        self._source, self._rate_limiter = source, Limiter()
-        self._make_process = process_maker(source, options)
-
-    async def make(self, adapter: str) -> VerifierWorker:
-        """`make_worker` of a VerifierPool."""
-        process = await self._make_process(
-            adapter
-        )  # the registry file is first imported there, whatever it does
-        self.look_at_groups |= process.kind.has_post_process
-        if not process.kind.is_judge:
-            return process
-        await process.close()
-        judge = resolve(self._source, [adapter])[adapter]
-        return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, TRAINING)
 
 
 def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:

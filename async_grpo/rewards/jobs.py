@@ -1,4 +1,4 @@
-"""What waits in a lane for a worker: a sample to score, or the results of a whole group to be looked at."""
+"""What waits in a queue for a worker: a sample to score, or the results of a whole group to be looked at."""
 
 import asyncio
 import math
@@ -8,26 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.rewards.queue_stats import QueueStats
-from async_grpo.rewards.verifier_worker import VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus
 
 
 class Job:
-    """What waits for a worker; the order is that of the tickets, also for one that comes back."""
+    """What waits for a worker; the order is that of the tickets, also for one that comes back.
 
-    def __init__(self, ticket: int, adapter: str) -> None:
+    Args:
+        method, arguments: of a `VerifierWorker`, which also gets the time-out in seconds.
+    """
+
+    def __init__(self, ticket: int, adapter: str, method: str, *arguments: Any) -> None:
         self.ticket, self.adapter = ticket, adapter
+        self.method, self.arguments = method, arguments
         self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.asked_at = self.queued_at = time.monotonic()
         self.queue_s = 0.0
-        self.workers_lost = 0
+        self.lost_attempts = 0  # that ended without a result, perhaps by its fault
+        self.alone = False  # to be served while nothing else is: it may have crashed its process
 
     def __lt__(self, other: "Job") -> bool:
         return self.ticket < other.ticket
-
-    async def run(self, worker: VerifierWorker, timeout_s: float) -> Any:
-        """Let the worker do it."""
-        raise NotImplementedError
 
     def deliver(self, answer: Any, stats: QueueStats) -> None:
         """Hand over what the worker said."""
@@ -42,16 +43,13 @@ class Scoring(Job):
     """One sample; its outcome is an AdapterResult, with times and attempts as the caller saw them."""
 
     def __init__(self, ticket: int, adapter: str, sample: dict[str, Any]) -> None:
-        super().__init__(ticket, adapter)
+        super().__init__(ticket, adapter, "score", sample)
         self.sample = sample
-
-    async def run(self, worker: VerifierWorker, timeout_s: float) -> AdapterResult:
-        return await worker.score(self.sample, timeout_s)
 
     def deliver(self, answer: AdapterResult, stats: QueueStats) -> None:
         result = replace(
             _checked(answer, self.sample),
-            attempts=answer.attempts + self.workers_lost,
+            attempts=answer.attempts + self.lost_attempts,
             latency_s=time.monotonic() - self.asked_at,
             queue_s=self.queue_s + answer.queue_s,
         )
@@ -68,11 +66,8 @@ class PostProcessing(Job):
     def __init__(
         self, ticket: int, adapter: str, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
     ) -> None:
-        super().__init__(ticket, adapter)
+        super().__init__(ticket, adapter, "post_process", samples, results)
         self.samples, self.results = samples, results
-
-    async def run(self, worker: VerifierWorker, timeout_s: float) -> list[AdapterResult]:
-        return await worker.post_process(self.samples, self.results, timeout_s)
 
     def deliver(self, answer: list[AdapterResult], stats: QueueStats) -> None:
         checked = [_checked(result, sample) for result, sample in zip(answer, self.samples, strict=True)]

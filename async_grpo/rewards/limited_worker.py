@@ -1,4 +1,4 @@
-"""`LimitedWorker`: a worker that asks the cluster's traffic control before each sample."""
+"""`LimitedWorker`: a worker that asks the run's rate limiter before each sample."""
 
 import asyncio
 import time
@@ -17,21 +17,16 @@ class LimitedWorker:
 
     Args:
         key: of the permits: workers of the same key share the limits.
-        lane: "train" or "eval": they share them fairly.
+        phase: "train" or "eval": they share them fairly.
     """
 
     max_queue_s = QUEUE_S
 
     def __init__(
-        self, worker: VerifierWorker, rate_limiter: RateLimiter, key: str, limits: Limits, lane: str
+        self, worker: VerifierWorker, rate_limiter: RateLimiter, key: str, limits: Limits, phase: str
     ) -> None:
-        self._worker, self._rate_limiter, self._key, self._limits, self._lane = (
-            worker,
-            rate_limiter,
-            key,
-            limits,
-            lane,
-        )
+        self._worker, self._rate_limiter = worker, rate_limiter
+        self._key, self._limits, self._phase = key, limits, phase
         self.capacity = worker.capacity
         self.has_post_process = getattr(worker, "has_post_process", False)
 
@@ -40,7 +35,7 @@ class LimitedWorker:
         asked_at = time.monotonic()
         try:
             async with asyncio.timeout(self.max_queue_s):
-                permit = await self._rate_limiter.acquire(self._key, self._limits, phase=self._lane)
+                permit = await self._rate_limiter.acquire(self._key, self._limits, phase=self._phase)
         except TimeoutError:
             reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
             return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)

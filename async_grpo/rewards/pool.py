@@ -1,33 +1,38 @@
 """VerifierPool: every adapter scores every sample, each with its own queue and workers, and nothing is lost.
 
-    pool = VerifierPool(["mathd", "sympy"], process_maker(source), workers=2)
-    await pool.start()
-    verdict = await pool.verify({"completion": ..., "answer": ..., ...})
+    async with VerifierPool.from_registry(["mathd", "sympy"]) as pool:
+        verdict = await pool.verify({"completion": ..., "answer": ..., ...})
 
-The workers themselves are somebody else's: processes here (`process.process_maker`), actors elsewhere, judges.
+Its workers are made by others: processes here (`adapter_process.process_maker`), slots of actors on other nodes, judges.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
+from async_grpo.rewards.local_workers import LocalWorkers
+from async_grpo.rewards.trl_reward import TRLReward
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts, VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 __all__ = ["VerifierPool", "VerifierWorker"]
 
-TRAINING, EVALUATION = "train", "eval"
+TRAINING, EVALUATION = "train", "eval"  # the phases of a run
+_UNKNOWN = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
+
 Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
-Around = Callable[[str, dict[str, Any], str, Score], Awaitable[AdapterResult]]
+Middleware = Callable[[str, dict[str, Any], str, Score], Awaitable[AdapterResult]]
 
 
 class VerifierPool:
     """Scores samples with its adapters. Plain asyncio: use it from one event loop.
 
-    Training and evaluation have lanes and workers of their own, so that neither waits behind the other; those of
+    Training and evaluation have queues and workers of their own, so that neither waits behind the other; those of
     evaluation are made at its first sample.
 
     Args:
@@ -38,8 +43,8 @@ class VerifierPool:
         evaluation_workers: the same, for evaluation.
         combination: how the results of a sample become its verdict (default: the best).
         fallbacks: adapter -> the one that is asked in its place when it failed or timed out.
-        around: wraps every call of an adapter, for a cache, a budget or traffic limits; gets the adapter's name, the
-            sample, the lane, and the call itself.
+        middleware: wraps every call of an adapter, for a cache or a budget; gets the adapter's name, the sample, the
+            phase ("train" or "eval"), and the call itself.
         timeout_s: for scoring one sample, from when a worker takes it; time in the queue is measured apart.
         grace_s: how much longer than two time-outs and the start of a process a worker may be silent before it is
             fenced, and the deadline for closing it.
@@ -60,14 +65,14 @@ class VerifierPool:
         make_evaluator: MakeWorker | None = None,
         combination: Combination | None = None,
         fallbacks: Mapping[str, str] | None = None,
-        around: Around | None = None,
+        middleware: Middleware | None = None,
         timeout_s: float = 30.0,
         grace_s: float = 10.0,
         make_timeout_s: float = 120.0,
         backoff_s: Sequence[float] = (0.0, 1.0, 5.0),
         regrow_s: float = 30.0,
     ) -> None:
-        self._fallbacks, self._around = dict(fallbacks or {}), around
+        self._fallbacks, self._middleware = dict(fallbacks or {}), middleware
         all_adapters = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
         timeouts = Timeouts(timeout_s, grace_s, make_timeout_s, tuple(backoff_s), regrow_s)
         counts = {TRAINING: _worker_counts(adapters, all_adapters, workers)}
@@ -78,17 +83,57 @@ class VerifierPool:
             )
         self._combination = combination or Combination(tuple(adapters))
         makers = {TRAINING: make_worker, EVALUATION: make_evaluator or make_worker}
-        self._lanes = {
-            lane: {name: AdapterQueue(name, makers[lane], count, timeouts) for name, count in by_name.items()}
-            for lane, by_name in counts.items()
+        self._queues = {
+            phase: {
+                name: AdapterQueue(name, makers[phase], count, timeouts) for name, count in by_name.items()
+            }
+            for phase, by_name in counts.items()
         }
         self._starting: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    def from_registry(
+        cls,
+        adapters: str | Sequence[str],
+        registry: str | Path | None = None,
+        *,
+        reward_options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A pool of this machine alone, without a trainer, a run or Ray.
+
+        Args:
+            adapters: rewards and judges of the registry file, or FILE.py:NAME.
+            registry: the registry file; default: `reward_registry.py` here, or else the one that is shipped.
+            reward_options: keyword options; a reward receives those that it names.
+            settings: further arguments of this class.
+
+        Raises:
+            ConfigurationError: the registry file cannot be used, or a name or an option is unknown.
+        """
+        workers = LocalWorkers.from_registry(adapters, registry, reward_options)
+        return cls(workers.adapters, workers.make, **settings)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self._combination.adapters
+
+    def as_trl_reward(self) -> TRLReward:
+        """This pool as a reward function for TRL's trainers (see `TRLReward`)."""
+        return TRLReward(self)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def start(self) -> None:
         """Make all workers of training; none is left behind if one cannot be made.
 
         Raises:
-            ConfigurationError: the user's page cannot work.
+            ConfigurationError: the user's registry file cannot be used.
             Exception: what the last attempt to make a worker raised.
         """
         try:
@@ -99,10 +144,10 @@ class VerifierPool:
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         """The combined verdict. Never raises for an adapter's failure; may be cancelled."""
-        lane = EVALUATION if evaluation else TRAINING
+        phase = EVALUATION if evaluation else TRAINING
         if evaluation:
             await self._started(EVALUATION)
-        return await self._combination(sample, lambda name: self._ask(name, sample, lane))
+        return await self._combination(sample, partial(self._score, sample, phase))
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
@@ -113,9 +158,9 @@ class VerifierPool:
         """
         if evaluation:  # the verdicts may be of a pool before this one
             await self._started(EVALUATION)
-        lanes = self._lanes[EVALUATION if evaluation else TRAINING]
+        queues = self._queues[EVALUATION if evaluation else TRAINING]
         changed: list[dict[str, AdapterResult]] = [{} for _ in samples]
-        for name in [name for name in self._combination.adapters if lanes[name].has_post_process]:
+        for name in [name for name in self._combination.adapters if queues[name].has_post_process]:
             found = [
                 (number, result)
                 for number, verdict in enumerate(verdicts)
@@ -124,7 +169,7 @@ class VerifierPool:
             ]
             asked = [samples[number] for number, _ in found]
             if found:
-                results = await lanes[name].post_process(asked, [result for _, result in found])
+                results = await queues[name].post_process(asked, [result for _, result in found])
                 for (number, _), result in zip(found, results, strict=True):
                     changed[number][name] = result
         return [
@@ -134,57 +179,57 @@ class VerifierPool:
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close every worker; bounded by a few `grace_s`."""
-        await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes.values()))
+        queues = [queue for by_name in self._queues.values() for queue in by_name.values()]
+        await asyncio.gather(*(queue.close() for queue in queues))
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By adapter: counts and seconds since the last `take_stats`, and the queue and workers of now."""
         return {
-            name if kind == TRAINING else f"{name} (evaluation)": lane.stats.as_dict()
-            | {"queue_depth": lane.queue_depth, "workers": lane.num_workers}
-            for kind, lanes in self._lanes.items()
-            if kind in self._starting or kind == TRAINING
-            for name, lane in lanes.items()
+            name if phase == TRAINING else f"{name} (evaluation)": queue.stats.as_dict()
+            | {"queue_depth": queue.queue_depth, "workers": queue.num_workers}
+            for phase, queues in self._queues.items()
+            if phase in self._starting or phase == TRAINING
+            for name, queue in queues.items()
         }
 
     def take_stats(self) -> dict[str, dict[str, Any]]:
         """`stats`, and begin anew: for one line per step."""
         stats = self.stats()
-        for lanes in self._lanes.values():
-            for lane in lanes.values():
-                lane.stats.reset()
+        for queues in self._queues.values():
+            for queue in queues.values():
+                queue.stats.reset()
         return stats
 
-    async def _started(self, kind: str) -> None:
-        """Start the lanes of a kind once; whoever comes meanwhile waits for the same start."""
-        if kind not in self._starting or has_failed(self._starting[kind]):
-            self._starting[kind] = asyncio.create_task(self._start(kind))
-        await asyncio.shield(self._starting[kind])
+    async def _started(self, phase: str) -> None:
+        """Start the queues of a phase once; callers who come meanwhile wait for the same start.
 
-    async def _start(self, kind: str) -> None:
-        starts = [lane.start() for lane in self._lanes[kind].values()]
+        One that has failed is tried anew: what was in its way may have passed.
+        """
+        start = self._starting.get(phase)
+        if start is None or (start.done() and (start.cancelled() or start.exception() is not None)):
+            start = self._starting[phase] = asyncio.create_task(self._start(phase))
+        await asyncio.shield(start)
+
+    async def _start(self, phase: str) -> None:
+        starts = [queue.start() for queue in self._queues[phase].values()]
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         if errors := [outcome for outcome in outcomes if outcome is not None]:
             raise errors[0]
 
-    async def _ask(self, name: str, sample: dict[str, Any], kind: str) -> AdapterResult:
-        result = await self._call(name, sample, kind)
-        fallback = self._fallbacks.get(name)
-        if fallback is None or result.status not in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
+    async def _score(
+        self, sample: dict[str, Any], phase: str, name: str, *, stands_in: bool = False
+    ) -> AdapterResult:
+        """What the adapter says, or where it has failed the one that stands in for it."""
+        score = self._queues[phase][name].score
+        if self._middleware is None:
+            result = await score(sample)
+        else:
+            result = await self._middleware(name, sample, phase, score)
+        if stands_in or name not in self._fallbacks or result.status not in _UNKNOWN:
             return result
-        answer = await self._call(fallback, sample, kind)
+        answer = await self._score(sample, phase, self._fallbacks[name], stands_in=True)
         # Under the name of the adapter it stands in for, or weights and constants would not find it
         return answer.standing_in_for(result)
-
-    async def _call(self, name: str, sample: dict[str, Any], kind: str) -> AdapterResult:
-        lane = self._lanes[kind][name]
-        if self._around is None:
-            return await lane.score(sample)
-        return await self._around(name, sample, kind, lane.score)
-
-
-def has_failed(start: asyncio.Task[None]) -> bool:
-    """Whether it has failed. What was in the way may have passed: who comes next starts anew."""
-    return start.done() and (start.cancelled() or start.exception() is not None)
 
 
 def _worker_counts(

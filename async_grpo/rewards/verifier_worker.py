@@ -1,43 +1,43 @@
-"""What a lane asks of a worker, and how long it waits for it."""
+"""What a queue asks of a worker, and how long it waits for it."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from async_grpo.errors import WorkerLost
 from async_grpo.types import AdapterResult
 
 QUEUE_S = 1800.0  # that a call may wait inside a worker with `max_queue_s`, for permits and the like
 
 
-class VerifierWorker(Protocol):
-    """Scores samples with one reward, one or several at a time. A lane may assume:
+class ProcessDied(WorkerLost):
+    """The worker's process died while it served this call, which may be the reason. The worker itself goes on."""
 
-    - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time; others
-      wait inside, on nobody's time. Only a worker with a true `prefetch` is given more: its calls are served in
-      the order in which they are made, and what ends one of them harms none of those that wait.
-    - A call whose turn has come ends within `timeout_s`, as much again for what is done before it, the time to start
-      processes (`Timeouts.make_s`), and a few seconds to stop what runs. One of a worker with `max_queue_s` may wait so
-      much longer for its turn elsewhere, which it tells as the result's `queue_s`.
-    - Groups are given only to a worker with a true `has_post_process`.
-    - A sample's misdeeds cost that sample alone, a batch's time-out that batch: they are FAILED or TIMED_OUT, and
-      the worker goes on.
-    - WorkerLost, or any other error, says that the sample is not known to be at fault: it is worth another attempt,
-      by another worker, best one that is given nothing else meanwhile. This worker is to be closed. Its other
-      calls in flight end at once with the same error, and each is worth another attempt, too.
-    - A cancelled call ends when its place is free again, or at once while it is ahead of its turn. What the worker
-      still does for it then may hold up the next call, by one time-out at most.
+
+class CallInterrupted(WorkerLost):
+    """The worker's process was ended for another call. This one is not to blame, and the worker goes on."""
+
+
+class VerifierWorker(Protocol):
+    """Scores samples with one reward, one or several at a time. It tries nothing again: its queue does.
+
+    - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time. Only a
+      worker with a true `prefetch` is given more: its calls are served in the order in which they are made.
+    - A call ends within `timeout_s` from when its turn comes; as much again may be needed for what is done before it,
+      beside the time to start a process (`Timeouts.make_s`) and a few seconds to stop what runs. A worker with
+      `max_queue_s` may hold a call so much longer, which it tells as the result's `queue_s`.
+    - Groups are given only to a worker with a true `has_post_process`: to its `post_process(samples, results, timeout_s)`,
+      which returns the results of a whole group after the reward's `post_process_scores`.
+    - What goes wrong with a sample is a result, FAILED or TIMED_OUT, and costs that sample alone, or its batch.
+    - ProcessDied and CallInterrupted leave the worker usable. After any other error it is closed; its other calls in
+      flight then end at once with an error of their own.
+    - A cancelled call ends when its place is free again, or at once while it is ahead of its turn.
     """
 
     @property
     def capacity(self) -> int: ...
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult: ...
-
-    async def post_process(
-        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
-    ) -> list[AdapterResult]:
-        """The results of a whole group after the reward's `post_process_scores`."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -47,9 +47,9 @@ MakeWorker = Callable[[str], Awaitable[VerifierWorker]]
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The deadlines of a lane, in seconds."""
+    """The deadlines of a queue, in seconds."""
 
-    timeout_s: float = 30.0  # for scoring one sample, from when a worker takes it
+    timeout_s: float = 30.0  # for scoring one sample, from when its turn comes
     grace_s: float = 10.0  # for the worker to say so, to obey a cancellation, or to close
     make_s: float = 120.0  # for making one worker
     backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one

@@ -32,9 +32,10 @@ from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapt
 from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
-from async_grpo.rewards.isolation.calls import Reward, run_plain
+from async_grpo.rewards.isolation.child import Reward, run_plain
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, RewardStatus
+from tests.helpers.one_worker import OneWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
@@ -210,7 +211,7 @@ def test_a_reward_that_awaits_must_say_so():
         await asyncio.sleep(0)
         return 1.0
 
-    (answer,) = run_plain(Reward(lambda sample: hidden(), {}).answers([{}]))
+    ((answer,),) = run_plain(Reward(lambda sample: hidden(), {}).replies([{"samples": [{}]}]))
     assert answer["reason"].startswith("TypeError: it awaits, so it must be declared `async def`")
 
 
@@ -356,7 +357,7 @@ SOURCE = RewardRegistrySource.from_text("page_of_kinds", PAGE)
 
 async def scored(adapter: str, samples: list[dict[str, Any]], **options: Any) -> list[AdapterResult]:
     """The results of one worker, all samples asked at once."""
-    worker = AdapterProcess(SOURCE, adapter, options)
+    worker = OneWorker(SOURCE, adapter, options)
     try:
         await worker.start()
         return await asyncio.gather(*(worker.score(sample, 20.0) for sample in samples))
@@ -554,7 +555,7 @@ def test_no_change_leaves_a_failure_one():
 async def test_a_judge_says_what_it_is_but_is_not_asked_in_a_process():
     worker = AdapterProcess(SOURCE, "judge")
     await worker.start()
-    assert worker.kind.is_judge
+    assert worker.traits.is_judge
     assert "asked over the network by the pool itself" in (await worker.score({}, 20.0)).reason
     await worker.close()
 

@@ -19,8 +19,10 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.isolation import framing
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
-from async_grpo.rewards.isolation.child_process import child_environment
+from async_grpo.rewards.isolation.spawn import child_environment
+from async_grpo.rewards.verifier_worker import ProcessDied
 from async_grpo.types import AdapterResult, RewardStatus
+from tests.helpers.one_worker import OneWorker
 
 PAGE = textwrap.dedent(
     """
@@ -134,8 +136,9 @@ def score_all(
     """The results of one worker for the samples, one after the other."""
 
     async def main() -> list[AdapterResult]:
-        worker = AdapterProcess(SOURCE, adapter, **options)
+        worker = OneWorker(SOURCE, adapter, **options)
         try:
+            await worker.start()
             return [await worker.score(sample, timeout_s) for sample in samples]
         finally:
             await worker.close()
@@ -259,12 +262,9 @@ def test_a_process_that_takes_its_time_to_die_still_names_its_own_cause():
 
 def test_a_process_killed_between_two_samples_costs_no_sample():
     async def main() -> None:
-        worker = AdapterProcess(SOURCE, "echo")
-        await worker.start()
-        os.kill(worker.pid, signal.SIGKILL)
-        result = await worker.score({"value": 3}, 20)
-        assert result.reward == 3
-        await worker.close()
+        async with OneWorker(SOURCE, "echo") as worker:
+            os.kill(worker.pid, signal.SIGKILL)
+            assert (await worker.score({"value": 3}, 20)).reward == 3
 
     run(main())
 
@@ -388,10 +388,15 @@ def test_an_unknown_adapter_is_the_users_mistake_and_lists_the_known_ones():
         start_of("mathx")
 
 
-def test_a_failing_start_within_score_fails_the_sample_instead_of_raising():
-    dead, broken = score_all("dead_on_arrival", [{}])[0], score_all("broken", [{}])[0]
-    assert (dead.status, dead.attempts) == (RewardStatus.FAILED, 2)
-    assert (broken.status, broken.attempts) == (RewardStatus.FAILED, 1)
+def test_a_process_that_cannot_be_started_again_fails_its_samples_one_by_one():
+    async def main() -> None:
+        with pytest.raises(ProcessDied, match="exit status 9"):  # worth another attempt
+            await AdapterProcess(SOURCE, "dead_on_arrival").score({}, 20)
+        broken = await AdapterProcess(SOURCE, "broken").score({}, 20)  # it will not get better
+        assert (broken.status, broken.attempts) == (RewardStatus.FAILED, 1)
+        assert "'broken' cannot start: ZeroDivisionError" in broken.reason
+
+    run(main())
 
 
 def test_the_answer_to_a_cancelled_call_never_reaches_the_next_sample():

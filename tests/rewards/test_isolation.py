@@ -17,8 +17,10 @@ import pytest
 from async_grpo.errors import WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
-from async_grpo.rewards.isolation.child_process import ChildProcess, child_environment
+from async_grpo.rewards.isolation.child_process import ChildProcess
+from async_grpo.rewards.isolation.spawn import child_environment
 from async_grpo.types import AdapterResult, RewardStatus
+from tests.helpers.one_worker import OneWorker
 
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
 PAGE = textwrap.dedent(
@@ -84,6 +86,7 @@ PAGE = textwrap.dedent(
         "an answer to nothing": lambda: os.write(channel_fd(), b'\\0\\0\\0\\x18{"id": 99, "answers":[]}'),
         "half a frame": lambda: os.write(channel_fd(), b"\\0\\0"),
         "hang": lambda: time.sleep(600),
+        "nap": lambda: time.sleep(0.3),
         "spin": lambda: [None for _ in iter(int, 1)],
     }
 
@@ -142,9 +145,9 @@ def marked(mark: bytes) -> list[int]:
 
 
 @asynccontextmanager
-async def worker(adapter: str, mark: bytes, **options: Any) -> AsyncIterator[AdapterProcess]:
+async def worker(adapter: str, mark: bytes, **options: Any) -> AsyncIterator[OneWorker]:
     """A started worker; when it is closed, nothing of it may be left."""
-    process = AdapterProcess(SOURCE, adapter, **options)
+    process = OneWorker(SOURCE, adapter, **options)
     try:
         await process.start()
         assert marked(mark)
@@ -154,11 +157,11 @@ async def worker(adapter: str, mark: bytes, **options: Any) -> AsyncIterator[Ada
         assert not marked(mark), "something has survived"
 
 
-async def score(process: AdapterProcess, timeout_s: float = 20.0, **sample: Any) -> AdapterResult:
+async def score(process: OneWorker, timeout_s: float = 20.0, **sample: Any) -> AdapterResult:
     return await process.score(sample, timeout_s)
 
 
-async def both(process: AdapterProcess, timeout_s: float, **sample: Any) -> AdapterResult:
+async def both(process: OneWorker, timeout_s: float, **sample: Any) -> AdapterResult:
     """The result of the sample; the one after it must be right."""
     result = await score(process, timeout_s, **sample)
     assert (await score(process, value=0.25)).reward == 0.25
@@ -293,9 +296,7 @@ async def test_the_kernel_takes_a_verifier_first_when_memory_runs_out(mark):
 # Many at a time ---------------------------------------------------------------------------------------------------
 
 
-async def gathered(
-    process: AdapterProcess, samples: list[dict[str, Any]], timeout_s: float = 20.0
-) -> list[Any]:
+async def gathered(process: OneWorker, samples: list[dict[str, Any]], timeout_s: float = 20.0) -> list[Any]:
     return await asyncio.gather(
         *(process.score(sample, timeout_s) for sample in samples), return_exceptions=True
     )
@@ -319,15 +320,6 @@ async def test_two_crashes_among_many_in_flight_fail_two_samples(mark):
         assert [result.reward for result in results] == [0.0, 1.0, None, 3.0, 4.0, None]
 
 
-async def test_when_no_time_is_left_after_a_crash_the_sample_is_not_to_blame(mark):
-    async with worker("slow", mark) as process:
-        samples = [{"seconds": 0.5, "deed": "_exit"}, {"seconds": 1.4}, {"seconds": 1.4}]
-        crashed, *others = await gathered(process, samples, timeout_s=1.5)
-        assert crashed.status is FAILED
-        for lost in others:
-            assert isinstance(lost, WorkerLost) and "no time is left to try again after a crash" in str(lost)
-
-
 async def test_a_timed_out_sample_is_cancelled_and_its_siblings_do_not_notice(mark):
     async with worker("deaf", mark) as process:
         pid = process.pid
@@ -342,7 +334,7 @@ async def test_a_timed_out_sample_is_cancelled_and_its_siblings_do_not_notice(ma
 async def test_a_cancelled_call_ends_when_its_place_is_free_and_costs_no_other(mark):
     async with worker("deaf", mark) as process:
         pid = process.pid
-        calls = [asyncio.create_task(score(process, seconds=600)) for _ in range(process.capacity)]
+        calls = [asyncio.create_task(score(process, seconds=600)) for _ in range(process.process.capacity)]
         await asyncio.sleep(0.2)
         waiting = asyncio.create_task(score(process, seconds=0))
         await asyncio.sleep(0.1)
@@ -356,24 +348,23 @@ async def test_a_cancelled_call_ends_when_its_place_is_free_and_costs_no_other(m
         assert process.pid == pid and (await score(process)).reward == 1.0
 
 
-async def test_a_sample_that_ignores_its_cancellation_costs_the_process_and_others_are_to_be_tried_again(
-    mark,
-):
+async def test_a_sample_that_ignores_its_cancellation_costs_the_process_and_no_sibling(mark):
     async with worker("deaf", mark, grace_s=0.3) as process:
-        siblings = asyncio.create_task(gathered(process, [{"seconds": 30}] * 3))
+        siblings = asyncio.create_task(gathered(process, [{"seconds": 1.0}] * 3, timeout_s=20.0))
+        await asyncio.sleep(0)
         assert (await score(process, 0.2, deaf=True)).status is TIMED_OUT
-        for lost in await siblings:
-            assert isinstance(lost, WorkerLost) and "was ended for another sample" in str(lost)
+        assert [(result.status, result.attempts) for result in await siblings] == [(OK, 1)] * 3
         assert (await score(process)).reward == 1.0
 
 
 @pytest.mark.parametrize("deed", ["hang", "spin", "SIGSTOP"])
-async def test_a_blocked_event_loop_costs_the_process(deed, mark):
+async def test_a_blocked_event_loop_costs_the_process_and_the_blocking_sample_alone(deed, mark):
     async with worker("slow", mark, grace_s=0.3) as process:
-        siblings = asyncio.create_task(gathered(process, [{"seconds": 30}] * 3))
+        siblings = asyncio.create_task(gathered(process, [{"seconds": 1.0}] * 3, timeout_s=20.0))
+        await asyncio.sleep(0)
         blocked = await score(process, 0.4, seconds=0.1, deed=deed)
         assert blocked.status is TIMED_OUT
-        assert all(isinstance(lost, WorkerLost) for lost in await siblings)
+        assert [(result.status, result.attempts) for result in await siblings] == [(OK, 1)] * 3
         assert (await score(process, seconds=0)).reward == 1.0
 
 
@@ -423,19 +414,22 @@ async def test_a_batch_whose_process_cannot_be_started_fails_and_nobody_waits_fo
         await asyncio.sleep(0.6)
         following = asyncio.create_task(score(process, 1.0))
         await asyncio.sleep(0.05)
-        monkeypatch.setattr(process, "_start_timeout_s", 0.0)
+        monkeypatch.setattr(process.process, "_start_timeout_s", 0.0)
         assert (await hanging).status is TIMED_OUT
         result = await following
         assert (result.status, result.attempts) == (FAILED, 2) and "was not ready within 0 s" in result.reason
 
 
-async def test_a_batch_goes_on_without_the_one_whose_caller_has_gone(mark):
+@pytest.mark.parametrize(("cancelled_after_s", "size"), [(0.1, 1), (0.6, 2)])
+async def test_a_batch_goes_on_without_the_one_whose_caller_has_gone(cancelled_after_s, size, mark):
+    """Before it is begun the sample is withdrawn, afterwards it is computed for no one."""
     async with worker("batched", mark) as process:
-        gone, stays = (asyncio.create_task(score(process, value=value)) for value in (0.25, 0.5))
-        await asyncio.sleep(0.1)
+        gone, stays = (asyncio.create_task(score(process, value=v, deed="nap")) for v in (0.25, 0.5))
+        await asyncio.sleep(cancelled_after_s)
         gone.cancel()
         assert (await stays).reward == 0.5 and gone.cancelled()
-        assert (await stays).extra["size"] == 2
+        assert (await stays).extra["size"] == size
+        assert (await score(process)).attempts == 1
 
 
 @pytest.mark.parametrize(
@@ -458,24 +452,27 @@ async def test_what_post_processing_does_costs_its_group(deed, status, reason, m
 
 
 async def test_an_answer_that_crosses_with_the_end_of_its_caller_harms_nobody(mark):
-    child = ChildProcess("plain", 2**20, max_processes=8)
+    child = ChildProcess("plain", 2**20, 8, {})
     options = {"source": asdict(SOURCE), "adapter": "plain", "options": {}}
-    await (await child.greet(options | {"memory_limit_bytes": None, "max_message_bytes": 2**20}))
-    request_id, reply = child.ask("samples", [b"{}"])
-    reply.cancel()  # as the end of the task that awaits it does
-    while child.is_asked(request_id):
-        await asyncio.sleep(0.01)
-    assert not child.lost and (await child.ask("samples", [b"{}"])[1])["answers"][0]["reward"] == 1.0
-    await child.end("the test is over")
+    await child.greet(options | {"memory_limit_bytes": None, "max_message_bytes": 2**20}, 20.0)
+    request = child.ask("samples", [b"{}"], 20.0)
+    request.reply.cancel()  # as the end of the task that awaits it does
+    await request.answered
+    assert not child.lost
+    assert (await child.ask("samples", [b"{}"], 20.0).reply)["answers"][0]["reward"] == 1.0
+    await child.end(WorkerLost("the test is over"))
     assert not marked(mark)
 
 
 async def test_closing_ends_all_calls_in_flight(mark):
     for adapter in ("slow", "batched"):
-        async with worker(adapter, mark) as process:
-            calls = asyncio.create_task(gathered(process, [{"seconds": 600, "deed": "hang"}] * 4))
-            await asyncio.sleep(0.5)
-            await process.close()
-            assert all(isinstance(lost, WorkerLost) for lost in await calls)
-            with pytest.raises(WorkerLost, match="closed"):
-                await score(process)
+        process = AdapterProcess(SOURCE, adapter)
+        sample = {"seconds": 600, "deed": "hang"}
+        calls = [asyncio.create_task(process.score(sample, 20.0)) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        await process.close()
+        lost = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, WorkerLost) for error in lost)
+        with pytest.raises(WorkerLost, match="closed"):
+            await process.score(sample, 20.0)
+        assert not marked(mark)

@@ -654,7 +654,7 @@ def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_th
         assert [stats[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)] == [5, 3, 0, 2]
         assert stats["first_reason"] == "the hook's"
         assert (stats["rewards_so_far"], stats["only_reward_so_far"]) == (4, 4.0)
-        assert len(pool._lanes["train"]["a"].stats._latencies_s) == 10
+        assert len(pool._queues["train"]["a"].stats._latencies_s) == 10
         await grouped_verdicts(pool, 2, OK)
         assert pool.stats()["a"]["only_reward_so_far"] is None
 

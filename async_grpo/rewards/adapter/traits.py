@@ -45,7 +45,7 @@ def traits_of(adapter: Any) -> AdapterTraits:
         ConfigurationError: it cannot be called.
 
     >>> async def polite(sample): ...
-    >>> kind_of(polite).capacity, kind_of(len).capacity
+    >>> traits_of(polite).capacity, kind_of(len).capacity
     (64, 1)
     """
     common = {

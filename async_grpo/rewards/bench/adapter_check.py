@@ -6,8 +6,10 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.bench.completions import sample_of
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.verifier_worker import Timeouts
 from async_grpo.types import AdapterResult, RewardStatus
 
 POOR_COMPLETIONS = {
@@ -66,37 +68,54 @@ async def _check(
     options: dict[str, Any],
     timeout_s: float,
 ) -> list[str]:
-    one, other = (AdapterProcess(source, adapter, options) for _ in range(2))
+    one, other = (_one_process(source, adapter, options, timeout_s) for _ in range(2))
     try:
         try:
-            await one.start()
+            await asyncio.gather(one.start(), other.start())
+        except _IsJudge:
+            raise
         except (ConfigurationError, WorkerLost) as error:
             return [str(error)]
-        if one.kind.is_judge:
-            raise ConfigurationError(f"{adapter} is a judge: it has no process to be checked in")
-        right = [await one.score(sample, timeout_s) for sample in samples]
+        right = [await one.score(sample) for sample in samples]
         problems = []
         for number, (sample, first) in enumerate(zip(samples, right, strict=True)):
-            found = await _poor(one, sample, first, timeout_s)
+            found = await _poor(one, sample, first)
             if first.status is not RewardStatus.OK:
                 found.insert(0, f"the right completion {_said(first)}")
             elif not found:
-                found = await _again(one, other, sample, first, timeout_s)
+                found = await _again(one, other, sample, first)
             problems += [f"sample {number}: {problem}" for problem in found]
-        return problems + await _group(one, samples, right, timeout_s)
+        return problems + await _group(one, samples, right)
     finally:
         await asyncio.gather(one.close(), other.close())
 
 
-async def _poor(
-    worker: AdapterProcess, sample: dict[str, Any], right: AdapterResult, timeout_s: float
-) -> list[str]:
+class _IsJudge(ConfigurationError):
+    """A judge cannot be checked."""
+
+
+def _one_process(
+    source: RewardRegistrySource, adapter: str, options: Mapping[str, Any], timeout_s: float
+) -> AdapterQueue:
+    make_process = process_maker(source, options)
+
+    async def make(name: str) -> AdapterProcess:
+        process = await make_process(name)
+        if process.traits.is_judge:
+            await process.close()
+            raise _IsJudge(f"{adapter} is a judge: it has no process to be checked in")
+        return process
+
+    return AdapterQueue(adapter, make, 1, Timeouts(timeout_s, backoff_s=(0.0,)))
+
+
+async def _poor(worker: AdapterQueue, sample: dict[str, Any], right: AdapterResult) -> list[str]:
     """Poor completions that are not answered, or worth as much as the right one."""
     problems = []
     for what, text in POOR_COMPLETIONS.items():
-        poor = await worker.score(sample_of(sample, text), timeout_s)
+        poor = await worker.score(sample_of(sample, text))
         as_good = poor.reward is not None and right.reward is not None and poor.reward >= right.reward
-        as_good &= not worker.kind.has_post_process  # who is right, it may say only once it sees the group
+        as_good &= not worker.has_post_process  # who is right, it may say only once it sees the group
         if poor.status in _UNSCORED:
             problems.append(f"{what} {_said(poor)}")
         elif as_good:
@@ -105,16 +124,16 @@ async def _poor(
 
 
 async def _again(
-    one: AdapterProcess, other: AdapterProcess, sample: dict[str, Any], first: AdapterResult, timeout_s: float
+    one: AdapterQueue, other: AdapterQueue, sample: dict[str, Any], first: AdapterResult
 ) -> list[str]:
     """Where it answers otherwise than at first."""
-    answers = {"asked again, it": await one.score(sample, timeout_s)}
-    answers["in another process, it"] = await other.score(sample, timeout_s)
-    abandoned = asyncio.create_task(one.score(sample_of(sample, "abandoned"), timeout_s))
+    answers = {"asked again, it": await one.score(sample)}
+    answers["in another process, it"] = await other.score(sample)
+    abandoned = asyncio.create_task(one.score(sample_of(sample, "abandoned")))
     await asyncio.sleep(0.002)  # so that it is under way
     abandoned.cancel()
     await asyncio.gather(abandoned, return_exceptions=True)
-    answers["after a cancelled call, it"] = await one.score(sample, timeout_s)
+    answers["after a cancelled call, it"] = await one.score(sample)
     return [
         f"{where} {_said(answer)}, while at first it {_said(first)}"
         for where, answer in answers.items()
@@ -124,10 +143,10 @@ async def _again(
 
 
 async def _group(
-    worker: AdapterProcess, samples: list[dict[str, Any]], results: list[AdapterResult], timeout_s: float
+    worker: AdapterQueue, samples: list[dict[str, Any]], results: list[AdapterResult]
 ) -> list[str]:
     """Whether its `post_process_scores` works at all: what is right there, only its author knows."""
-    changed = await worker.post_process(samples, results, timeout_s)
+    changed = await worker.post_process(samples, results)
     failed = [
         f"the whole group {_said(now)}"
         for before, now in zip(results, changed, strict=True)

@@ -2,12 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping
-from functools import partial
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_grpo.rewards.adapter.result import failure
-from async_grpo.rewards.isolation.calls import Answers, Reward, built, reply_frame
+from async_grpo.rewards.isolation.child import Answers, Message, Reward, build, reply_frame
 from async_grpo.rewards.isolation.framing import Frames, encode
 
 
@@ -17,7 +17,7 @@ def serve(channel: socket.socket, adapter: Any, options: Mapping[str, Any], max_
 
 
 async def _serve(channel: socket.socket, adapter: Any, options: Mapping[str, Any], max_bytes: int) -> None:
-    reward, reply = await built(adapter, options)  # here, for what it opens may belong to the event loop
+    reward, reply = await build(adapter, options)  # here, for what it opens may belong to the event loop
     channel.sendall(encode(reply, max_bytes))
     if reward is None:
         return
@@ -29,13 +29,19 @@ async def _serve(channel: socket.socket, adapter: Any, options: Mapping[str, Any
 
 
 class _Server(asyncio.Protocol):
-    """Starts a task for each request. A cancelled one is answered, too: so the parent knows that it has obeyed."""
+    """Starts a task for each request, or for each batch, one batch after the other.
+
+    A cancelled request is answered, too: so the parent knows that the reward has obeyed.
+    """
 
     def __init__(self, reward: Reward, max_bytes: int) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reward, self._max_bytes = reward, max_bytes
+        self._reward, self._traits, self._max_bytes = reward, reward.traits, max_bytes
         self._frames = Frames(max_bytes)
-        self._tasks: dict[int, asyncio.Task[Answers]] = {}
+        self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}  # by the requests that they serve
+        self._waiting: list[Message] = []  # for their batch
+        self._batch: asyncio.Task[list[Answers]] | None = None
+        self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -43,18 +49,53 @@ class _Server(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             if "cancel" in message:
-                task = self._tasks.get(message["cancel"])
-                if task is not None:  # else its answer and this message have crossed
-                    task.cancel()
+                self._cancel(message["cancel"])
+            elif self._traits.is_batch and "samples" in message:
+                self._waiting.append(message)
+                self._start_batch()
             else:
-                task = asyncio.create_task(self._reward.replies(message))
-                self._tasks[message["id"]] = task
-                task.add_done_callback(partial(self._reply, message["id"]))
+                self._start([message])
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set_result(None)
 
-    def _reply(self, request_id: int, task: asyncio.Task[Answers]) -> None:
-        del self._tasks[request_id]
-        answers = [failure("cancelled")] if task.cancelled() else task.result()
-        self._transport.write(reply_frame(request_id, answers, self._max_bytes))
+    def _start_batch(self) -> None:
+        """If none is running, and it is full or its first request was sent `max_wait_s` ago."""
+        if self._batch is not None or not self._waiting:
+            return
+        if self._patience is not None:
+            self._patience.cancel()
+        wait_s = self._waiting[0]["at"] + self._traits.max_wait_s - time.monotonic()
+        if len(self._waiting) < self._traits.capacity and wait_s > 0:
+            self._patience = asyncio.get_running_loop().call_later(wait_s, self._start_batch)
+            return
+        size = self._traits.capacity
+        requests, self._waiting = self._waiting[:size], self._waiting[size:]
+        self._batch = self._start(requests)
+        self._batch.add_done_callback(lambda _: self._end_batch())
+
+    def _end_batch(self) -> None:
+        self._batch = None
+        self._start_batch()
+
+    def _start(self, requests: Sequence[Message]) -> asyncio.Task[list[Answers]]:
+        numbers = [request["id"] for request in requests]
+        if self._traits.is_batch:
+            self._transport.write(encode({"begun": numbers}, self._max_bytes))
+        task = asyncio.create_task(self._reward.replies(requests))
+        self._tasks |= dict.fromkeys(numbers, task)
+        task.add_done_callback(lambda _: self._reply(numbers, task))
+        return task
+
+    def _reply(self, numbers: Sequence[int], task: asyncio.Task[list[Answers]]) -> None:
+        replies = [[failure("cancelled")] for _ in numbers] if task.cancelled() else task.result()
+        for number, answers in zip(numbers, replies, strict=True):
+            del self._tasks[number]
+            self._transport.write(reply_frame(number, answers, self._max_bytes))
+
+    def _cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks[number].cancel()
+        elif any(request["id"] == number for request in self._waiting):
+            self._waiting = [request for request in self._waiting if request["id"] != number]
+            self._transport.write(reply_frame(number, [failure("cancelled")], self._max_bytes))

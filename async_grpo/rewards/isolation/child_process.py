@@ -1,61 +1,75 @@
-"""The parent's end of an adapter's process: spawn it, ask it several things at a time, end it."""
+"""The parent's end of a reward's process: ask it several things at a time, keep their time, end it."""
 
 import asyncio
-import itertools
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import async_grpo
 from async_grpo.errors import WorkerLost
-from async_grpo.processes.process_tree import TOO_MANY
+from async_grpo.rewards.adapter.traits import AdapterTraits
 from async_grpo.rewards.isolation.framing import Frames, encode, frame
+from async_grpo.rewards.isolation.spawn import SpawnedChild
+from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
-REAP_S = 10.0  # for a killed process to end
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
-GREETING = 0  # id of the first exchange
-FORWARDED_VARIABLES = "PATH PYTHONPATH LD_LIBRARY_PATH HOME TMPDIR LANG LC_ALL LC_CTYPE TZ".split()
-FIXED_VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONHASHSEED": "0",  # the same text gets the same reward in every process
-    "CUDA_VISIBLE_DEVICES": "",  # the accelerators belong to the trainers and the engines
-}
-
-Reply = asyncio.Future[dict[str, Any]]
+GREETING = 0  # number of the first exchange
 
 
-class ProcessDied(WorkerLost):
-    """A process ended or spoiled its channel by itself. Which of the samples in flight made it do so is unknown."""
+class Request:
+    """A message to the process. `reply`: its answer, a dict; or TimeoutError, ProcessDied or CallInterrupted."""
+
+    def __init__(self, number: int, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.number, self.timeout_s = number, timeout_s
+        self.reply: asyncio.Future[dict[str, Any]] = loop.create_future()  # the caller may give it up
+        self.answered: asyncio.Future[None] = loop.create_future()  # the process is done with it
+        self.together: Sequence[Request] = ()  # it and those that the same call serves, once it is begun
+        self.timer: asyncio.TimerHandle | None = None
+
+    def settle(self, answer: dict[str, Any] | Exception) -> None:
+        """Tell the caller, if it still waits."""
+        if self.reply.done():
+            return
+        if isinstance(answer, Exception):
+            self.reply.set_exception(answer)
+            self.reply.exception()  # a caller that still waits gets it all the same; none need wait
+        else:
+            self.reply.set_result(answer)
+
+    def close(self) -> None:
+        """The process is done with it."""
+        self.stop_timer()
+        if not self.answered.done():
+            self.answered.set_result(None)
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class ChildProcess(asyncio.Protocol):
-    """A running `python -m async_grpo.rewards.isolation.child`; it dies with the thread that made it."""
+    """A process that answers each request once (see `child`).
 
-    def __init__(self, adapter: str, max_message_bytes: int, max_processes: int) -> None:
+    It serves what it gets in order, one at a time; an async reward, all at once; a batched one says which requests it
+    begins together. Their time runs from then on.
+    """
+
+    def __init__(
+        self, adapter: str, max_message_bytes: int, max_processes: int, environment: Mapping[str, str]
+    ) -> None:
+        self.ready = False  # it has said what it is
         self.lost = False  # it will answer nothing any more
-        self._adapter, self._max_processes = adapter, max_processes
+        self.traits = AdapterTraits()  # until it has said what it is
+        self._adapter = adapter
         self._frames = Frames(max_message_bytes)
-        self._ids = itertools.count(GREETING + 1)
-        self._replies: dict[int, Reply] = {}
+        self._next_number = GREETING
+        self._requests: dict[int, Request] = {}  # not answered yet, in their order
         self._nonsense = ""
         self._transport: asyncio.Transport | None = None
-        self._burial: asyncio.Task[None] | None = None
-        self._channel, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = _spawn(theirs.fileno(), max_processes)
-        except BaseException:
-            self._channel.close()
-            raise
+        self._burial: asyncio.Task[None] | None = None  # finds out what it died of
+        self._ending: asyncio.Task[None] | None = None
+        self._process = SpawnedChild(adapter, max_processes, environment)
 
     @property
     def pid(self) -> int:
@@ -65,48 +79,68 @@ class ChildProcess(asyncio.Protocol):
     @property
     def idle(self) -> bool:
         """Whether nothing is asked of it."""
-        return not self._replies
+        return not self._requests
 
-    async def greet(self, greeting: dict[str, Any]) -> Reply:
-        """Open the channel with a first message."""
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._channel)
-        return self._send(GREETING, encode(greeting, sys.maxsize))
+    async def greet(self, greeting: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Open the channel with a first message; returns the answer. Raises ProcessDied, also after the time-out."""
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=self._process.channel)
+        request = self._send(encode(greeting, sys.maxsize), timeout_s)
+        self._begin([request])
+        try:
+            message = await request.reply
+        except TimeoutError:
+            error = f"the process of {self._adapter!r} was not ready within {timeout_s:g} s"
+            raise ProcessDied(error) from None
+        if "traits" in message:
+            self.traits = AdapterTraits(**message["traits"])
+            self.ready = True
+        return message
 
-    def ask(self, what: str, bodies: Sequence[bytes]) -> tuple[int, Reply]:
-        """Send `samples` or a `group`, each of them as JSON. Returns the request's id, and the reply to come.
+    def ask(self, what: str, bodies: Sequence[bytes], timeout_s: float) -> Request:
+        """Send `samples` or a `group`, each of them as JSON."""
+        head = b'{"id":%d,"at":%.6f,"%b":[' % (self._next_number, time.monotonic(), what.encode())
+        request = self._send(frame(head + b",".join(bodies) + b"]}"), timeout_s)
+        if self.traits.is_async and not self.traits.is_batch:
+            self._begin([request])
+        else:
+            self._begin_next()
+        return request
 
-        The reply raises ProcessDied, or WorkerLost if somebody called `end`.
+    async def abandon(self, request: Request, grace_s: float) -> None:
+        """Free the process of a request that its caller has given up; nothing if it was answered.
+
+        One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
+        does not let go of it within `grace_s`, or cannot be told, does it cost the process. A batch goes on while
+        somebody waits for another sample of it.
         """
-        request_id = next(self._ids)
-        body = b'{"id":%d,"%b":[%b]}' % (request_id, what.encode(), b",".join(bodies))
-        return request_id, self._send(request_id, frame(body))
-
-    def is_asked(self, request_id: int) -> bool:
-        """Whether the request has not been replied to."""
-        return request_id in self._replies
-
-    def cancel(self, request_id: int) -> Reply:
-        """Ask an async reward to let go of a request; returns its reply, which comes when it has."""
-        return self._send(request_id, encode({"cancel": request_id}, sys.maxsize))
+        if not request.together:
+            self._withdraw(request)
+            return
+        served = [other for other in request.together if not other.answered.done()]
+        if request.answered.done() or not all(other.reply.done() for other in served):
+            return
+        for other in served:
+            other.stop_timer()
+            if self.traits.is_async:
+                self._withdraw(other)
+        if self.traits.is_async:
+            await asyncio.wait([other.answered for other in served], timeout=grace_s)
+        if not all(other.answered.done() for other in served):
+            await self.end(CallInterrupted(f"the process of {self._adapter!r} was ended for another sample"))
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Let the process end in order, if it does so in time; then `end` it."""
+        """Let the process end in order, if it does so in time; `end` must follow."""
         if self._transport is not None and not self.lost:
             self._transport.write_eof()
-            await self._ends_within(timeout_s)
+            await self._process.ends_within(timeout_s)
 
-    async def end(self, reason: str) -> None:
-        """Kill the process; the replies to come raise WorkerLost."""
-        self._fail(WorkerLost(reason))
+    async def end(self, error: WorkerLost) -> None:
+        """Kill the process; the replies to come raise the error."""
+        self._fail(error, error)
         await self._stop()
         if self._burial is not None:
             await asyncio.wait((self._burial,))
-
-    def kill(self) -> None:
-        """Have the process killed, and all that it started."""
-        if self._process.returncode is None:  # not collected yet, so the id still belongs to it
-            os.kill(self.pid, signal.SIGTERM)
-            os.kill(self.pid, signal.SIGCONT)  # the adapter may have stopped its guardian
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -114,9 +148,13 @@ class ChildProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
-                reply = self._replies.pop(message.get("id", GREETING))
-                if not reply.done():  # else its caller has just given up
-                    reply.set_result(message)
+                if "begun" in message:
+                    self._begin([self._requests[number] for number in message["begun"]])
+                else:
+                    request = self._requests.pop(message.get("id", GREETING))
+                    request.settle(message)
+                    request.close()
+                    self._begin_next()
         except (ValueError, TypeError, LookupError) as error:
             self._nonsense = f"{type(error).__name__}: {error}"  # somebody else writes into the channel
             self._transport.abort()  # type: ignore[union-attr]
@@ -126,87 +164,66 @@ class ChildProcess(asyncio.Protocol):
             self.lost = True
             self._burial = asyncio.get_running_loop().create_task(self._bury())
 
-    def _send(self, request_id: int, message: bytes) -> Reply:
-        reply: Reply = asyncio.get_running_loop().create_future()
-        self._replies[request_id] = reply
+    def _send(self, message: bytes, timeout_s: float) -> Request:
+        request = Request(self._next_number, timeout_s)
+        self._next_number += 1
+        self._requests[request.number] = request
         if self._transport is not None and not self.lost:
             self._transport.write(message)
-        return reply
+        return request
+
+    def _withdraw(self, request: Request) -> None:
+        if self._transport is not None and not self.lost:
+            self._transport.write(encode({"cancel": request.number}, sys.maxsize))
+
+    def _begin_next(self) -> None:
+        """The first request is being served, where they are served in order."""
+        if not (self.traits.is_async or self.traits.is_batch):
+            first = next(iter(self._requests.values()), None)
+            if first is not None and not first.together:
+                self._begin([first])
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        loop = asyncio.get_running_loop()
+        for request in requests:
+            request.together = requests
+            request.timer = loop.call_later(request.timeout_s, self._expire, request)
+
+    def _expire(self, request: Request) -> None:
+        """Its time is over, and that of all that the same call serves. Their callers then abandon them."""
+        waited_for = [other for other in request.together if not other.reply.done()]
+        for other in request.together:
+            other.stop_timer()
+            other.settle(TimeoutError())
+        if not waited_for:  # it was withdrawn as its turn came: no caller is there to end it
+            error = CallInterrupted(f"the process of {self._adapter!r} was ended for another sample")
+            self._ending = asyncio.get_running_loop().create_task(self.end(error))
 
     async def _bury(self) -> None:
         error: WorkerLost
         try:
             if not self._nonsense:
-                await self._ends_within(EXIT_WAIT_S)  # a kill while it ends would hide what it died of
+                await self._process.ends_within(
+                    EXIT_WAIT_S
+                )  # a kill while it ends would hide what it died of
             await self._stop()
-            error = ProcessDied(f"the process of {self._adapter!r} {self._fate()}")
+            how = f"answered nonsense: {self._nonsense}" if self._nonsense else self._process.describe_exit()
+            error = ProcessDied(f"the process of {self._adapter!r} {how}")
         except WorkerLost as survived:
             error = survived
-        self._fail(error)
+        self._fail(error, CallInterrupted(f"{error}, before it began this sample"))
 
-    def _fail(self, error: WorkerLost) -> None:
+    def _fail(self, error: WorkerLost, before_its_turn: WorkerLost) -> None:
         self.lost = True
-        replies, self._replies = self._replies, {}
-        for reply in replies.values():
-            if not reply.done():
-                reply.set_exception(error)
-                reply.exception()  # who still waits gets it all the same; nobody need wait
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.settle(error if request.together else before_its_turn)
+            request.close()
 
     async def _stop(self) -> None:
-        """Kill and collect the process, close the channel. Harmless when repeated."""
+        """Close the channel, kill and collect the process. Harmless when repeated."""
         if self._transport is None:
-            self._channel.close()
+            self._process.channel.close()
         else:
             self._transport.abort()
-        self.kill()
-        if not await self._ends_within(REAP_S):
-            os.kill(
-                self.pid, signal.SIGKILL
-            )  # whatever ails the guardian, the adapter's process dies with it
-            raise WorkerLost(f"process {self.pid} of {self._adapter!r} survives SIGKILL for {REAP_S:g} s")
-        self._process.wait()
-
-    async def _ends_within(self, timeout_s: float) -> bool:
-        """Whether the process ends in time; it is not collected yet. Polled: waiting would take a thread."""
-        deadline = time.monotonic() + timeout_s
-        while not self._has_ended():
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.002)
-        return True
-
-    def _has_ended(self) -> bool:
-        if self._process.returncode is not None:
-            return True
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # SIGCHLD is ignored in this program: the kernel has collected it
-            return True
-
-    def _fate(self) -> str:
-        if self._nonsense:
-            return f"answered nonsense: {self._nonsense}"
-        code = self._process.returncode
-        if code == TOO_MANY:
-            return f"was ended, for it had started more than {self._max_processes} processes"
-        return f"died ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
-
-
-def _spawn(channel_fd: int, max_processes: int) -> subprocess.Popen[bytes]:
-    arguments = [channel_fd, os.getpid(), max_processes]
-    return subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.rewards.isolation.child", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what an adapter prints must not land among the program's own output
-        pass_fds=(channel_fd,),
-        start_new_session=True,  # deaf to the terminal's Ctrl-C
-        env=child_environment(),
-    )
-
-
-def child_environment() -> dict[str, str]:
-    """The allow-listed variables, one thread per library, and this package on the path."""
-    forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
-    package_root = str(Path(async_grpo.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package_root, forwarded.get("PYTHONPATH")]))
-    return forwarded | FIXED_VARIABLES | {"PYTHONPATH": path}
+        await self._process.collect()

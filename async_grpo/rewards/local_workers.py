@@ -1,0 +1,63 @@
+"""The workers of a pool on this machine alone: processes for rewards, and clients in this process for judges."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from async_grpo.data import registry_file
+from async_grpo.rewards.adapter.registry_source import (
+    RewardRegistrySource,
+    display_name,
+    parse_names,
+    resolve,
+)
+from async_grpo.rewards.adapter.traits import check_options
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.verifier_worker import VerifierWorker
+
+
+class LocalWorkers:
+    """`make` is `make_worker` of a VerifierPool. `look_at_groups`: whether a reward does that was made a worker.
+
+    Args:
+        options: keyword options; a reward receives those that it names.
+        adapters: what the rewards are known by.
+    """
+
+    def __init__(
+        self, source: RewardRegistrySource, options: Mapping[str, Any] | None, adapters: Sequence[str]
+    ) -> None:
+        self.adapters, self.look_at_groups = tuple(adapters), False
+        self._source, self._rate_limiter = source, Limiter()
+        self._make_process = process_maker(source, options)
+
+    @classmethod
+    def from_registry(
+        cls,
+        names: str | Sequence[str],
+        registry: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Workers for rewards of a registry file, or of files of their own (FILE.py:NAME).
+
+        Raises:
+            ConfigurationError: a file cannot be used; an option is unknown, or no reward is named.
+        """
+        named = parse_names(names)
+        source = RewardRegistrySource.from_file(registry_file(registry)).with_files(named)
+        if options or not named:
+            check_options(resolve(source, named), options or {})
+        return cls(source, options, [display_name(name) for name in named])
+
+    async def make(self, adapter: str) -> VerifierWorker:
+        process: AdapterProcess = await self._make_process(
+            adapter
+        )  # the file is first imported there, whatever it does
+        self.look_at_groups |= process.has_post_process
+        if not process.traits.is_judge:
+            return process
+        await process.close()
+        judge = resolve(self._source, [adapter])[adapter]
+        return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")

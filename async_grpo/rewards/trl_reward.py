@@ -1,0 +1,148 @@
+"""A VerifierPool as a reward function for TRL's trainers."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from async_grpo.rewards.pool import VerifierPool
+
+Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
+
+
+class TRLReward:
+    """`reward_funcs` of a TRL trainer: `f(prompts, completions, completion_ids=None, **columns) -> [1.0, None, ...]`.
+
+    None stands for a sample that could not be scored, which TRL leaves out of the reward. The completions of one prompt
+    are a group. Prompts and completions may be texts or conversations; of a completion's messages the texts are joined.
+
+    Where it is made in a running event loop, it uses the pool of that loop, and must be called from other threads. Else
+    the pool gets a thread of its own, which starts it at the first call and ends it with `close`, or at the end of
+    `with`; its processes also end with this process.
+
+        with VerifierPool.from_registry("math_verify").as_trl_reward() as reward:
+            trainer = GRPOTrainer(model, reward_funcs=reward, ...)
+            trainer.train()
+
+    Args:
+        pool: not started, or started in the running event loop.
+    """
+
+    def __init__(self, pool: "VerifierPool") -> None:
+        self.__name__ = "+".join(pool.adapters)  # by which TRL logs it
+        self._pool = pool
+        self._thread: threading.Thread | None = None
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+
+    def __call__(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """The rewards of the completions, in their order.
+
+        Args:
+            columns: those of the data set, each a list with a value per completion; anything else (TRL's
+                `trainer_state`) is left out.
+
+        Raises:
+            RuntimeError: it was called in the event loop of its own pool, which would wait for itself.
+            Exception: what starting the pool raised.
+        """
+        samples = _samples(prompts, completions, completion_ids, columns)
+        return self._run(self._score(samples))
+
+    def close(self) -> None:
+        """End the pool, if this function has started it. Harmless when repeated."""
+        if self._thread is not None and self._loop is not None:
+            self._run(self._pool.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._thread = self._loop = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _score(self, samples: Sequence[dict[str, Any]]) -> list[float | None]:
+        verdicts = await asyncio.gather(*map(self._pool.verify, samples))
+        groups: defaultdict[int, list[int]] = defaultdict(list)
+        for place, sample in enumerate(samples):
+            groups[sample["group_id"]].append(place)
+        for places in groups.values():
+            group, scored = [samples[place] for place in places], [verdicts[place] for place in places]
+            for place, verdict in zip(places, await self._pool.post_process(group, scored), strict=True):
+                verdicts[place] = verdict
+        return [verdict.reward for verdict in verdicts]
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do the work in the pool's event loop, and wait for it; each sample has its time-out."""
+        if self._loop is None:
+            self._start()
+        assert self._loop is not None
+        if _running_loop() is self._loop:
+            work.close()
+            raise RuntimeError(
+                f"the reward {self.__name__} was called in the event loop of its pool: call it in another thread "
+                "(await asyncio.to_thread(reward, ...)), or use `await pool.verify(sample)`"
+            )
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _start(self) -> None:
+        self._loop = loop = asyncio.new_event_loop()
+        # The reward's processes die with the thread that made them, so it must live as long as the pool.
+        self._thread = threading.Thread(target=loop.run_forever, name=f"rewards {self.__name__}", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._pool.start())
+        except BaseException:
+            self.close()
+            raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _samples(
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    completion_ids: Sequence[Sequence[int]] | None,
+    columns: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """The samples as a reward receives them, one per completion."""
+    count = len(completions)
+    of_samples = {name: values for name, values in columns.items() if _is_column(values, count)}
+    group_ids: dict[str, int] = {}
+    samples = []
+    for place, (prompt, completion) in enumerate(
+        zip(map(_text, prompts), map(_text, completions), strict=True)
+    ):
+        tokens = [] if completion_ids is None else list(map(int, completion_ids[place]))
+        samples.append(
+            {name: values[place] for name, values in of_samples.items()}
+            | {"input": prompt, "completion": completion, "sample_text": prompt + completion}
+            | {"completion_token_ids": tokens, "truncated": False}
+            | {"group_id": group_ids.setdefault(prompt, len(group_ids))}
+        )
+    return samples
+
+
+def _is_column(values: Any, count: int) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+
+
+def _text(text: Text) -> str:
+    return text if isinstance(text, str) else "".join(str(message["content"]) for message in text)

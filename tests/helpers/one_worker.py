@@ -1,0 +1,52 @@
+"""A queue with one process, as a pool uses it: what is lost is tried again."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter_queue import AdapterQueue
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.verifier_worker import Timeouts
+from async_grpo.types import AdapterResult
+
+
+class OneWorker:
+    """Each call may have a time-out of its own; `process` is the worker."""
+
+    def __init__(
+        self, source: RewardRegistrySource, adapter: str, options: dict[str, Any] | None = None, **limits: Any
+    ) -> None:
+        self.process = AdapterProcess(source, adapter, options, **limits)
+        self.queue = AdapterQueue(adapter, self._make, 1, Timeouts(backoff_s=(0.0,)))
+
+    async def _make(self, _: str) -> AdapterProcess:
+        await self.process.start()
+        return self.process
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    async def start(self) -> None:
+        await self.queue.start()
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)
+        return await self.queue.score(sample)
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)
+        return await self.queue.post_process(samples, results)
+
+    async def close(self) -> None:
+        await self.queue.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
