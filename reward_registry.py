@@ -84,9 +84,9 @@ def countdown(sample: dict, **options) -> dict:
 @process_reward
 def countdown_steps(sample: dict, **options) -> dict:
     """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
-    from async_grpo.rewards.builtin.countdown_steps import score
+    from async_grpo.rewards.builtin.countdown import score_steps
 
-    return score(sample)
+    return score_steps(sample)
 
 
 def format(sample: dict, weight: float = 0.1) -> dict:

@@ -20,9 +20,9 @@ from async_grpo.generation.char_ends import char_ends
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import answer_of, is_process_reward
 from async_grpo.rewards.builtin import process_reward, warmed_by
+from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown
-from async_grpo.rewards.builtin.countdown_steps import NUMBERS_CREDIT
-from async_grpo.rewards.builtin.countdown_steps import score as countdown_steps
+from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification, completion

@@ -6,7 +6,6 @@ value. The value is what is behind the thought, or the last block fenced as ```j
 
 import json
 import math
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +20,7 @@ from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 from async_grpo.rewards.builtin.limits import TooSlow, time_limit
 
 MAX_CHARACTERS = 200_000
-MAX_DEPTH = 100
 SECONDS = 2.0
-
-_BETWEEN_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+|"', re.DOTALL)
 
 
 class NotJson(ValueError):
@@ -37,25 +33,12 @@ def parse(text: str) -> Any:
     >>> parse('{"a": [1, 2.5, null]}')
     {'a': [1, 2.5, None]}
     """
-    if len(text) > MAX_CHARACTERS or depth_of(text) > MAX_DEPTH:
-        raise NotJson(f"more than {MAX_CHARACTERS} characters or {MAX_DEPTH} levels")
+    if len(text) > MAX_CHARACTERS:
+        raise NotJson(f"more than {MAX_CHARACTERS} characters")
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
-    except ValueError as error:  # also for an integer with too many digits
+    except (ValueError, RecursionError) as error:  # also for an integer with too many digits; too many levels
         raise NotJson(str(error)) from error
-
-
-def depth_of(text: str) -> int:
-    """How deeply brackets are nested outside strings: asked before a parser descends into them.
-
-    >>> depth_of('[[], {"[[[[": [1]}]')
-    3
-    """
-    depth = deepest = 0
-    for character in _BETWEEN_BRACKETS.sub("", text):
-        depth += 1 if character in "[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def _refuse(constant: str) -> None:
@@ -76,25 +59,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def validator_of(schema: Any) -> Validator:
-    """The validator for a schema given as dict, bool or JSON text. Raises ValueError if it is none."""
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return _validator(text)
-
-
 @lru_cache(maxsize=1024)
-def _validator(text: str) -> Validator:
+def validator_of(schema_text: str) -> Validator:
+    """The validator for a schema in JSON. Raises ValueError if it is none."""
     try:
-        schema = json.loads(text)
+        schema = json.loads(schema_text)
         kind = validator_for(schema, default=Draft202012Validator)
         kind.check_schema(schema)
     except (ValueError, SchemaError, AttributeError, TypeError) as error:
-        raise ValueError(f"no JSON schema: {error!s:.200}: {text:.200}") from error
+        raise ValueError(f"no JSON schema: {error!s:.200}: {schema_text:.200}") from error
     return kind(schema, registry=Registry())  # an empty one: a "$ref" into the network is not followed
 
 
 def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
-    """1 for JSON that fits the schema, else 0; `parsed` says whether it was JSON at all.
+    """1 for JSON that fits the schema (a dict, a bool or JSON text), else 0; `parsed`: whether it was JSON at all.
 
     Raises:
         ValueError: there is no schema, it is none, or it refers to another document.
@@ -106,7 +84,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     schema = sample.get("schema", schema)
     if schema is None:
         raise ValueError("`json_schema` needs a column or an option `schema`")
-    validator = validator_of(schema)
+    validator = validator_of(schema if isinstance(schema, str) else json.dumps(schema))
     text = completion_text(sample).rpartition("</think>")[2]
     fenced = [content for language, content in fenced_blocks(text) if language in ("json", "")]
     try:
@@ -118,5 +96,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
             return {"reward": float(validator.is_valid(value)), "parsed": 1.0}
     except TooSlow as error:
         raise TimeoutError(f"validation takes more than {SECONDS:g} s") from error
+    except RecursionError:  # the value is too deep for the schema's rules
+        return {"reward": 0.0, "parsed": 1.0}
     except Unresolvable as error:
         raise ValueError(f"the schema refers to what is not in it: {error}") from error

@@ -2,8 +2,7 @@
 
     run                 Sandbox: a program with its input, or a module with tests against it, within limits
     sandboxed_process   the owner's end of one process
-    fork_server         the process from which they are forked, and the guardian of each
-    sandbox_child       the main program of one
+    fork_server         the process from which they are forked, the guardian of each, and what it does first
     confine             what it gives up before it looks at the code, level by level
     seccomp, landlock   two of these levels
     solution_process    in one process: runs the tested code, answers questions about it

@@ -8,6 +8,9 @@ Each packet on the socket is a request: the descriptors of the channel for repor
 new process is to have. The server is started before any sample exists, with an empty environment (the fork server of
 multiprocessing takes over that of its parent), and never reads an order itself, so that what it leaves in the memory of
 its children gives nothing away. It ends when its owner closes the socket.
+
+An order is JSON in a file without a name, and holds the text to run. A report is a line of JSON. A process writes its
+first, the levels of its confinement, before it looks at the text; after it only one that runs tests can report.
 """
 
 import contextlib
@@ -18,10 +21,15 @@ import signal
 import socket
 import sys
 from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants, prctl
-from async_grpo.rewards.sandbox import sandbox_child
-from async_grpo.rewards.sandbox.confine import PR_SET_DUMPABLE
+from async_grpo.rewards.sandbox import solution_process, unit_test_runner
+from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, confine
+from async_grpo.rewards.sandbox.rpc import Channel
+
+PROGRAM, SOLUTION, TESTS = "program", "solution", "tests"
 
 BOOTSTRAP = """
 import sys
@@ -31,9 +39,7 @@ del sys.path[0]
 main(int(sys.argv[2]))
 """
 MAX_DESCRIPTORS = 8
-MAX_THREADS = (
-    64  # of a sandboxed process; RLIMIT_NPROC would count all that the user runs, and nothing of root
-)
+MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all of the user)
 WATCH_S = 0.05  # between two looks at them
 _PRELOADED = "bisect collections copy datetime fractions functools heapq itertools math random re string typing".split()
 
@@ -67,30 +73,58 @@ def _guard(channel: int, *descriptors: int) -> None:
     own_pid = os.getpid()
     pid = os.fork()
     if not pid:
-        sandbox_child.main(own_pid, channel, *descriptors)
+        _be_sandboxed(own_pid, channel, *descriptors)
         return
     for descriptor in descriptors:
         os.close(descriptor)
-    process = os.pidfd_open(pid)
-    while not select.select([process, channel], [], [], WATCH_S)[
-        0
-    ]:  # the owner writes nothing, but may close it
-        if num_threads(pid) > MAX_THREADS:
-            break
+    ends = [os.pidfd_open(pid), channel]  # the owner writes nothing there, but may close it
+    while not select.select(ends, [], [], WATCH_S)[0] and _num_threads(pid) <= MAX_THREADS:
+        pass
     exit_code = end_descendants()[pid]
     with contextlib.suppress(OSError):  # the owner is gone
-        os.write(channel, json.dumps({"exit_code": exit_code}).encode() + b"\n")
+        _report(channel, exit_code=exit_code)
     os._exit(0)  # taking an interpreter down in good order takes 10 ms
 
 
-def num_threads(pid: int) -> int:
-    """Of a process; 0 if it cannot be seen.
+def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
+    """Do as ordered; the process ends when this returns or raises.
 
-    >>> num_threads(os.getpid()) >= 1
-    True
+    Args:
+        descriptors: for a program its input and output, else the channel between solution and tests.
     """
+    os.setsid()
+    with open(order_fd, "rb") as file:
+        order: dict[str, Any] = json.loads(file.read())
+    os.chdir(order["folder"])
+    levels = confine(parent_pid, order["cpu_s"], order["memory_bytes"], order["levels"])
+    _report(channel, levels=sorted(levels))
+    if not (levels & NETWORK_LEVELS or order["allow_unsandboxed"]):
+        return
+    if order["kind"] == TESTS:
+        _report(channel, verdict=unit_test_runner.run(order["text"], Channel(*descriptors)))
+        return
+    os.close(channel)
+    if order["kind"] == SOLUTION:
+        solution_process.run(order["text"], Channel(*descriptors))
+    else:
+        _run_program(order["text"], *descriptors)
+
+
+def _report(channel: int, **report: Any) -> None:
+    os.write(channel, json.dumps(report).encode() + b"\n")
+
+
+def _run_program(text: str, stdin: int, stdout: int) -> None:
+    for target, descriptor in enumerate((stdin, stdout)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    module = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    exec(compile(text, "solution.py", "exec"), module.__dict__)
+
+
+def _num_threads(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[17])
-    except OSError:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # it has ended
         return 0

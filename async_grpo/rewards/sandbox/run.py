@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
-from async_grpo.rewards.sandbox.sandbox_child import PROGRAM, SOLUTION, TESTS
+from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 from async_grpo.rewards.sandbox.sandboxed_process import SandboxedProcess, read_part, unnamed_file
 from async_grpo.rewards.sandbox.unit_test_runner import LOST, PASSED, UNUSABLE
 

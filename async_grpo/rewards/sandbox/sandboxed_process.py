@@ -29,7 +29,7 @@ class SandboxedProcess:
     """One process, confined when entered; ended, with all that it started, when left.
 
     Args:
-        order: for `sandbox_child.main`; it travels in a file without a name, past the fork server's memory.
+        order: see `fork_server`; it travels in a file without a name, past the fork server's memory.
         descriptors: that the process gets, beside the order and the channel for its reports.
         python: the interpreter.
 

@@ -16,7 +16,7 @@ from async_grpo.rewards.sandbox.proxy import Proxy
 from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
 
 PASSED, FAILED, LOST, UNUSABLE = "passed", "failed", "lost", "unusable"
-_MUTABLE: dict[type, Any] = {
+_MUTABLE: dict[Any, Any] = {
     list: list.extend,
     bytearray: bytearray.extend,
     dict: dict.update,

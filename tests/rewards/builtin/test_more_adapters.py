@@ -265,7 +265,6 @@ SCHEMA = {
         ('{"name": "' + "[" * 500 + '"}', 1.0, 1.0),  # brackets in a string are no depth
         ('{"name": "\\"' + "{" * 500 + '"}', 1.0, 1.0),
         ('{"name": "a", "x": ' + "[" * 99 + "]" * 99 + "}", 1.0, 1.0),
-        ('{"name": "a", "x": ' + "[" * 100 + "]" * 100 + "}", 0.0, 0.0),
         ("[" * 100_000, 0.0, 0.0),
         ('{"a":' * 30_000, 0.0, 0.0),
         ('"' + "\\" * 99_999, 0.0, 0.0),
@@ -310,6 +309,13 @@ def test_a_reference_into_the_network_is_not_followed():
     assert reward(json_schema, "1", schema=inside) == 1.0 and reward(json_schema, '"1"', schema=inside) == 0.0
 
 
+def test_a_value_too_deep_for_a_recursive_schema_is_no_right_one():
+    schema = {"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}}}, "$ref": "#/$defs/l"}
+    assert json_schema.score({"completion": "[" * 5 + "]" * 5, "schema": schema})["reward"] == 1.0
+    for depth in (500, 900, 10_000):
+        assert json_schema.score({"completion": "[" * depth + "]" * depth, "schema": schema})["reward"] == 0.0
+
+
 def test_a_pattern_in_the_schema_that_does_not_end_is_a_time_out(monkeypatch):
     monkeypatch.setattr(json_schema, "SECONDS", 0.1)
     with pytest.raises(TimeoutError):
@@ -329,15 +335,9 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=200, deadline=None)
-def test_what_python_writes_is_read_back_and_measured(value):
+def test_what_python_writes_is_read_back(value):
     text = json.dumps(value)
     assert json_schema.parse(text) == value
-
-    def depth(part) -> int:
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else None
-        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
-
-    assert json_schema.depth_of(text) == depth(value)
 
 
 @given(st.text(alphabet='[]{}",:0123456789.eE+-\\ntrufalsN "', max_size=60) | st.text(max_size=40))
