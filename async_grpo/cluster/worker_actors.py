@@ -59,7 +59,7 @@ class GenerationActor(WorkerActor):
         return self._engine.kv_cache_tokens
 
     async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
-        return await self._engine.update(version, [memoryview(chunk) for chunk in chunks])
+        return await self._engine.update(version, [chunk.data for chunk in chunks])
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         return await self._engine.canary(token_ids)

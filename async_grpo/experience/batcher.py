@@ -215,7 +215,12 @@ class ExperienceBatcher:
 
     def _retire_if_solved(self, group: Group) -> None:
         reward, enough = mean_reward(group), num_scored(group) >= self.plan.advantages.min_valid
-        if self.plan.retire_above is not None and enough and reward >= self.plan.retire_above:
+        if (
+            self.plan.retire_above is not None
+            and reward is not None
+            and enough
+            and reward >= self.plan.retire_above
+        ):
             self.cursor.retire(group.prompt)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:

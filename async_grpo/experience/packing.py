@@ -1,6 +1,7 @@
 """Packing: samples become padding-free micro-batches, one per rank, whole sequences only, within the token budget."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -58,30 +59,26 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
             [ids for s in samples for ids in (s.prompt.token_ids, s.completion.token_ids)]
         ),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_mask=_over_completions(samples, [s.loss_mask for s in samples], False),
-        behaviour_logprobs=_over_completions(
-            samples, [s.completion.logprobs for s in samples], np.float32(0)
-        ),
-        advantages=_over_completions(samples, [s.advantages for s in samples], np.float32(0)),
-        versions=_over_completions(samples, [s.completion.versions for s in samples], np.int32(PROMPT_TOKEN)),
+        loss_mask=_over_completions(samples, "loss_mask", False),
+        behaviour_logprobs=_over_completions(samples, "completion.logprobs", np.float32(0)),
+        advantages=_over_completions(samples, "advantages", np.float32(0)),
+        versions=_over_completions(samples, "completion.versions", np.int32(PROMPT_TOKEN)),
         group_ids=np.array([s.prompt.ordinal for s in samples], np.int64),
         group_tokens=np.array([s.group_tokens for s in samples], np.int64),
-        ref_logprobs=_optional(samples, [s.ref_logprobs for s in samples]),
-        proximal_logprobs=_optional(samples, [s.proximal_logprobs for s in samples]),
+        ref_logprobs=_optional(samples, "ref_logprobs"),
+        proximal_logprobs=_optional(samples, "proximal_logprobs"),
     )
 
 
-def _over_completions(
-    samples: Sequence[Sample], values: Sequence[np.ndarray], fill: np.generic | bool
-) -> np.ndarray:
-    """(N,): `values` on the completion tokens, `fill` on the prompt tokens."""
-    parts = []
-    for sample, value in zip(samples, values, strict=True):
-        parts += [np.full(len(sample.prompt.token_ids), fill), value]
-    return np.concatenate(parts)
+def _over_completions(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:
+    """(N,): a (T,) attribute of the samples on the completion tokens, `fill` on the prompt tokens."""
+    values = map(attrgetter(attribute), samples)
+    parts = [(np.full(len(s.prompt.token_ids), fill), v) for s, v in zip(samples, values, strict=True)]
+    return np.concatenate([part for pair in parts for part in pair])
 
 
-def _optional(samples: Sequence[Sample], values: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    if any(value is None for value in values):
+def _optional(samples: Sequence[Sample], attribute: str) -> np.ndarray | None:
+    """The same in float32, if every sample has it."""
+    if any(getattr(sample, attribute) is None for sample in samples):
         return None
-    return _over_completions(samples, values, np.float32(0))
+    return _over_completions(samples, attribute, np.float32(0))

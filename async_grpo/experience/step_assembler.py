@@ -66,7 +66,7 @@ class StepAssembler:
         if step > self.step:
             self._early.setdefault(step, []).append(group)
             return []
-        events = self._take(group)
+        events: list[MicroBatchRound | StepComplete] = [*self._take(group)]
         while len(self._taken) == self.groups_per_step:
             events.append(self._close())
             for early in self._early.pop(self.step, []):

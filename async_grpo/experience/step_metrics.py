@@ -27,7 +27,7 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
                 if value is not None:
                     components.setdefault(f"{result.adapter}/{name}", []).append(value)
     return {
-        "avg_reward": mean(sample.verdict.reward for sample in scored),
+        "avg_reward": mean(s.verdict.reward for s in scored if s.verdict.reward is not None),
         "num_reward_filled": sum(sample.verdict.filled for sample in samples),
         **{f"num_reward_{status.value}": statuses[status] for status in RewardStatus},
         **{name: mean(values) for name, values in sorted(components.items())},

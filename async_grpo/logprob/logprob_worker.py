@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class LogprobWorker:
         self._closed = False
 
     @classmethod
-    def from_folder(cls, model_path: str | Path, *, dtype: str, **options: float) -> "LogprobWorker":
+    def from_folder(cls, model_path: str | Path, *, dtype: str, **options: Any) -> "LogprobWorker":
         """A server of the model in `model_path`, on the GPU if there is one; `options`: the constructor's."""
         policy = PolicyModel(load_causal_lm(model_path, dtype))
         return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)
