@@ -35,7 +35,7 @@ class Trainer:
     accumulator: GradientAccumulator
     source: ExperienceSource
     publisher: WeightPublisher
-    metrics: MetricsSink
+    metrics: MetricsSink | None  # only rank 0 writes
     checkpoints: CheckpointWriter
     ranks: Ranks
     num_steps: int
@@ -98,5 +98,5 @@ class Trainer:
             "samples_per_second": end.num_samples / metrics["time_per_batch"],
             "timestamp": time.time(),
         }
-        if self.ranks.is_main:
+        if self.ranks.is_main and self.metrics is not None:
             self.metrics.write(line)
