@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     called = COMMANDS.get(arguments[0]) if arguments else None
     if called and called.config is None:
-        getattr(import_module(called.module), called.run)(arguments[1:])
+        getattr(import_module(called.module), called.run)(arguments[1:], f"async-grpo {arguments[0]}")
         return
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         app.command(name, help=command.help)(
             _loaded(command, arguments) if command is called else _not_called
         )
-    app(args=arguments)
+    app(args=arguments, prog_name="async-grpo")
 
 
 def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:

@@ -105,7 +105,7 @@ def _new_window() -> "Figure":
         figure = plt.figure()
     except (ImportError, RuntimeError, ValueError) as error:  # MPLBACKEND asks for what is not there
         raise ConfigurationError(f"cannot open a window ({error}); pass -o FILE") from error
-    interactive = backend_registry.list_builtin(BackendFilter.INTERACTIVE)  # type: ignore[no-untyped-call]
+    interactive = backend_registry.list_builtin(BackendFilter.INTERACTIVE)
     if backend.lower() not in map(str.lower, interactive):
         plt.close(figure)
         raise ConfigurationError(f"no display to open a window on (backend {backend!r}); pass -o FILE")

@@ -54,7 +54,7 @@ class MetricsWriter:
         self._metrics.write(as_json(line))
         self._metrics.flush()
         said = line | {"alarms": self._new_alarms(line.get("alarms", []))}
-        _CONSOLE.print(console_line(said, self._num_steps), highlight=False, soft_wrap=True)
+        _CONSOLE.print(console_line(_finite(said), self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])
 
     def _new_alarms(self, alarms: Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ def run_command(
     help: str,
     retired: Mapping[str, str] | None = None,
     argv: Sequence[str] | None = None,
+    program: str | None = None,
 ) -> None:
     """Parse the command line into `config_class`, call `run` with it, and exit.
 
@@ -34,10 +35,12 @@ def run_command(
 
     Args:
         retired: option name (with underscores) -> what replaced it. All of them took a value.
+        program: what the help calls it.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=help)(as_function(config_class, run))
-    app(args=normalized(list(sys.argv[1:] if argv is None else argv), config_class, retired or {}))
+    arguments = normalized(list(sys.argv[1:] if argv is None else argv), config_class, retired or {})
+    app(args=arguments, prog_name=program)
 
 
 def reporting_errors(run: Callable[[], None]) -> None:

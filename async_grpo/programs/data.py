@@ -12,9 +12,9 @@ app.command("countdown")(create_count_down.main)
 app.command("gsm8k")(create_gsm8k.main)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; `argv`: default the program's own."""
-    app(args=list(sys.argv[1:] if argv is None else argv), prog_name="async-grpo data")
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Run the command line `argv` (default: the program's own), and exit; `program`: what the help calls it."""
+    app(args=list(sys.argv[1:] if argv is None else argv), prog_name=program)
 
 
 if __name__ == "__main__":

@@ -54,18 +54,19 @@ def info(file: Annotated[Path, typer.Argument(metavar="FILE", help="Metrics file
     print_info(file)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Run the command line; exit code 2 for the user's mistakes, 1 if a remote file could not be fetched.
 
     Args:
         argv: default the program's own. `plot` may be left out: a file's name alone asks for a picture.
+        program: what the help calls it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] not in ("plot", "info", "--help"):
         arguments.insert(0, "plot")
     logging.basicConfig(format="note: %(message)s")
     try:
-        sys.exit(app(args=arguments, prog_name="async-grpo plot", standalone_mode=False))
+        sys.exit(app(args=arguments, prog_name=program, standalone_mode=False))
     except typer.TyperException as error:
         print(f"error: {error.format_message()} (see --help)", file=sys.stderr)
         sys.exit(2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def _train(config: RunConfig, rank: int) -> None:
         claim(config.output_path)
     from async_grpo.cluster.trainer_rank import train
 
+    if rank:  # importing Ray has set a handler that writes a page when torchrun ends this rank for another one's fault
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train(config, prepared)
 
 
@@ -57,8 +60,16 @@ def _tell_torchrun(error: AsyncGrpoError) -> None:
         Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
-def main(argv: list[str] | None = None) -> None:
-    run_command(RunConfig, run, help="Train a policy by asynchronous GRPO.", retired=RETIRED, argv=argv)
+def main(argv: list[str] | None = None, program: str | None = None) -> None:
+    """Run the command line `argv` (default: the program's own), and exit; `program`: what the help calls it."""
+    run_command(
+        RunConfig,
+        run,
+        help="Train a policy by asynchronous GRPO.",
+        retired=RETIRED,
+        argv=argv,
+        program=program,
+    )
 
 
 if __name__ == "__main__":

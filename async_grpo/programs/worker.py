@@ -19,8 +19,16 @@ def run(config: WorkerConfig) -> None:
     dispatch(config)
 
 
-def main(argv: list[str] | None = None) -> None:
-    run_command(WorkerConfig, run, help="Run one generation or logprob worker.", retired=RETIRED, argv=argv)
+def main(argv: list[str] | None = None, program: str | None = None) -> None:
+    """Run the command line `argv` (default: the program's own), and exit; `program`: what the help calls it."""
+    run_command(
+        WorkerConfig,
+        run,
+        help="Run one generation or logprob worker.",
+        retired=RETIRED,
+        argv=argv,
+        program=program,
+    )
 
 
 if __name__ == "__main__":
