@@ -253,6 +253,7 @@ class SharedRunSettings:
     seed: int
     char_ends: bool = False  # completions carry `char_ends`: for process rewards
     float32_head: bool = False  # engines compute logits in float32
+    guaranteed_completion_tokens: int = 0  # for which even the longest prompt leaves room; 0: not known
 
 
 @dataclass(frozen=True)

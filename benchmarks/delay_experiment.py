@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
+from async_grpo.experience.batcher import ExperienceBatcher
+from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import completion
@@ -163,19 +164,17 @@ class Bench:
         return SlowWorker(adapter, self.slots // WORKERS, self)
 
     def batcher(self, steps: int, engine: Engine) -> ExperienceBatcher:
-        plan = BatcherConfig(
-            num_ranks=1,
-            num_steps=steps,
-            groups_per_step=GROUPS,
-            steps_per_batch=1,
+        config = BatchConfig(
+            batch_size=GROUPS,
+            num_training_batches=steps,
             samples_per_question=MEMBERS,
             max_staleness=1,
             max_tokens_per_gpu=-(-N // M) * (TOKENS + 1),
             experience_timeout_s=60,
-            seed=0,
+            infinite_sampler_seed=0,
         )
         questions = [Question(np.array([1], np.int32), {"input": f"q{i}"}) for i in range(GROUPS)]
-        return ExperienceBatcher(plan, questions, engine, Verification(self.pool))
+        return ExperienceBatcher(config, questions, engine, Verification(self.pool))
 
 
 class Verification:

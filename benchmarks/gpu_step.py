@@ -17,12 +17,14 @@ import typer
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.modeling import packed
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import OptimizerConfig, build_optimizer
+from async_grpo.training.optimizer import build_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN, MicroBatch
 
@@ -66,7 +68,7 @@ def main(
     config = Qwen2Config(**(TINY if tiny else QWEN_05B))
     micro_batches = random_step(config.vocab_size, sequences, max_length, max_tokens)
     with distributed_run(device) as ranks:
-        objective = Objective(policy_loss="ppo_clip")
+        objective = Objective(AlgorithmConfig(policy_loss="ppo_clip"))
         expected = reference_gradients(random_model(config).to(ranks.device), micro_batches)
         policy = shard_policy(
             PolicyModel(random_model(config)),
@@ -167,7 +169,9 @@ def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 def timed_steps(
     policy: PolicyModel, objective: Objective, ranks: Ranks, micro_batches: list[MicroBatch], steps: int
 ) -> dict[str, Any]:
-    optimizer, scheduler = build_optimizer(policy.parameters(), OptimizerConfig(1e-6, "constant"))
+    optimizer, scheduler = build_optimizer(
+        policy.parameters(), OptimizerConfig(learning_rate=1e-6, lr_scheduler="constant")
+    )
     accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks)
     seconds = []
     for _ in range(steps + 1):

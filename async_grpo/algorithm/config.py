@@ -1,46 +1,98 @@
-"""The options of the algorithm: `RunConfig` inherits them. Names are checked where the functions are (`preparation`)."""
+"""The options of the algorithm, from rewards to a loss.
 
-import math
+Rules between two options stand in `config/compatibility.py`. Nothing here imports torch: `--help` needs none.
+"""
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from async_grpo.options.fields import dashed, option, refuse
+from async_grpo.options.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Section,
+    dashed,
+    option,
+    parse_assignments,
+    refuse,
+    typed_options,
+)
 from async_grpo.options.source_file import absolute
 
-OLD_POLICIES = ("behaviour", "proximal", "current")
-ZERO_VARIANCE = ("keep", "filter", "resample")
-LEVELS = ("none", "token", "sequence")
+if TYPE_CHECKING:
+    from async_grpo.algorithm.estimator import Estimator
+    from async_grpo.algorithm.losses import PolicyLoss
+
+KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+REJECTION_STATISTICS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3"),
+    *("sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k2", "sequence_max_k3"),
+)
+NOT_NEGATIVE_OF_LOSSES = {"clip_low", "clip_high", "eps_low", "eps_high", "coef"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """From rewards to a loss. `None` leaves the choice to the function that has the option."""
 
     recipe: str | None = option(
-        None, "Preset of the options below; what you set yourself goes before.", "Algorithm"
+        None,
+        "Preset of the options below; what you set yourself goes before.",
+        "Algorithm",
+        choices="async_grpo.config.recipes:RECIPES",
+        everyday=True,
     )
     advantage_estimator: str = option(
-        "grpo", "How rewards become advantages: a name, or FILE.py:NAME.", "Algorithm"
+        "grpo",
+        "How rewards become advantages, or FILE.py:NAME.",
+        "Algorithm",
+        choices="async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS",
+        own=True,
+        everyday=True,
     )
     estimator_options: str = option("", "Its further options: gamma=0.99,lam=0.95.", "Algorithm")
     policy_loss: str = option(
-        "ppo_clip", "How advantages become a loss: a name, or FILE.py:NAME.", "Algorithm"
+        "ppo_clip",
+        "How advantages become a loss, or FILE.py:NAME.",
+        "Algorithm",
+        choices="async_grpo.algorithm.losses:POLICY_LOSSES",
+        own=True,
+        everyday=True,
     )
     loss_options: str = option("", "Its further options: cap=5,cap_mode=clamp.", "Algorithm")
-    loss_aggregation: str = option("token_mean", "How token losses become one number.", "Algorithm")
+    loss_aggregation: str = option(
+        "token_mean",
+        "How token losses become one number.",
+        "Algorithm",
+        choices="async_grpo.algorithm.aggregation:AGGREGATIONS",
+    )
     clip_low: float | None = option(
-        None, "The ratio is clipped below 1 - this (default: the loss's own).", "Algorithm"
+        None,
+        "The ratio is clipped below 1 - this (default: the loss's own).",
+        "Algorithm",
+        range=NOT_NEGATIVE,
     )
     clip_high: float | None = option(
-        None, "The ratio is clipped above 1 + this (default: the loss's own).", "Algorithm"
+        None,
+        "The ratio is clipped above 1 + this (default: the loss's own).",
+        "Algorithm",
+        range=NOT_NEGATIVE,
     )
-    entropy_coef: float = option(0.0, "Weight of an entropy bonus.", "Algorithm")
+    entropy_coef: float = option(0.0, "Weight of an entropy bonus.", "Algorithm", range=NOT_NEGATIVE)
     kl_coef: float = option(
-        0.0, "Weight of the KL to the reference (0: no reference worker is needed).", "Algorithm"
+        0.0,
+        "Weight of the KL to the reference (0: no reference worker is needed).",
+        "Algorithm",
+        range=NOT_NEGATIVE,
+        everyday=True,
     )
     kl_kind: str = option(
-        "k3", "Estimator of that KL: k1, k2, k3 or abs; a + at the end: gradient of k2.", "Algorithm"
+        "k3", "Estimator of that KL; a + at the end: gradient of k2.", "Algorithm", choices=KL_KINDS
     )
-    kl_clamp: float | None = option(None, "Hold each token's KL within plus and minus this.", "Algorithm")
+    kl_clamp: float | None = option(
+        None, "Hold each token's KL within plus and minus this.", "Algorithm", range=POSITIVE
+    )
     kl_in_reward: bool = option(
         False, "Take the KL off the reward instead of adding it to the loss.", "Algorithm"
     )
@@ -49,27 +101,35 @@ class AlgorithmConfig:
         "behaviour",
         "What the ratio is taken against: behaviour (the engine), proximal (a logprob worker) or current (ratio 1).",
         "Off-policy correction",
+        choices=("behaviour", "proximal", "current"),
     )
     importance_level: str = option(
         "none",
-        "Importance weights current (or proximal) / engine: none, token or sequence.",
+        "Importance weights current (or proximal) / engine.",
         "Off-policy correction",
+        choices=("none", "token", "sequence"),
     )
-    importance_mode: str = option("truncate", "truncate (TIS) or mask (IcePop).", "Off-policy correction")
-    importance_low: float | None = option(None, "Lowest weight.", "Off-policy correction")
-    importance_high: float = option(2.0, "Highest weight.", "Off-policy correction")
+    importance_mode: str = option(
+        "truncate", "truncate (TIS) or mask (IcePop).", "Off-policy correction", choices=("truncate", "mask")
+    )
+    importance_low: float | None = option(None, "Lowest weight.", "Off-policy correction", range=NOT_NEGATIVE)
+    importance_high: float = option(
+        2.0, "Highest weight; inf: no limit.", "Off-policy correction", range=POSITIVE, unbounded=True
+    )
     importance_normalize: bool = option(
         False, "Divide the weights by their mean over the step.", "Off-policy correction"
     )
     rejection_statistic: str | None = option(
         None,
-        "Leave tokens or sequences out of the loss by this mismatch (sequence_mean_k1, ...).",
+        "Leave tokens or sequences out of the loss by this mismatch.",
         "Off-policy correction",
+        choices=REJECTION_STATISTICS,
     )
-    rejection_low: float | None = option(None, "Lowest accepted value.", "Off-policy correction")
-    rejection_high: float | None = option(None, "Highest accepted value.", "Off-policy correction")
-    max_token_staleness: int | None = option(
-        None, "Leave tokens of policies older than this out of the loss.", "Off-policy correction"
+    rejection_low: float | None = option(
+        None, "Lowest accepted value.", "Off-policy correction", unbounded=True
+    )
+    rejection_high: float | None = option(
+        None, "Highest accepted value.", "Off-policy correction", unbounded=True
     )
     float32_head: bool = option(
         False, "Engines compute logits in float32, as the trainer always does.", "Off-policy correction"
@@ -79,94 +139,120 @@ class AlgorithmConfig:
     )
     top_k: int = option(0, "Refused unless 0, for the same reason.", "Off-policy correction")
 
-    mask_truncated: bool = option(True, "Leave truncated completions out of the loss.", "Groups")
-    zero_variance: str = option(
-        "keep",
-        "Groups of equal rewards: keep, filter (out of the loss) or resample (another prompt).",
-        "Groups",
-    )
-    max_resamples: int = option(
-        8, "Prompts that may replace one without signal; then its group is taken.", "Groups"
-    )
-    no_positive_resampling: float | None = option(
-        None, "Draw a question no more once a group's mean reward reached this.", "Groups"
-    )
     overlong_buffer: float = option(
-        0.0, "Share of --max-generation-tokens, at its end, in which length costs reward.", "Groups"
+        0.0,
+        "Share of the longest possible completion, at its end, in which length costs reward.",
+        "Groups",
+        range=SHARE,
     )
-    overlong_penalty: float = option(1.0, "What the longest completion loses.", "Groups")
-    truncation_alarm: float = option(0.5, "Warn when more than this share of a step is truncated.", "Groups")
+    overlong_penalty: float = option(1.0, "What the longest completion loses.", "Groups", range=NOT_NEGATIVE)
 
-    critic_coef: float = option(0.5, "Weight of the value loss (estimator gae).", "Critic")
-    critic_clip: float = option(0.5, "Values are clipped to this distance from the old ones.", "Critic")
-    critic_learning_rate: float | None = option(None, "Of the value head (default: the policy's).", "Critic")
+    critic_coef: float = option(
+        0.5, "Weight of the value loss (estimator gae).", "Critic", range=NOT_NEGATIVE
+    )
+    critic_clip: float = option(
+        0.5, "Values are clipped to this distance from the old ones.", "Critic", range=POSITIVE
+    )
     critic_trunk_gradient: bool = option(
         True, "Let the value loss train the policy's trunk as well.", "Critic"
     )
 
+    temperature: float = option(
+        1.0,
+        "Sampling temperature, and the divisor of the policy's logits.",
+        "Generation",
+        range=POSITIVE,
+        everyday=True,
+    )
+    max_generation_tokens: int = option(
+        8192, "Longest completion, in tokens.", "Generation", range=POSITIVE, everyday=True
+    )
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("advantage_estimator", "policy_loss"):
             object.__setattr__(self, name, absolute(getattr(self, name)))
-        for name, value in vars(self).items():
-            refuse(isinstance(value, float) and math.isnan(value), f"--{dashed(name)} is not a number")
-        for name, known in (
-            ("old_policy", OLD_POLICIES),
-            ("zero_variance", ZERO_VARIANCE),
-            ("importance_level", LEVELS),
-        ):
-            refuse(
-                getattr(self, name) not in known,
-                f"--{dashed(name)} {getattr(self, name)!r} is unknown; known: {', '.join(known)}",
-            )
-        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", "max_token_staleness", "overlong_penalty",
-                     "max_resamples", "critic_coef"):  # fmt: skip
-            value = getattr(self, name)
-            refuse(value is not None and value < 0, f"--{dashed(name)} cannot be negative, and is {value}")
-        for name in ("kl_clamp", "critic_clip", "critic_learning_rate"):
-            value = getattr(self, name)
-            refuse(value is not None and value <= 0, f"--{dashed(name)} must be above 0, not {value}")
-        for name in ("overlong_buffer", "truncation_alarm"):
-            value = getattr(self, name)
-            refuse(not 0 <= value <= 1, f"--{dashed(name)} is a share between 0 and 1, not {value}")
+
+    @property
+    def estimator(self) -> "Estimator":
+        """The registry's entry of `--advantage-estimator`, or the user's own."""
+        from async_grpo.algorithm.advantages import (
+            get_estimator,
+        )  # imports torch, which --help can do without
+
+        return get_estimator(self.advantage_estimator)
+
+    @property
+    def loss(self) -> "PolicyLoss":
+        """The registry's entry of `--policy-loss`, or the user's own."""
+        from async_grpo.algorithm.losses import get_policy_loss
+
+        return get_policy_loss(self.policy_loss)
+
+    @staticmethod
+    def estimators_for(*, process: bool) -> list[str]:
+        """The estimators that fit rewards on steps, or one score per sample."""
+        from async_grpo.algorithm.advantages import estimators_for
+
+        return estimators_for(process=process)
+
+    @property
+    def estimator_settings(self) -> dict[str, Any]:
+        """`--estimator-options`, checked.
+
+        Raises:
+            ConfigurationError: the estimator has no such option, or a value cannot be one.
+        """
+        name = self.advantage_estimator
+        given = parse_assignments(self.estimator_options, "estimator-options")
+        options = typed_options(given, self.estimator.options, f"--advantage-estimator {name}")
+        eps = options.get("eps", 0.0)
+        refuse(eps < 0, f"--estimator-options eps={eps} cannot be negative")
+        for discount in options.keys() & {"gamma", "lam"}:
+            value = options[discount]
+            refuse(not 0 <= value <= 1, f"--estimator-options {discount}={value} must lie between 0 and 1")
+        return options
+
+    @property
+    def loss_settings(self) -> dict[str, Any]:
+        """`--loss-options`, and the clip that has flags of its own, checked.
+
+        Raises:
+            ConfigurationError: the loss has no such option, or a value cannot be one.
+        """
+        name, known = self.policy_loss, self.loss.options
+        given = parse_assignments(self.loss_options, "loss-options")
+        options = typed_options(given, known, f"the loss {name} (--loss-options)")
+        for clip in ("clip_low", "clip_high"):
+            if (value := getattr(self, clip)) is None:
+                continue
+            refuse(clip not in known, f"the loss {name} does not clip: leave --{dashed(clip)} out")
+            refuse(clip in options, f"{clip} is given twice: as a flag, and in --loss-options")
+            options[clip] = value
+        for bound in options.keys() & NOT_NEGATIVE_OF_LOSSES:
+            value = options[bound]
+            refuse(value is not None and value < 0, f"--loss-options {bound}={value} cannot be negative")
+        low = options.get("clip_low")
         refuse(
-            self.top_p != 1.0 or self.top_k not in (0, -1),
-            f"--top-p {self.top_p} --top-k {self.top_k}: the engine would report log-probs of the truncated policy and "
-            "the trainer those of the whole one, and their ratio would mean nothing. Sample with --top-p 1 --top-k 0, "
-            "and shape the policy by --temperature, or by an entropy or length term",
+            low is not None and low > 1,
+            f"--loss-options clip_low={low} must be at most 1: a ratio is never below 0",
         )
-        refuse(
-            self.kl_in_reward and not self.kl_coef,
-            "--kl-in-reward without --kl-coef takes nothing off the reward: give --kl-coef, or leave it out",
-        )
-        idle = {"mode": "truncate", "low": None, "high": 2.0, "normalize": False}
-        said = [name for name, default in idle.items() if getattr(self, f"importance_{name}") != default]
-        refuse(
-            self.importance_level == "none" and bool(said),
-            f"--importance-{' --importance-'.join(said)} does nothing without --importance-level token or sequence",
-        )
-        idle = {"clip": 0.5, "learning_rate": None, "trunk_gradient": True}
-        said = [name for name, default in idle.items() if getattr(self, f"critic_{name}") != default]
-        refuse(
-            self.advantage_estimator != "gae" and bool(said),
-            f"--critic-{' --critic-'.join(map(dashed, said))} does nothing without --advantage-estimator gae",
-        )
-        refuse(
-            self.kl_clamp is not None and not self.kl_coef,
-            f"--kl-clamp {self.kl_clamp} does nothing without --kl-coef",
-        )
-        refuse(
-            self.zero_variance == "resample" and not self.max_resamples,
-            "--zero-variance resample with --max-resamples 0 replaces nothing",
-        )
-        refuse(
-            self.clip_low is not None and self.clip_low > 1, f"--clip-low {self.clip_low} must be at most 1"
-        )
-        bounds = (self.rejection_low, self.rejection_high)
-        refuse(
-            self.rejection_statistic is None and bounds != (None, None),
-            f"--rejection-low {bounds[0]} --rejection-high {bounds[1]} reject nothing without --rejection-statistic",
-        )
+        self.loss.check_options(**options)
+        return options
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.old_policy == "proximal" or self.loss.needs_proximal
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """Of the KL in the loss; `reward_kl_coef` is of the one that is taken off the reward."""
+        return 0.0 if self.kl_in_reward else self.kl_coef
+
+    @property
+    def reward_kl_coef(self) -> float:
+        return self.kl_coef if self.kl_in_reward else 0.0

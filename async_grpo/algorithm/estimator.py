@@ -81,6 +81,14 @@ class Estimator:
         return self.rewards != TOTAL
 
     @property
+    def takes_components(self) -> bool:
+        return self.rewards == COMPONENTS
+
+    @property
+    def takes_sources(self) -> bool:
+        return self.rewards == SOURCES
+
+    @property
     def needs_critic(self) -> bool:
         return self.critic_returns is not None
 

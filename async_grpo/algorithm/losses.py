@@ -38,13 +38,15 @@ class PolicyLoss:
     policy behind `old_logprobs`; importance weights for the behaviour policy on top would correct twice, unless
     `old_logprobs` are the proximal policy's. `needs_proximal`: the option `proximal_logprobs` must be given, and
     `old_logprobs` are the behaviour policy's. `sequence_level`: a token's loss depends on its whole sequence, which must
-    not be split. `scores`: how a token is chosen over the whole minibatch, for a loss that does so.
+    not be split. `idle_at_ratio_one`: its pull to the old policy vanishes where that is the policy itself.
+    `scores`: how a token is chosen over the whole minibatch, for a loss that does so.
     """
 
     function: Callable[..., LossAndMetrics]
     needs_proximal: bool = False
     uses_ratio: bool = True
     sequence_level: bool = False
+    idle_at_ratio_one: bool = False
     scores: Callable[..., Tensor] | None = None
 
     @property
@@ -177,9 +179,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(token_losses.dppo_tv),
     "dppo_kl": PolicyLoss(token_losses.dppo_kl),
     "topr": PolicyLoss(sequence_losses.topr, sequence_level=True),
-    "dro": PolicyLoss(token_losses.dro),
+    "dro": PolicyLoss(token_losses.dro, idle_at_ratio_one=True),
     "clip_cov": PolicyLoss(covariance.clip_cov, scores=covariance.clip_cov_scores),
-    "kl_cov": PolicyLoss(covariance.kl_cov, scores=covariance.kl_cov_scores),
+    "kl_cov": PolicyLoss(covariance.kl_cov, idle_at_ratio_one=True, scores=covariance.kl_cov_scores),
 }
 
 

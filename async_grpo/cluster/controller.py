@@ -15,7 +15,8 @@ from typing import Any
 
 from async_grpo.cluster.registered_workers import RegisteredWorkers
 from async_grpo.cluster.remote_services import RemoteGeneration, RemoteLogprobs
-from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
+from async_grpo.experience.batcher import ExperienceBatcher
+from async_grpo.experience.config import BatchConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.protocols import Connect, Logprobs, Verification, WeightPackage
@@ -114,7 +115,9 @@ class RunController:
 
     async def start_batcher(
         self,
-        plan: BatcherConfig,
+        config: BatchConfig,
+        facts: RunFacts,
+        num_ranks: int,
         questions: Sequence[Question],
         make_verification: Callable[[], Verification],
     ) -> None:
@@ -123,12 +126,14 @@ class RunController:
         await verification.start()
         self._verification = verification
         self._batcher = ExperienceBatcher(
-            plan,
+            config,
             questions,
             RemoteGeneration(self._workers[GENERATION]),
             verification,
             reference=self._logprobs("reference"),
             proximal=self._logprobs("proximal"),
+            num_ranks=num_ranks,
+            facts=facts,
         )
 
     def _logprobs(self, kind: str) -> Logprobs | None:

@@ -5,7 +5,7 @@ Judges need no process: they run in the controller's own, and share the cluster'
 
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, res
 from async_grpo.rewards.adapter.traits import is_judge
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
+from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges.idle_sleep import idle_sleep_of_the_run
@@ -25,7 +26,6 @@ from async_grpo.rewards.judges.remote_judge import is_run_judge
 from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
-from async_grpo.rewards.pool_plan import PoolConfig
 from async_grpo.rewards.verifier_worker import VerifierWorker
 from async_grpo.types import AdapterResult, Verdict
 
@@ -35,8 +35,8 @@ SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its m
 class VerifierActor(ChannelServer):
     """Some killable processes of one adapter, on any node. Each is a slot, called by `score SLOT` and the like."""
 
-    def __init__(self, source: RewardRegistrySource, adapter: str, plan: PoolConfig) -> None:
-        self._source, self._adapter, self._plan = source, adapter, plan
+    def __init__(self, source: RewardRegistrySource, adapter: str, config: RewardConfig) -> None:
+        self._source, self._adapter, self._config = source, adapter, config
         self._slots: dict[int, AdapterProcess] = {}
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open, "close": self._close}
         self.serve(self._methods)
@@ -44,7 +44,10 @@ class VerifierActor(ChannelServer):
     async def _open(self, slot: int) -> dict[str, Any]:
         """Start a process; returns what a queue wants to know of a worker (see `VerifierWorker`)."""
         process = AdapterProcess(
-            self._source, self._adapter, self._plan.options, memory_limit_bytes=self._plan.memory_limit_bytes
+            self._source,
+            self._adapter,
+            self._config.options_by_name,
+            memory_limit_bytes=self._config.memory_limit_bytes,
         )
         self._slots[slot] = process
         self._methods |= {f"score {slot}": process.score, f"post_process {slot}": process.post_process}
@@ -58,12 +61,18 @@ class VerifierActor(ChannelServer):
 class RunVerification:
     """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges."""
 
-    def __init__(self, source: RewardRegistrySource, plan: PoolConfig) -> None:
-        os.environ.update(
-            plan.secrets
-        )  # the judges' keys: adapters' processes get an allow-list of variables
-        self._source, self._plan = source, dataclasses.replace(plan, secrets={})
-        self._adapters = resolve(source, plan.all_adapters)
+    def __init__(
+        self,
+        source: RewardRegistrySource,
+        config: RewardConfig,
+        budget_path: str | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
+        # The judges' keys: adapters' processes get an allow-list of variables
+        os.environ.update(secrets or {})
+        self._source, self._config, self._budget_path = source, config, budget_path
+        self._adapters = resolve(source, config.all_names)
+        self._limits = config.limits
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep = idle_sleep_of_the_run()
@@ -101,36 +110,43 @@ class RunVerification:
             await self._idle_sleep.close()
 
     def _make_pool(self) -> VerifierPool:
-        plan = self._plan
+        config = self._config
         return VerifierPool(
-            plan.adapters,
+            config.adapters,
             partial(self._make_worker, phase=TRAINING),
             make_evaluator=partial(self._make_worker, phase=EVALUATION),
-            workers={name: plan.workers.get(name, 1) for name in plan.all_adapters},
-            evaluation_workers={
-                name: 1 if is_judge(adapter) else plan.evaluation_workers
+            workers={
+                name: 1 if is_judge(adapter) else config.num_verifiers(name)
                 for name, adapter in self._adapters.items()
             },
-            combination=plan.combination,
-            fallbacks=plan.fallbacks,
+            evaluation_workers={
+                name: 1 if is_judge(adapter) else config.evaluation_verifiers
+                for name, adapter in self._adapters.items()
+            },
+            combination=config.combination,
+            fallbacks=config.fallbacks,
             middleware=self._surroundings,
-            timeout_s=plan.timeout_s,
+            timeout_s=config.reward_timeout_s,
         )
 
     def _make_surroundings(self) -> CallMiddleware:
-        plan = self._plan
+        config = self._config
         judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
         return CallMiddleware(
-            versions=self._versions() if plan.cache_path else {},
-            cache=VerdictCache(plan.cache_path, max_bytes=plan.cache_max_bytes) if plan.cache_path else None,
-            budget=Budget(plan.budget, policy=plan.budget_policy, path=plan.budget_path) if paid else None,
+            versions=self._versions() if config.verdict_cache else {},
+            cache=VerdictCache(config.verdict_cache, max_bytes=config.cache_max_bytes)
+            if config.verdict_cache
+            else None,
+            budget=Budget(config.judge_budget, policy=config.judge_budget_policy, path=self._budget_path)
+            if paid
+            else None,
             estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
         )
 
     def _versions(self) -> dict[str, str]:
         """By which the cache tells answers apart."""
-        options = dict(self._plan.options)
+        options = self._config.options_by_name
         return {
             name: version_of_judge(adapter, self._source.digest_of(name))
             if is_judge(adapter)
@@ -141,7 +157,7 @@ class RunVerification:
     async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
         if is_judge(judge := self._adapters[adapter]):
             endpoint = judge.endpoint()
-            if limits := self._plan.limits.get(adapter):
+            if limits := self._limits.get(adapter):
                 endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
             return JudgeWorker(
                 adapter,
@@ -154,11 +170,11 @@ class RunVerification:
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
-            host = _VerifierHost(self._source, adapter, self._plan)
+            host = _VerifierHost(self._source, adapter, self._config)
             hosts.append(host)
         slot = _VerifierSlot(host, min(set(range(SLOTS_PER_ACTOR)) - host.slots))
         await slot.open()
-        if limits := self._plan.limits.get(adapter):
+        if limits := self._limits.get(adapter):
             run = (
                 ray.get_runtime_context().namespace
             )  # another run's reward of this name has limits of its own
@@ -169,8 +185,10 @@ class RunVerification:
 class _VerifierHost:
     """A `VerifierActor` as the pool sees it."""
 
-    def __init__(self, source: RewardRegistrySource, adapter: str, plan: PoolConfig) -> None:
-        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(source, adapter, plan)
+    def __init__(self, source: RewardRegistrySource, adapter: str, config: RewardConfig) -> None:
+        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(
+            source, adapter, config
+        )
         self.channel = Channel(self.actor, f"verifier of {adapter}")
         self.slots: set[int] = set()
 

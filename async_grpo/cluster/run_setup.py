@@ -20,9 +20,9 @@ from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.controller import GENERATION, RollCall, RunController
 from async_grpo.cluster.ray_session import CONTROLLER
+from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
-from async_grpo.experience.batcher import BatcherConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.protocols import Verification
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
@@ -41,7 +41,7 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
         actor = zero_cpu_actor(RunController, scheduling_strategy=here, name=CONTROLLER)
-        return actor.remote(settings, config.worker_grace_s, Channel)
+        return actor.remote(settings, config.worker_grace_s, Channel, config.scheduling)
     except ValueError as error:
         raise ConfigurationError(
             f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
@@ -114,13 +114,13 @@ def one_reward_list(rewards: Sequence[str]) -> str:
 
 def start_batcher(
     controller: Any,
-    config: RunConfig,
-    plan: BatcherConfig,
-    questions: list[Question],
+    prepared: Prepared,
+    num_ranks: int,
     make_verification: Callable[[], Verification],
 ) -> None:
     """Start the verifiers and the batcher in the controller."""
-    started = controller.start_batcher.remote(plan, ray.put(questions), make_verification)
+    config, questions = prepared.config, ray.put(prepared.questions)
+    started = controller.start_batcher.remote(config, prepared.facts, num_ranks, questions, make_verification)
     answer(started, config.start_timeout_s)
 
 

@@ -1,16 +1,14 @@
 """One trainer rank, assembled: the run on the cluster, the sharded policy, and the loop that joins them."""
 
 import dataclasses
-import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import ray
 
-from async_grpo.algorithm.advantages import get_estimator
 from async_grpo.cluster.ray_session import connect, find_controller
 from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.cluster.run_setup import (
@@ -23,20 +21,20 @@ from async_grpo.cluster.run_setup import (
     start_batcher,
 )
 from async_grpo.cluster.weight_sync import RayEngineControl, RayEngineLink
-from async_grpo.config.plans import batcher_plan, objective, optimizer_settings
-from async_grpo.config.preflight import Prepared, check_reward_column
-from async_grpo.config.reward_plans import pool_plan, with_secrets
+from async_grpo.config.params import write_params
+from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.options.source_file import digests
-from async_grpo.rewards.adapter.registry_source import parse_names, resolve
+from async_grpo.protocols import Verification
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
@@ -46,6 +44,7 @@ from async_grpo.weights.publisher import Canary, Publisher
 
 log = logging.getLogger(__name__)
 CANARY_TOKENS = 64
+BUDGET_FILE = "judge_budget.jsonl"
 
 
 def train(config: RunConfig, prepared: Prepared | None) -> None:
@@ -60,7 +59,7 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
     connect(config.run_name, config.logging_level)
     with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
         if prepared is not None:
-            _train_as_head(config, prepared, ranks)
+            _train_as_head(prepared, ranks)
         else:
             controller = find_controller(config.run_name, config.start_timeout_s)
             settings = answer(controller.settings.remote())
@@ -69,19 +68,14 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
     ray.shutdown()
 
 
-def _train_as_head(config: RunConfig, prepared: Prepared, ranks: Ranks) -> None:
+def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     """Rank 0: it also opens the run, feeds the engines and writes the files."""
-    controller = open_run(config, prepared.settings)
-    rewards = config.reward_fns or await_workers(controller, config)
-    source, names = prepared.rewards.with_files(rewards), parse_names(rewards)
-    adapters = resolve(source, names)  # an unknown name ends the run here, with the known ones
-    check_reward_column(config, adapters, [*prepared.questions, *prepared.eval_questions])
-    prepared = dataclasses.replace(prepared, rewards=source)
-    _write_params(config, prepared, ranks, names)
-    plan = batcher_plan(config, ranks.world_size, adapters)
-    verifiers = with_secrets(pool_plan(config, source, names), source)
-    verification = partial(RunVerification, source, verifiers)
-    start_batcher(controller, config, plan, prepared.questions, verification)
+    controller = open_run(prepared.config, prepared.settings)
+    if prepared.rewards is None:
+        prepared = prepared.with_rewards(await_workers(controller, prepared.config))
+    config = prepared.config
+    _write_params(prepared, ranks)
+    start_batcher(controller, prepared, ranks.world_size, _verification(prepared))
     experience = Experience(config, controller, ranks, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     await_workers(controller, config)
@@ -106,7 +100,7 @@ def _run_loop(
     policy = PolicyModel(
         load_causal_lm(config.model_name_or_path, "float32"),
         chunk_tokens=config.logprob_chunk_size,
-        value_head=get_estimator(config.advantage_estimator).needs_critic,
+        value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
     if policy.value_head is not None:
@@ -119,7 +113,7 @@ def _run_loop(
     )
     Trainer(
         policy=policy,
-        accumulator=_accumulator(config, policy, ranks),
+        accumulator=_accumulator(config, settings, policy, ranks),
         source=experience,
         publisher=_publisher(config, policy, settings, ranks, controller),
         metrics=metrics,
@@ -138,13 +132,15 @@ def _run_loop(
     ).run()
 
 
-def _accumulator(config: RunConfig, policy: PolicyModel, ranks: Ranks) -> GradientAccumulator:
-    optimizer, scheduler = build_policy_optimizer(policy, optimizer_settings(config))
+def _accumulator(
+    config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks
+) -> GradientAccumulator:
+    optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
     return GradientAccumulator(
         policy,
         optimizer,
         scheduler,
-        objective(config),
+        Objective(config, settings.guaranteed_completion_tokens),
         ranks,
         max_grad_norm=config.max_grad_norm,
         update_stats=config.update_stats,
@@ -212,18 +208,24 @@ def _own_code(config: RunConfig) -> dict[str, str]:
     return digests([config.advantage_estimator, config.policy_loss])
 
 
-def _write_params(config: RunConfig, prepared: Prepared, ranks: Ranks, rewards: Sequence[str]) -> None:
-    """Every setting of the run, beside its metrics; `vars` of the settings that workers share included."""
-    params = {
-        **dataclasses.asdict(config),
+def _verification(prepared: Prepared) -> Callable[[], Verification]:
+    config, rewards = prepared.config, prepared.rewards
+    assert rewards is not None
+    budget_path = None if config.judge_budget is None else str(config.output_path / BUDGET_FILE)
+    return partial(RunVerification, rewards.source, config, budget_path, rewards.secrets())
+
+
+def _write_params(prepared: Prepared, ranks: Ranks) -> None:
+    """Every setting of the run, beside its metrics; `async-grpo run THIS_FILE --output-dir NEW` starts it again."""
+    config, rewards = prepared.config, prepared.rewards
+    assert rewards is not None
+    facts = {
         "WORLD_SIZE": ranks.world_size,
-        "reward_fns": list(rewards),
-        "reward_registry_sha256": prepared.rewards.sha256,
-        "reward_sources_sha256": prepared.rewards.digests,
+        "reward_registry_sha256": rewards.source.sha256,
+        "reward_sources_sha256": rewards.source.digests,
         "algorithm_sources_sha256": _own_code(config),
         "settings": dataclasses.asdict(prepared.settings),
         "num_questions": len(prepared.questions),
         "ray_version": ray.__version__,
     }
-    text = json.dumps(params, indent=2) + "\n"
-    (config.output_path / PARAMS_FILE).write_text(text, encoding="utf-8")
+    write_params(config.output_path / PARAMS_FILE, config, facts)

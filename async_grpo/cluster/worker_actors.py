@@ -8,6 +8,7 @@ import ray
 
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engines import engine_class
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
@@ -52,9 +53,9 @@ class WorkerActor(ChannelServer):
 class GenerationActor(WorkerActor):
     """An `Engine` of whichever class the run names."""
 
-    async def start(self, config: Any, settings: SharedRunSettings, engine: str = "vllm") -> int:
+    async def start(self, config: EngineConfig, settings: SharedRunSettings) -> int:
         """Load the model; returns the tokens that its KV cache holds."""
-        self._engine = engine_class(engine).start(config, settings)
+        self._engine = engine_class(config.engine).start(config, settings)
         self.serve({"complete": self._engine.complete, "progress": self._progress})
         return self._engine.kv_cache_tokens
 

@@ -1,6 +1,7 @@
 """What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import uuid
@@ -116,24 +117,14 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
 def _start(config: WorkerConfig, settings: SharedRunSettings) -> tuple[Any, Any, int]:
     """The worker's actor, what it answers once it has loaded (its tokens), and the sequences that it takes at once."""
     options: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment()}}
-    model_path = os.path.abspath(config.model_path)
+    config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
     if config.mode == "generation":
-        from async_grpo.generation.options import EngineConfig
-
         options["num_gpus"] = config.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0
         actor = zero_cpu_actor(GenerationActor, **options).remote()
-        engine = EngineConfig(
-            model_path=model_path,
-            max_num_seqs=config.max_num_seqs,
-            tensor_parallel_size=config.tensor_parallel_size,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enforce_eager=config.enforce_eager,
-        )
-        return actor, actor.start.remote(engine, settings), config.max_num_seqs + config.overhead_seqs
+        return actor, actor.start.remote(config, settings), config.max_sequences
     options["num_gpus"] = 1 if ray.cluster_resources().get("GPU") else 0
     actor = zero_cpu_actor(LogprobActor, **options).remote()
-    loading = actor.start.remote(model_path, settings, config.max_tokens_per_gpu, config.max_wait_s)
+    loading = actor.start.remote(config.model_path, settings, config.max_tokens_per_gpu, config.max_wait_s)
     return actor, loading, UNLIMITED
 
 

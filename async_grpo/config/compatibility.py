@@ -1,101 +1,424 @@
-"""SharedRunSettings of rewards and estimators that would be accepted, and then do nothing or something else."""
+"""Every rule between two settings, in one table: what is refused, what is warned about, and the way out.
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+A row names the flags that it speaks of; its message begins with them and their values. The rows stand in three tables,
+by what must be known to judge them: VALUES alone, METHODS (the registry's entries of estimator, loss, schedule and
+transport) and REWARDS (what the run's rewards are). The range of a single value is said where its option is.
+"""
 
-from async_grpo.algorithm.advantages import get_estimator
-from async_grpo.algorithm.estimator import COMPONENTS
-from async_grpo.config.run import RunConfig
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.config.resolved import ResolvedRewards
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.traits import traits_of
+from async_grpo.experience.config import OUTCOME, OVERLONG
+from async_grpo.options.fields import dashed
+from async_grpo.rewards.adapter.traits import check_options
+from async_grpo.training.config import DECAYS_TO_ZERO
+
+if TYPE_CHECKING:
+    from async_grpo.config.run import RunConfig
 
 
-def refuse_combinations(config: RunConfig, process: Collection[str], adapters: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for the first combination that cannot be meant.
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One row: refuse (or warn) if `wrong(config, ...)` is true.
 
     Args:
-        process: those of the `adapters` that reward single steps.
+        flags: the options it speaks of.
+        why: what follows them in the message; `{c}` is the configuration, `{found}` what `wrong` returned. Or a function
+            of what `wrong` is given.
+        idle: it speaks of those flags alone that differ from their defaults, and of nothing if none does.
+        warns: the run may go on.
     """
-    fills = {n: policy for n, policy in config.failure_policies.items() if policy not in ("mask", "refill")}
-    refusals = (
-        *_beside_steps(config, process, fills),
-        *_by_estimator(config, adapters, fills),
-        *_at_a_gate(config, adapters),
-    )
-    for refused, why in refusals:
-        if refused:
-            raise ConfigurationError(why)
+
+    flags: str
+    wrong: Callable[..., Any]
+    why: str | Callable[..., str]
+    idle: bool = False
+    warns: bool = False
+
+    def message(self, config: Any, *facts: Any) -> str | None:
+        """The refusal, or None where the rule is kept."""
+        names = [name for name in self.flags.split() if not self.idle or _is_set(config, name)]
+        found = self.wrong(config, *facts) if names else None
+        if not found:
+            return None
+        listed = ", ".join(map(str, found)) if isinstance(found, list | set | tuple) else found
+        why = self.why(config, *facts) if callable(self.why) else self.why.format(c=config, found=listed)
+        named = " ".join(f"--{dashed(name)} {getattr(config, name)}" for name in names)
+        return f"{named} {why}"
 
 
-def _beside_steps(
-    config: RunConfig, process: Collection[str], fills: Mapping[str, str]
-) -> list[tuple[bool, str]]:
-    if not process:
-        return []
-    steps = ", ".join(process)
-    return [
-        (
-            config.reward_combine != "best",
-            f"--reward-combine {config.reward_combine} combines scores, and {steps} gives rewards step by step, which are "
-            "added up: weigh them by --reward-weights",
+def idle(flags: str, wrong: Callable[..., Any], why: str, *, warns: bool = False) -> Rule:
+    """A row about flags that would be accepted, and then do nothing."""
+    return Rule(flags, wrong, f"does nothing {why}", idle=True, warns=warns)
+
+
+VALUES = (
+    Rule(
+        "top_p top_k",
+        lambda c: c.top_p != 1.0 or c.top_k not in (0, -1),
+        "would make the engine report log-probs of the truncated policy, and the trainer those of the whole one: their "
+        "ratio would mean nothing. Sample with --top-p 1 --top-k 0, and shape the policy by --temperature, or by an "
+        "entropy or length term",
+    ),
+    Rule(
+        "samples_per_question",
+        lambda c: c.samples_per_question < 2,
+        "is a group of one, which has nothing to compare with: a group of one has nothing to compare with; use 2 or more",
+    ),
+    Rule(
+        "min_valid_samples samples_per_question",
+        lambda c: not 2 <= c.min_valid_samples <= c.samples_per_question,
+        "do not fit: --min-valid-samples must lie between 2 (one has nothing to compare with) and the size of a group",
+    ),
+    Rule(
+        "train_minibatch_size samples_per_question",
+        lambda c: (
+            c.samples_per_step % c.samples_per_question
+            and max(1, c.samples_per_step // c.samples_per_question) * c.samples_per_question
         ),
-        (
-            bool(fills),
-            f"--on-reward-failure {dict(fills)} beside {steps}: a score cannot stand in for steps that are missing; use "
-            "mask or refill",
+        "do not fit: a step is not a whole number of groups of {c.samples_per_question}: use {found}",
+    ),
+    Rule(
+        "batch_size train_minibatch_size samples_per_question",
+        lambda c: (
+            c.samples_per_step % c.samples_per_question == 0 and c.batch_size % c.groups_per_step != 0
         ),
-        (
-            bool(config.fallbacks),
-            f"--reward-fallback beside {steps}: the one that stands in gives other steps, or none; leave it out",
-        ),
-    ]
+        "do not fit: the batch is not a whole number of steps of {c.groups_per_step} groups; make --batch-size a "
+        "multiple of that",
+    ),
+    Rule("clip_low", lambda c: (c.clip_low or 0) > 1, "must be at most 1: a ratio is never below 0"),
+    Rule(
+        "importance_low importance_high",
+        lambda c: c.importance_low is not None and c.importance_low > c.importance_high,
+        "leave no weight at all: give low <= high",
+    ),
+    Rule(
+        "dump_samples_filename",
+        lambda c: c.dump_samples_filename and "/" in c.dump_samples_filename,
+        "must be a plain name; it goes to --output-dir",
+    ),
+    Rule(
+        "rejection_statistic",
+        lambda c: c.rejection_statistic and c.rejection_low is None and c.rejection_high is None,
+        "rejects nothing without a bound: give --rejection-low or --rejection-high",
+    ),
+    Rule(
+        "rejection_statistic rejection_low rejection_high",
+        lambda c: c.rejection_statistic and _rejects_the_policy_itself(c),
+        "would reject tokens on which trainer and engine agree: the bounds must hold {found}",
+    ),
+    Rule(
+        "rejection_statistic rejection_low rejection_high",
+        lambda c: c.rejection_statistic and _rejects_nothing(c),
+        "rejects nothing: give an upper bound that some token may exceed, or leave the statistic out",
+    ),
+    idle("kl_kind kl_clamp kl_in_reward", lambda c: not c.kl_coef, "without --kl-coef above 0: give --kl-coef"),
+    idle(
+        "importance_mode importance_low importance_high importance_normalize",
+        lambda c: c.importance_level == "none",
+        "without --importance-level token or sequence",
+    ),
+    idle(
+        "rejection_low rejection_high",
+        lambda c: c.rejection_statistic is None,
+        "without --rejection-statistic: give one, or leave the bounds out",
+    ),
+    idle(
+        "max_resamples",
+        lambda c: c.zero_variance != "resample" and "refill" not in c.failure_policies.values(),
+        "without --zero-variance resample (or a reward that is refilled by --on-reward-failure)",
+    ),
+    Rule(
+        "zero_variance max_resamples",
+        lambda c: c.zero_variance == "resample" and not c.max_resamples,
+        "replaces nothing: allow at least one, or use keep",
+    ),
+    idle("overlong_penalty", lambda c: not c.overlong_buffer, "without --overlong-buffer above 0"),
+    Rule(
+        "overlong_buffer overlong_penalty",
+        lambda c: c.overlong_buffer and not c.overlong_penalty,
+        "penalises nothing: give a penalty above 0, or leave both out",
+    ),
+    idle(
+        "max_token_staleness",
+        lambda c: c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness,
+        "with --max-staleness {c.max_staleness}: no token is older than that",
+        warns=True,
+    ),
+    idle("gate_threshold", lambda c: c.reward_combine != "gate", "without --reward-combine gate"),
+    idle("verdict_cache_mb", lambda c: not c.verdict_cache, "without --verdict-cache"),
+    idle("judge_budget_policy", lambda c: c.judge_budget is None, "without --judge-budget"),
+    idle("eval_every evaluation_verifiers", lambda c: not c.eval_data_path, "without --eval-data-path"),
+    idle("num_warmup_steps", lambda c: c.lr_scheduler == "constant",
+         "with --lr-scheduler constant: use constant_with_warmup", warns=True),
+)  # fmt: skip
 
 
-def _by_estimator(
-    config: RunConfig, adapters: Mapping[str, Any], fills: Mapping[str, str]
-) -> list[tuple[bool, str]]:
-    name = config.advantage_estimator
-    estimator = get_estimator(name)
-    return [
-        (
-            estimator.rewards == COMPONENTS
-            and (
-                config.reward_combine != "best"
-                or bool(config.reward_column)
-                or bool(fills)
-                or config.kl_in_reward
-            ),
-            f"--advantage-estimator {name} normalises every reward by itself: it goes with neither --reward-combine, nor "
-            "--reward-column, nor fills for failures, nor --kl-in-reward; weigh by --reward-weights",
-        ),
-        (
-            estimator.compares_with_batch and config.zero_variance != "keep",
-            f"--zero-variance {config.zero_variance}: groups of equal rewards teach {name}, which compares with the whole "
-            "batch; keep them",
-        ),
-        (
-            estimator.compares_with_greedy
-            and any(traits_of(adapter).has_post_process for adapter in adapters.values()),
-            f"--advantage-estimator {name} compares with a single greedy completion, which a reward that looks at whole "
-            "groups cannot score on the same scale",
-        ),
-    ]
+def _rejects_the_policy_itself(config: "RunConfig") -> str:
+    """The value of the statistic where trainer and engine agree, if the bounds exclude it; else ''."""
+    same = 1.0 if config.rejection_statistic and config.rejection_statistic.endswith("k1") else 0.0
+    low = -math.inf if config.rejection_low is None else config.rejection_low
+    high = math.inf if config.rejection_high is None else config.rejection_high
+    return "" if low <= same <= high else f"{same:g}"
 
 
-def _at_a_gate(config: RunConfig, adapters: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    # Where a column says who is asked, and in which order, its rows are checked one by one.
-    early = [] if config.reward_column else early_at_gate(config, tuple(adapters), adapters)
-    return [
-        (
-            bool(early),
-            f"--reward-combine gate decides before the group is known, and {', '.join(early)} scores by the whole group: "
-            f"name it last in --reward-fns, which is {','.join(adapters)}, or choose another --reward-combine",
+def _rejects_nothing(config: "RunConfig") -> bool:
+    return config.rejection_high in (None, math.inf) and (config.rejection_low or 0) <= 0
+
+
+METHODS = (
+    idle(
+        "critic_coef critic_clip critic_learning_rate critic_trunk_gradient",
+        lambda c: not c.estimator.needs_critic,
+        "without an --advantage-estimator that has a critic, such as gae",
+    ),
+    idle(
+        "critic_clip",
+        lambda c: c.estimator.needs_critic,
+        "as yet: a step trains its minibatch once, so no value has moved from the old one",
+        warns=True,
+    ),
+    Rule(
+        "advantage_estimator kl_in_reward",
+        lambda c: c.kl_in_reward and not c.estimator.outcome,
+        "do not go together: the KL would pay every token, and the estimator compares steps; use the KL in the loss",
+    ),
+    Rule(
+        "advantage_estimator zero_variance",
+        lambda c: c.zero_variance != "keep" and c.estimator.compares_with_batch,
+        "do not go together: groups of equal rewards teach an estimator that compares with the whole batch; keep them",
+    ),
+    idle(
+        "old_policy",
+        lambda c: not c.loss.uses_ratio and not (c.old_policy == "proximal" and _corrects(c)),
+        "with --policy-loss {c.policy_loss}, which has no ratio: leave it out",
+    ),
+    idle(
+        "clip_low clip_high",
+        lambda c: c.old_policy == "current",
+        "with --old-policy current, where every ratio is 1",
+        warns=True,
+    ),
+    Rule(
+        "policy_loss old_policy",
+        lambda c: c.old_policy == "current" and c.loss.idle_at_ratio_one,
+        "leave the loss without its pull to the old policy, since every ratio is 1: use --policy-loss gpg, or another "
+        "--old-policy",
+    ),
+    Rule(
+        "policy_loss old_policy",
+        lambda c: c.loss.needs_proximal and c.old_policy == "current",
+        "contradict each other: the loss compares with a proximal policy, and current leaves none",
+    ),
+    Rule(
+        "policy_loss importance_level",
+        lambda c: c.importance_level != "none" and c.loss.needs_proximal,
+        "weigh twice: the loss weighs by the engine's policy itself; leave --importance-level out",
+    ),
+    Rule(
+        "policy_loss importance_level",
+        lambda c: (
+            c.importance_level != "none"
+            and c.loss.uses_ratio
+            and not c.loss.needs_proximal
+            and c.old_policy == "behaviour"
         ),
-    ]
+        "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy current or "
+        "proximal with weights, or a loss without a ratio (grpo, gpg)",
+    ),
+    Rule(
+        "lr_scheduler num_warmup_steps num_training_batches",
+        lambda c: c.lr_scheduler in DECAYS_TO_ZERO and c.num_steps <= c.num_warmup_steps,
+        "do not fit: the schedule decays until the run's end at step {c.num_steps}, which must lie beyond the warm-up",
+    ),
+    Rule(
+        "weight_transport old_policy policy_loss",
+        lambda c: c.weight_transport == "nccl" and c.needs_proximal,
+        "do not go together: proximal logprob workers get their weights by --weight-transport object_store alone",
+    ),
+)
 
 
-def early_at_gate(config: RunConfig, names: Sequence[str], adapters: Mapping[str, Any]) -> list[str]:
+def _corrects(config: "RunConfig") -> bool:
+    return config.importance_level != "none" or config.rejection_statistic is not None
+
+
+def _fills(config: "RunConfig") -> list[str]:
+    """The rewards whose failures are answered by a number."""
+    return [name for name, policy in config.failure_policies.items() if policy not in ("mask", "refill")]
+
+
+def _unknown(named: Iterable[str], known: Iterable[str]) -> list[str]:
+    return sorted(set(named) - set(known))
+
+
+def weighable(config: "RunConfig", rewards: ResolvedRewards) -> list[str]:
+    """What `--reward-weights` may name."""
+    entry, names = config.estimator, set(rewards.process)
+    if config.reward_combine in ("sum", "mean"):
+        names |= set(rewards.adapters)
+    if entry.takes_components:
+        names |= {*rewards.adapters, *([OVERLONG] if config.overlong_buffer else [])}
+    if entry.takes_sources and set(rewards.adapters) - set(rewards.process):
+        names |= {OUTCOME}
+    return sorted(names)
+
+
+def early_at_gate(config: "RunConfig", names: Sequence[str], rewards: ResolvedRewards) -> list[str]:
     """Those of the names that a gate would ask, and believe, before `post_process_scores` has set their reward."""
-    if config.reward_combine != "gate":
-        return []
-    return [name for name in names[:-1] if traits_of(adapters[name]).has_post_process]
+    return [name for name in names[:-1] if name in rewards.whole_groups and config.reward_combine == "gate"]
+
+
+REWARDS = (
+    Rule(
+        "advantage_estimator",
+        lambda c, r: not c.estimator.process and r.process,
+        lambda c, r: (
+            f"reads one score per sample, but {', '.join(r.process)} gives rewards step by step; estimators that fit: "
+            f"{', '.join(c.estimators_for(process=True))}"
+        ),
+    ),
+    Rule(
+        "advantage_estimator",
+        lambda c, r: not c.estimator.outcome and not r.process,
+        lambda c, r: (
+            f"reads rewards step by step, but {', '.join(r.adapters)} gives one score per sample; estimators that fit: "
+            f"{', '.join(c.estimators_for(process=False))}"
+        ),
+    ),
+    Rule(
+        "reward_combine",
+        lambda c, r: c.reward_combine != "best" and r.process,
+        "combines scores, and {found} gives rewards step by step, which are added up: weigh them by --reward-weights",
+    ),
+    Rule(
+        "on_reward_failure",
+        lambda c, r: _fills(c) and r.process,
+        "beside {found}: a score cannot stand in for steps that are missing; use mask or refill",
+    ),
+    Rule(
+        "reward_fallback",
+        lambda c, r: c.fallbacks and r.process,
+        "beside {found}: the one that stands in gives other steps, or none; leave it out",
+    ),
+    Rule(
+        "advantage_estimator",
+        lambda c, r: (
+            c.estimator.takes_components
+            and (c.reward_combine != "best" or c.reward_column or _fills(c) or c.kl_in_reward)
+        ),
+        "normalises every reward by itself: it goes with neither --reward-combine, nor --reward-column, nor fills for "
+        "failures, nor --kl-in-reward; weigh by --reward-weights",
+    ),
+    Rule(
+        "advantage_estimator",
+        lambda c, r: c.estimator.compares_with_greedy and r.whole_groups,
+        "compares with a single greedy completion, which {found}, looking at whole groups, cannot score on the same "
+        "scale",
+    ),
+    # Where a column says who is asked, and in which order, its rows are checked one by one.
+    Rule(
+        "reward_fns reward_combine",
+        lambda c, r: not c.reward_column and early_at_gate(c, tuple(r.adapters), r),
+        "decides before the group is known, and {found} scores by the whole group: name it last in --reward-fns, or "
+        "choose another --reward-combine",
+    ),
+    Rule(
+        "reward_weights",
+        lambda c, r: _unknown(c.weights_by_name, weighable(c, r)),
+        "names {found}; with --advantage-estimator {c.advantage_estimator}, --reward-combine {c.reward_combine} and these "
+        "rewards that has no weight",
+    ),
+    Rule(
+        "on_reward_failure",
+        lambda c, r: _unknown(c.failure_policies, r.adapters),
+        "names {found}, which is no reward of the run: {c.adapters}",
+    ),
+    Rule(
+        "verifiers",
+        lambda c, r: _unknown(c.verifiers_by_name, r.everyone),
+        "names {found}; the rewards are {c.all_adapters}",
+    ),
+    Rule(
+        "reward_limits",
+        lambda c, r: _unknown(c.limits, r.everyone),
+        "names {found}; the rewards are {c.all_adapters}",
+    ),
+    Rule(
+        "reward_fallback",
+        lambda c, r: _unknown(c.fallbacks, r.everyone),
+        "names {found}; the rewards are {c.all_adapters}",
+    ),
+    Rule(
+        "reward_limits",
+        lambda c, r: [
+            name
+            for name, limits in c.limits.items()
+            if limits.tokens_per_minute is not None and name not in r.judges
+        ],
+        "gives {found} a tpm, but it is no judge, and takes no tokens; limit its concurrency or rpm",
+    ),
+    Rule(
+        "reward_fns",
+        lambda c, r: [name for name in r.judges if name in r.whole_groups],
+        "names the judge {found}, which has post_process_scores: it would never be called; put it on a function",
+    ),
+    Rule(
+        "reward_fallback",
+        lambda c, r: [name for name in c.fallbacks.values() if name in r.whole_groups],
+        "names {found}, which scores by the whole group, and cannot stand in on single samples; name another",
+    ),
+    Rule(
+        "judge_budget",
+        lambda c, r: c.judge_budget is not None and not r.paid and list(r.everyone),
+        "limits nothing: none of {found} has a price; give the judge its price_per_million_tokens, or leave the budget out",
+    ),
+    Rule(
+        "judge_budget_policy",
+        lambda c, r: (
+            c.judge_budget is not None
+            and c.judge_budget_policy == "fallback"
+            and [name for name in r.paid if name in r.adapters and name not in c.fallbacks]
+        ),
+        "has nothing to fall back on for {found}: name a stand-in by --reward-fallback {found}=..., or choose the policy "
+        "pause",
+    ),
+)
+
+
+def check_values(config: Any) -> None:
+    """Raise ConfigurationError for settings that can be seen to be wrong without looking anything up."""
+    _check(VALUES, config)
+
+
+def check_methods(config: "RunConfig") -> None:
+    """Raise ConfigurationError for settings that the run's estimator, loss, schedule or transport cannot use."""
+    _ = config.estimator_settings, config.loss_settings  # raise for what is no option of theirs
+    _check(METHODS, config)
+
+
+def check_rewards(config: "RunConfig", rewards: ResolvedRewards) -> None:
+    """Raise ConfigurationError for settings that cannot be meant with these rewards."""
+    check_options(rewards.everyone, config.options_by_name)
+    _check(REWARDS, config, rewards)
+    _ = config.combination  # raises for weights that come to nothing
+
+
+def _check(rules: Iterable[Rule], *facts: Any) -> None:
+    for rule in rules:
+        if (message := rule.message(*facts)) is None:
+            continue
+        if not rule.warns:
+            raise ConfigurationError(message)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def _is_set(config: Any, name: str) -> bool:
+    return bool(getattr(config, name) != type(config).__dataclass_fields__[name].default)

@@ -1,36 +1,55 @@
 """Everything that can be known to be wrong before anything is started: files, model, lengths, names.
 
-Imports neither ray nor a process group: `trainer_core.py` and `async-grpo run` call it first.
+Made once and handed on: the run's rewards are looked up here and nowhere else. Imports neither ray nor a process group:
+`trainer_core.py` and `async-grpo run` call it first.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from async_grpo.algorithm.advantages import get_estimator
-from async_grpo.config.compatibility import early_at_gate
-from async_grpo.config.plans import advantage_plan, estimator_options, objective, optimizer_settings
-from async_grpo.config.reward_plans import combination, failure_policy, pool_plan, with_secrets
+from async_grpo.config.compatibility import check_methods, check_rewards, early_at_gate
+from async_grpo.config.resolved import ResolvedRewards
 from async_grpo.config.run import RunConfig
-from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.config import RunFacts
 from async_grpo.experience.dataset import Question, check_longest, load_questions
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
 from async_grpo.types import SharedRunSettings
+
+SAMPLED_PROMPTS = 8  # decoded to see that the tokenizer is the model's
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could start."""
+    """A run that could start. `rewards` is None as long as only the workers know them."""
 
+    config: RunConfig
     settings: SharedRunSettings
     questions: list[Question]
     eval_questions: list[Question]
-    rewards: RewardRegistrySource
+    rewards: ResolvedRewards | None
+
+    @property
+    def facts(self) -> RunFacts:
+        """What the batcher must know of all this."""
+        assert self.rewards is not None
+        return self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
+
+    def with_rewards(self, names: str) -> "Prepared":
+        """The same with the rewards that the workers named, if `--reward-fns` names none.
+
+        Raises:
+            ConfigurationError: they cannot be found, or do not fit the configuration or the data.
+        """
+        if self.rewards is not None:
+            return self
+        config = replace(self.config, reward_fns=names)
+        rewards = _checked_rewards(config, [*self.questions, *self.eval_questions])
+        return replace(self, config=config, rewards=rewards)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -39,7 +58,9 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         ConfigurationError: the first thing that is wrong, with the way out.
     """
-    _check_names(config)
+    check_methods(config)
+    if config.weight_transport == "nccl" and not torch.cuda.is_available():
+        raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
     model = config.model_name_or_path
     vocab_size = load_config(model).get_text_config().vocab_size
     context = context_length(model)
@@ -48,59 +69,88 @@ def prepare(config: RunConfig) -> Prepared:
     eval_questions = []
     if config.eval_data_path:
         eval_questions = load_questions(config.eval_data_path, tokenizer, context - 1, vocab_size)
+    both = [*questions, *eval_questions]
+    check_tokenizer(tokenizer, model, vocab_size, both)
 
     def longest_total(prompt_tokens: int) -> int:
         return min(context, prompt_tokens + config.max_generation_tokens)
 
-    check_longest([*questions, *eval_questions], longest_total, config.max_tokens_per_gpu)
-    longest_prompt = max(len(question.token_ids) for question in [*questions, *eval_questions])
-    rewards = _rewards(config)
-    if config.reward_fns:
-        adapters = resolve(rewards, config.reward_fns)
-        check_reward_column(config, adapters, [*questions, *eval_questions])
-    return Prepared(
-        settings=SharedRunSettings(
-            run_name=config.run_name,
-            model_fingerprint=model_fingerprint(model),
-            vocab_size=vocab_size,
-            dtype=resolved_dtype(config.dtype),
-            temperature=config.temperature,
-            stop_token_ids=stop_token_ids(model),
-            max_total_tokens=longest_total(longest_prompt),
-            max_completion_tokens=config.max_generation_tokens,
-            samples_per_question=config.samples_per_question,
-            transport=config.weight_transport,
-            logprob_roles=config.logprob_roles,
-            seed=config.infinite_sampler_seed,
-            char_ends=get_estimator(config.advantage_estimator).process,
-            float32_head=config.float32_head,
-        ),
-        questions=questions,
-        eval_questions=eval_questions,
-        rewards=rewards,
+    check_longest(both, longest_total, config.max_tokens_per_gpu)
+    prompt_lengths = [len(question.token_ids) for question in both]
+    guaranteed = longest_total(max(prompt_lengths)) - max(prompt_lengths)
+    _check_overlong(config, guaranteed)
+    rewards = _checked_rewards(config, both) if config.reward_fns else None
+    if rewards is not None:
+        rewards.secrets()  # a missing key ends the run here
+    settings = SharedRunSettings(
+        run_name=config.run_name,
+        model_fingerprint=model_fingerprint(model),
+        vocab_size=vocab_size,
+        dtype=resolved_dtype(config.dtype),
+        temperature=config.temperature,
+        stop_token_ids=stop_token_ids(model),
+        max_total_tokens=longest_total(max(prompt_lengths)),
+        max_completion_tokens=config.max_generation_tokens,
+        samples_per_question=config.samples_per_question,
+        transport=config.weight_transport,
+        logprob_roles=config.logprob_roles,
+        seed=config.infinite_sampler_seed,
+        char_ends=config.estimator.process,
+        float32_head=config.float32_head,
+        guaranteed_completion_tokens=guaranteed,
     )
+    return Prepared(config, settings, questions, eval_questions, rewards)
 
 
-def check_reward_column(
-    config: RunConfig, adapters: Mapping[str, Any], questions: Iterable[Question]
-) -> None:
+def check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Iterable[Question]) -> None:
+    """Raise ConfigurationError for a tokenizer that is not the model's.
+
+    From a folder without tokenizer files transformers makes an empty one: every completion would be the text ''.
+    """
+    if len(tokenizer) > vocab_size:
+        raise ConfigurationError(
+            f"the tokenizer of {model} has {len(tokenizer)} tokens, its model only {vocab_size}: they do not belong "
+            "together; copy the tokenizer's files from the model that this one was made of"
+        )
+    for question in list(questions)[:SAMPLED_PROMPTS]:
+        if not tokenizer.decode(question.token_ids.tolist()).strip():
+            raise ConfigurationError(
+                f"{question.where}: the tokenizer of {model} decodes the prompt to no text ({len(tokenizer)} tokens known "
+                "to it). Completions would be empty as well, and no reward could read them: put the model's tokenizer "
+                "files (tokenizer.json, tokenizer_config.json) into its folder"
+            )
+
+
+def _check_overlong(config: RunConfig, longest: int) -> None:
+    if config.overlong_buffer and not round(config.overlong_buffer * longest):
+        raise ConfigurationError(
+            f"--overlong-buffer {config.overlong_buffer} of {longest} tokens, the longest completion, is less than one "
+            "token: give a larger share, or leave it out"
+        )
+
+
+def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> ResolvedRewards:
+    rewards = ResolvedRewards.of(config)
+    check_rewards(config, rewards)
+    check_reward_column(config, rewards, questions)
+    return rewards
+
+
+def check_reward_column(config: RunConfig, rewards: ResolvedRewards, questions: Iterable[Question]) -> None:
     """Read the column that names who judges a row, of all rows: the run would end at the first wrong one.
 
-    Args:
-        adapters: the run's rewards by name.
-
     Raises:
-        ConfigurationError: a row names nobody, an unknown one, or at a gate one too early; says which row.
+        ConfigurationError: a row names none, an unknown one, or at a gate one too early; says which row.
     """
     if config.reward_column is None:
         return
-    combined = combination(config, adapters)
+    combined = config.combination
     for question in questions:
         try:
             names = combined.chosen(question.row)
         except ConfigurationError as error:
             raise ConfigurationError(f"{question.where}: {error}") from error
-        if early := early_at_gate(config, names, adapters):
+        if early := early_at_gate(config, names, rewards):
             raise ConfigurationError(
                 f"{question.where}: the column {config.reward_column!r} says {','.join(names)!r}, but a gate decides "
                 f"before the group is known, and {', '.join(early)} scores by the whole group: name it last"
@@ -112,31 +162,3 @@ def resolved_dtype(dtype: str) -> str:
     if dtype != "auto":
         return dtype
     return "bfloat16" if torch.cuda.is_available() else "float32"
-
-
-def _check_names(config: RunConfig) -> None:
-    estimator = get_estimator(config.advantage_estimator)
-    estimator_options(config)
-    if config.kl_in_reward and not estimator.outcome:
-        raise ConfigurationError(
-            f"--kl-in-reward pays every token, and {config.advantage_estimator} compares steps: use the KL in the loss"
-        )
-    objective(config)
-    optimizer_settings(config)
-    if config.weight_transport == "nccl" and not torch.cuda.is_available():
-        raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
-    if config.weight_transport == "nccl" and "proximal" in config.logprob_roles:
-        raise ConfigurationError(
-            "proximal logprob workers get their weights by --weight-transport object_store alone"
-        )
-    if config.reward_fns:
-        source = _rewards(config)
-        adapters = resolve(source, config.reward_fns)
-        advantage_plan(config, adapters)
-        failure_policy(config, adapters)
-        with_secrets(pool_plan(config, source, parse_names(config.reward_fns)), source)
-
-
-def _rewards(config: RunConfig) -> RewardRegistrySource:
-    page = RewardRegistrySource.from_file(registry_file(config.reward_registry))
-    return page.with_files(config.reward_fns)

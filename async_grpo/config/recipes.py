@@ -69,7 +69,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "loss_aggregation": "prompt_mean",
         "kl_coef": 0.0,
         "zero_variance": "filter",
-        "no_positive_resampling": 0.9,
+        "retire_solved_above": 0.9,
         "float32_head": True,
         "max_staleness": 8,
     },

@@ -2,32 +2,24 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from async_grpo.experience.config import BatchConfig
 from async_grpo.types import Group
 
 ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
 DEFAULT_BEST_REWARD = 1.0  # of an adapter that declares no other: a right answer
 
 
-@dataclass(frozen=True)
-class AlarmLimits:
-    """Shares above which there is an alarm."""
-
-    truncated: float = 1.0
-    failed: float = 1.0
-
-
 class StepAlarms:
     """The alarms of each step. It remembers for how many steps a reward has said one value only.
 
-    >>> alarms = StepAlarms(AlarmLimits(failed=0.1))
+    >>> alarms = StepAlarms(BatchConfig(failure_alarm=0.1))
     >>> alarms.of_step([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}})
     ['judge: 3 of 4 calls failed (HTTP 500)']
     """
 
-    def __init__(self, limits: AlarmLimits) -> None:
+    def __init__(self, limits: BatchConfig) -> None:
         self._limits = limits
         self._constant_steps: Counter[str] = Counter()
 
@@ -53,13 +45,13 @@ class StepAlarms:
         return [f"{name}: all of its {num_rewards} rewards so far are {only:g}"]
 
 
-def _about_samples(groups: Sequence[Group], limits: AlarmLimits) -> list[str]:
+def _about_samples(groups: Sequence[Group], limits: BatchConfig) -> list[str]:
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []
     alarms = []
     truncated = sum(sample.completion.truncated for sample in samples) / len(samples)
-    if truncated > limits.truncated:
+    if truncated > limits.truncation_alarm:
         alarms.append(
             f"{truncated:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
         )
@@ -69,9 +61,9 @@ def _about_samples(groups: Sequence[Group], limits: AlarmLimits) -> list[str]:
     return alarms
 
 
-def _about_failures(name: str, stats: Mapping[str, Any], limits: AlarmLimits) -> list[str]:
+def _about_failures(name: str, stats: Mapping[str, Any], limits: BatchConfig) -> list[str]:
     calls = sum(stats.get(status, 0) for status in ("ok", "failed", "timed_out", "abstained"))
     failed = stats.get("failed", 0) + stats.get("timed_out", 0)
-    if not calls or failed / calls <= limits.failed:
+    if not calls or failed / calls <= limits.failure_alarm:
         return []
     return [f"{name}: {failed} of {calls} calls failed ({stats.get('first_reason') or 'no reason given'})"]

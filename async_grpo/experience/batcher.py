@@ -11,15 +11,16 @@ to every rank by `next_message`.
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
-from async_grpo.experience.alarms import AlarmLimits, StepAlarms
+from async_grpo.experience.alarms import StepAlarms
+from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.engine_utilization import EngineUtilization
 from async_grpo.experience.failure_policy import FailurePolicy
-from async_grpo.experience.group_advantages import AdvantageConfig
+from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.groups import mean_reward, num_scored, reward_sample
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.staleness import StalenessBudget
@@ -29,61 +30,42 @@ from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Completion, Group, MicroBatch, Prompt, RewardStatus, Sample, StepEnd
 
 
-@dataclass(frozen=True)
-class BatcherConfig:
-    """The numbers of a run that the batcher needs."""
-
-    num_ranks: int
-    num_steps: int
-    groups_per_step: int  # P
-    steps_per_batch: int
-    samples_per_question: int  # G
-    max_staleness: int  # S
-    max_tokens_per_gpu: int
-    experience_timeout_s: float
-    seed: int
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
-    failures: FailurePolicy = field(default_factory=FailurePolicy)
-    resample: bool = False  # a prompt whose group has no signal gives its place to another one
-    max_resamples: int = 8  # prompts that may do so for one place
-    retire_above: float | None = None  # a question whose group reached this mean reward is drawn no more
-    alarms: AlarmLimits = field(default_factory=AlarmLimits)
-    post_process: bool = False  # rewards look at whole groups
-    with_baseline: bool = False  # also generate and score a greedy completion of every prompt
-    with_samples: bool = False  # StepEnd carries every sample as text
-
-
 class ExperienceBatcher:
     """Owner of the prompt cursor, the staleness budget and the queues of the ranks."""
 
     def __init__(
         self,
-        plan: BatcherConfig,
+        config: BatchConfig,
         questions: Sequence[Question],
         generation: Generation,
         verification: Verification,
         reference: Logprobs | None = None,
         proximal: Logprobs | None = None,
+        *,
+        num_ranks: int = 1,
+        facts: RunFacts = NO_FACTS,
     ) -> None:
-        self.plan = plan
+        self.config, self.facts, self.num_ranks = config, facts, num_ranks
+        self.advantages = GroupAdvantages(config, facts)
+        self.failures = FailurePolicy(facts.failure_policies, config.min_valid_samples)
         self.generation, self.verification, self.reference, self.proximal = (
             generation,
             verification,
             reference,
             proximal,
         )
-        self.cursor = PromptCursor(questions, plan.seed)
-        self.budget = StalenessBudget(plan.groups_per_step, plan.max_staleness)
-        self._alarms = StepAlarms(plan.alarms)
+        self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
+        self.budget = StalenessBudget(config.groups_per_step, config.max_staleness)
+        self._alarms = StepAlarms(config)
         self.steps = StepAssembler(
-            plan.groups_per_step,
-            plan.max_staleness,
-            Packer(plan.num_ranks, plan.max_tokens_per_gpu),
-            plan.advantages,
+            config.groups_per_step,
+            config.max_staleness,
+            Packer(num_ranks, config.max_tokens_per_gpu),
+            self.advantages,
         )
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[MicroBatch | asyncio.Task[StepEnd]]] = [
-            asyncio.Queue() for _ in range(plan.num_ranks)
+            asyncio.Queue() for _ in range(num_ranks)
         ]
         self._tasks: set[asyncio.Task] = set()
         self._offering = asyncio.Lock()
@@ -110,7 +92,7 @@ class ExperienceBatcher:
         failed = asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait(
-                {get, failed}, timeout=self.plan.experience_timeout_s, return_when="FIRST_COMPLETED"
+                {get, failed}, timeout=self.config.experience_timeout_s, return_when="FIRST_COMPLETED"
             )
             if self._failure:
                 raise RunFailed(f"{type(self._failure).__name__}: {self._failure}") from self._failure
@@ -127,7 +109,7 @@ class ExperienceBatcher:
 
     async def weights_live(self, version: int) -> None:
         """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
-        await self.budget.weights_live(version, groups=self.plan.groups_per_step if version > 0 else 0)
+        await self.budget.weights_live(version, groups=self.config.groups_per_step if version > 0 else 0)
         self._note_utilization()
 
     async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
@@ -154,29 +136,29 @@ class ExperienceBatcher:
 
     async def rollout_loop(self) -> None:
         """Admit every group of the run, each as soon as the staleness budget allows."""
-        for number in range(self.plan.num_steps * self.plan.groups_per_step):
+        for number in range(self.config.num_steps * self.config.groups_per_step):
             await self.budget.admit()
             self._supervise(self.rollout(number), f"the rollout of group {number}")
 
     async def rollout(self, number: int) -> None:
         """One group from prompt to micro-batches; one that will not do gives its place to the next prompt."""
-        for resampled in range(self.plan.max_resamples + 1):
+        for resampled in range(self.config.max_resamples + 1):
             group = replace(await self._one_group(next(self.cursor), number), resampled=resampled)
             self._retire_if_solved(group)
             if not self._wants_another(group):
                 break
-        await self._offer(await self._add_logprobs(self.plan.failures.apply(group)))
+        await self._offer(await self._add_logprobs(self.failures.apply(group)))
 
     def _wants_another(self, group: Group) -> bool:
-        return self.plan.failures.wants_refill(group) or (
-            self.plan.resample and not self.plan.advantages.has_signal(group)
+        return self.failures.wants_refill(group) or (
+            self.config.zero_variance == "resample" and not self.advantages.has_signal(group)
         )
 
     async def _one_group(self, prompt: Prompt, number: int) -> Group:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
         version = self.budget.live_version
-        parts = [self._generate_and_score(prompt, self.plan.samples_per_question)]
-        if self.plan.with_baseline:
+        parts = [self._generate_and_score(prompt, self.config.samples_per_question)]
+        if self.config.estimator.compares_with_greedy:
             parts.append(self._generate_and_score(prompt, 1, greedy=True))
         samples, *greedy = await asyncio.gather(*parts)
         baseline = greedy[0][0].verdict if greedy else None
@@ -200,7 +182,7 @@ class ExperienceBatcher:
         finally:
             self._generating(len(scoring) - count)
         samples = tuple(task.result() for task in scoring)
-        if self.plan.post_process and not greedy:
+        if self.facts.whole_groups and not greedy:
             return await self._post_processed(samples, evaluation)
         return samples
 
@@ -214,13 +196,9 @@ class ExperienceBatcher:
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
     def _retire_if_solved(self, group: Group) -> None:
-        reward, enough = mean_reward(group), num_scored(group) >= self.plan.advantages.min_valid
-        if (
-            self.plan.retire_above is not None
-            and reward is not None
-            and enough
-            and reward >= self.plan.retire_above
-        ):
+        reward, enough = mean_reward(group), num_scored(group) >= self.config.min_valid_samples
+        above = self.config.retire_solved_above
+        if above is not None and reward is not None and enough and reward >= above:
             self.cursor.retire(group.prompt)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
@@ -258,13 +236,13 @@ class ExperienceBatcher:
                     case StepComplete():
                         self._refuse_unscored(event)
                         end = self._supervise(self._step_end(event), f"the end of step {event.step}")
-                        messages = [end] * self.plan.num_ranks
+                        messages = [end] * self.num_ranks
                 for queue, message in zip(self._queues, messages, strict=True):
                     queue.put_nowait(message)
 
     async def _events(self, group: Group) -> list[MicroBatchRound | StepComplete]:
         """What follows from a finished group; a whole minibatch at once is a thread's work, as the loop serves others."""
-        if self.plan.advantages.group_local:
+        if self.advantages.group_local:
             return self.steps.offer(group)
         return await asyncio.to_thread(self.steps.offer, group)
 
@@ -284,15 +262,13 @@ class ExperienceBatcher:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
         stats = await self._take_stats()
         stats = {
-            **step_stats(closed.step, closed.groups, self._samples_done, self.plan.steps_per_batch),
-            "groups_without_signal": sum(
-                not self.plan.advantages.has_signal(group) for group in closed.groups
-            ),
+            **step_stats(closed.step, closed.groups, self._samples_done, self.config.steps_per_batch),
+            "groups_without_signal": sum(not self.advantages.has_signal(group) for group in closed.groups),
             "questions_retired": len(self.cursor.retired),
             **stats,
             "alarms": self._alarms.of_step(closed.groups, stats.get("verifiers", {})),
         }
-        if self.plan.with_samples:
+        if self.config.dump_samples_filename is not None:
             stats["samples"] = readable_samples(closed.groups)
         return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)
 
@@ -328,7 +304,7 @@ class ExperienceBatcher:
 
     def _describe_wait(self, rank: int) -> str:
         return (
-            f"rank {rank} waited {self.plan.experience_timeout_s:.0f} s (--experience-timeout-s) for step "
+            f"rank {rank} waited {self.config.experience_timeout_s:.0f} s (--experience-timeout-s) for step "
             f"{self.steps.step}: {self._sequences} sequences are generating, {len(self._tasks)} rollouts are under way: "
             f"{', '.join(sorted(task.get_name() for task in self._tasks)[:3])} ..."
         )

@@ -1,7 +1,7 @@
 """What becomes of samples whose reward could not be had. Whatever it is, it is never a silent zero."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from async_grpo.experience.groups import mean_reward, num_scored
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
@@ -14,15 +14,14 @@ class FailurePolicy:
     """By the adapter that failed; one that is named nowhere masks its sample (a constant is the combination's matter).
 
     Args:
-        group_mean: adapters whose failure gives the sample the mean reward of its group: it stays in the loss, and moves
-            the baseline nowhere.
-        refill: adapters whose failure drops the whole group, and another prompt takes its place.
+        policies: by adapter. `group_mean`: a failure of it gives the sample the mean reward of its group; it stays in the
+            loss, and moves the baseline nowhere. `refill`: a failure drops the whole group, and another prompt takes its
+            place.
         min_valid: samples with a reward that a group must have, or it is left out of the loss (and refilled, if one of
             its failures asks for it).
     """
 
-    group_mean: frozenset[str] = frozenset()
-    refill: frozenset[str] = frozenset()
+    policies: Mapping[str, str] = field(default_factory=dict)
     min_valid: int = 2
 
     def wants_refill(self, group: Group) -> bool:
@@ -30,7 +29,9 @@ class FailurePolicy:
         verdicts = [sample.verdict for sample in group.samples]
         if group.baseline is not None:
             verdicts.append(group.baseline)
-        return any(culprit in self.refill for verdict in verdicts for culprit in culprits(verdict))
+        return any(
+            self.policies.get(culprit) == "refill" for verdict in verdicts for culprit in culprits(verdict)
+        )
 
     def apply(self, group: Group) -> Group:
         """The group with the mean reward where the policy gives it."""
@@ -40,8 +41,8 @@ class FailurePolicy:
         return replace(group, samples=tuple(self._filled(sample, mean) for sample in group.samples))
 
     def _filled(self, sample: Sample, mean: float) -> Sample:
-        blamed = set(culprits(sample.verdict))
-        if not blamed or blamed - self.group_mean or sample.verdict.status not in LOST:
+        blamed = {self.policies.get(culprit) for culprit in culprits(sample.verdict)}
+        if blamed != {"group_mean"} or sample.verdict.status not in LOST:
             return sample
         return replace(sample, verdict=Verdict(RewardStatus.OK, mean, sample.verdict.results, filled=True))
 

@@ -5,46 +5,31 @@ reward, process rewards on the tokens that earned them (`reward_tensors`). The v
 are logged.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.advantages import get_estimator
-from async_grpo.algorithm.estimator import COMPONENTS, TOTAL, Estimator
+from async_grpo.algorithm.estimator import COMPONENTS, TOTAL
+from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.groups import all_ok, earned, num_scored
-from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors, TokenRewardConfig
+from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors
 from async_grpo.types import Completion, Group, RewardStatus, Sample
 
 
-@dataclass(frozen=True)
-class AdvantageConfig:
+class GroupAdvantages:
     """How a run's verdicts become advantages.
 
-    Args:
-        options: the estimator's scalar options.
-        payment: what each token is paid.
-        mask_truncated: leave truncated completions out of the loss (they stay in the baseline).
-        filter_groups: leave groups without signal out of the loss, and so out of its denominators.
-        min_valid: groups with fewer rewards are left out as well.
-        max_token_staleness: older tokens are left out of the loss, the rest of their sample is not; None: all are in.
+    Truncated completions that are left out of the loss stay in the baseline. A group without signal that is filtered is
+    left out of the loss's denominators as well. Tokens that are too old are left out, the rest of their sample is not.
     """
 
-    estimator: str = "grpo"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    payment: TokenRewardConfig = field(default_factory=TokenRewardConfig)
-    mask_truncated: bool = True
-    filter_groups: bool = False
-    min_valid: int = 2
-    max_token_staleness: int | None = None
-
-    @property
-    def entry(self) -> Estimator:
-        return get_estimator(self.estimator)
+    def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
+        self.config, self.facts = config, facts
+        self.entry, self._options = config.estimator, config.estimator_settings
 
     @property
     def group_local(self) -> bool:
@@ -62,13 +47,13 @@ class AdvantageConfig:
         if self.entry.compares_with_greedy:
             greedy = None if group.baseline is None else group.baseline.reward
             return greedy is not None and {verdict.reward for verdict in readable} != {greedy}
-        apart = self.entry.rewards == COMPONENTS or bool(self.payment.process_adapters)
+        apart = self.entry.rewards == COMPONENTS or bool(self.facts.process)
         return len({earned(verdict, apart=apart) for verdict in readable}) > 1
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
-        batch = RewardTensors(self.payment, groups, samples, one_column=self._one_column)
+        batch = RewardTensors(self.config, self.facts, groups, samples, one_column=self._one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         kept = torch.tensor([not self._left_out(group) for group in groups])
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
@@ -85,31 +70,31 @@ class AdvantageConfig:
     @property
     def _one_column(self) -> bool:
         """Whether each sample has one reward and one advantage: a column per token would be full of copies."""
-        rewards_on_tokens = self.payment.process_adapters or self.payment.kl_coef
-        return not rewards_on_tokens and self.entry.one_column_does(self.options)
+        rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
+        return not rewards_on_tokens and self.entry.one_column_does(self._options)
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
         entry, rewards = self.entry, REWARDS[self.entry.rewards](batch)
         inputs = {name: batch.own_input(name, read) for name, read in entry.inputs.items()}
         inputs |= {name: INPUTS[name](batch, rewards) for name in entry.keywords if name in INPUTS}
-        return entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self.options, **inputs)
+        return entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
 
     def _readable(self, sample: Sample) -> bool:
         """Whether the sample has everything that the estimator reads of it."""
         verdict = sample.verdict
         if verdict.status is not RewardStatus.OK:
             return False
-        apart = self.entry.rewards != TOTAL or bool(self.payment.process_adapters)
+        apart = self.entry.rewards != TOTAL or bool(self.facts.process)
         # What one adapter did not say must not count as 0 beside the others
         return not (self.entry.needs_all_rewards and apart) or all_ok(verdict)
 
     def _loss_mask(self, completion: Completion, step: int) -> np.ndarray | None:
         """(T,): the tokens that are trained on; None: the sample is not."""
-        if self.mask_truncated and completion.truncated:
+        if self.config.mask_truncated and completion.truncated:
             return None
-        if self.max_token_staleness is None:
+        if self.config.max_token_staleness is None:
             return np.broadcast_to(True, len(completion))
-        return step - completion.versions <= self.max_token_staleness
+        return step - completion.versions <= self.config.max_token_staleness
 
     @staticmethod
     def _trained(group: Group, rows: Sequence[tuple[Sample, np.ndarray | None, np.ndarray]]) -> Group:
@@ -127,4 +112,5 @@ class AdvantageConfig:
         return replace(group, samples=tuple(samples))
 
     def _left_out(self, group: Group) -> bool:
-        return num_scored(group) < self.min_valid or (self.filter_groups and not self.has_signal(group))
+        filters = self.config.zero_variance == "filter"
+        return num_scored(group) < self.config.min_valid_samples or (filters and not self.has_signal(group))

@@ -1,7 +1,6 @@
 """Verdicts as padded tensors: what each token of each sample is paid, for the estimators to read."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,65 +9,28 @@ from torch import Tensor
 from async_grpo.algorithm.estimator import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
+from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
 from async_grpo.types import Group, RewardStatus, Sample
-
-OVERLONG = "overlong"  # the name of the length penalty among COMPONENTS
-OUTCOME = "outcome"  # the name of the best outcome reward among SOURCES
-
-
-@dataclass(frozen=True)
-class TokenRewardConfig:
-    """What a run pays for.
-
-    Args:
-        process_adapters: the rewards that come step by step.
-        reward_weights: of components, of sources and of summed process rewards; 1 where not named.
-        overlong_buffer, overlong_penalty: the last so many tokens before `max_completion_tokens` cost up to that much
-            (Yu et al. 2025, "DAPO", eq. 13); 0 tokens: nothing.
-        kl_coef, kl_kind, kl_clamp: of a KL to the reference that is taken off every token's reward; 0: none.
-    """
-
-    process_adapters: tuple[str, ...] = ()
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    max_completion_tokens: int = 0
-    kl_coef: float = 0.0
-    kl_kind: str = "k1"
-    kl_clamp: float | None = None
-
-    def weight(self, name: str) -> float:
-        return self.reward_weights.get(name, 1.0)
-
-    def overlong(self, num_tokens: int) -> float:
-        """What a completion of that many tokens loses by its length: 0 up to the buffer, then linearly more.
-
-        >>> payment = TokenRewardConfig(overlong_buffer=20, overlong_penalty=1.0, max_completion_tokens=100)
-        >>> payment.overlong(80), payment.overlong(90), payment.overlong(100)
-        (0.0, 0.5, 1.0)
-        """
-        if not self.overlong_buffer:
-            return 0.0
-        over = num_tokens - (self.max_completion_tokens - self.overlong_buffer)
-        return self.overlong_penalty * min(max(over, 0) / self.overlong_buffer, 1.0)
 
 
 class RewardTensors:
     """Groups as padded tensors: rows are samples, columns tokens, (B, T) float64.
 
     With `one_column` there is a single column, which stands for all tokens of its row: enough where each sample has one
-    reward, on its last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
+    reward, on its last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.) The length
+    penalty is taken off the last token's reward, a KL to the reference (`--kl-in-reward`) off every token's.
     """
 
     def __init__(
         self,
-        payment: TokenRewardConfig,
+        config: BatchConfig,
+        facts: RunFacts,
         groups: Sequence[Group],
         samples: Sequence[Sample],
         *,
         one_column: bool = False,
     ) -> None:
-        self._payment, self._groups, self._samples = payment, groups, samples
+        self._config, self._facts, self._groups, self._samples = config, facts, groups, samples
         self._lengths = [len(sample.completion) for sample in samples]
         lengths = torch.tensor(self._lengths)
         self._shape = (len(samples), 1 if one_column else max(self._lengths))
@@ -87,7 +49,7 @@ class RewardTensors:
     @property
     def rewards(self) -> Tensor:
         """Everything that pays, on the token that it pays for; an outcome stands on the last one."""
-        steps = [self._steps(name) * self._payment.weight(name) for name in self._process]
+        steps = [self._steps(name) * self._facts.weight(name) for name in self._process]
         return sum(steps, start=self._outcomes()) - self._kl()
 
     @property
@@ -115,8 +77,8 @@ class RewardTensors:
         components = {
             name: self._on_last([self._component(sample, name) for sample in self._samples]) for name in names
         }
-        if self._payment.overlong_buffer:
-            components[OVERLONG] = self._on_last([-self._payment.overlong(n) for n in self._lengths])
+        if self._config.overlong_buffer:
+            components[OVERLONG] = self._on_last([-self._overlong(n) for n in self._lengths])
         return components
 
     @property
@@ -130,7 +92,7 @@ class RewardTensors:
 
     def weights(self, names: Iterable[str]) -> dict[str, float]:
         """The user's weight of each name, 1 where there is none."""
-        return {name: self._payment.weight(name) for name in names}
+        return {name: self._facts.weight(name) for name in names}
 
     def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
         """What an estimator asks of every sample: (B,) for a number each, (B, T) for a number per token.
@@ -156,13 +118,16 @@ class RewardTensors:
             placed[row, :length] = value
         return placed
 
+    def _overlong(self, num_tokens: int) -> float:
+        return self._config.overlong_cost(num_tokens, self._facts.max_completion_tokens)
+
     @property
     def _process(self) -> tuple[str, ...]:
-        return self._payment.process_adapters
+        return self._facts.process
 
     def _outcomes(self) -> Tensor:
         scores = [
-            (self._outcome(s) or 0.0) - self._payment.overlong(n)
+            (self._outcome(s) or 0.0) - self._overlong(n)
             for s, n in zip(self._samples, self._lengths, strict=True)
         ]
         return self._on_last(scores)
@@ -170,7 +135,7 @@ class RewardTensors:
     def _outcome_places(self) -> Tensor:
         """The last token of each sample that has an outcome: who abstained has said nothing, and no 0."""
         judged = [self._outcome(sample) is not None for sample in self._samples]
-        return self._on_last([float(found or bool(self._payment.overlong_buffer)) for found in judged]).bool()
+        return self._on_last([float(found or bool(self._config.overlong_buffer)) for found in judged]).bool()
 
     def _outcome(self, sample: Sample) -> float | None:
         if not self._process:
@@ -208,14 +173,14 @@ class RewardTensors:
 
     def _kl(self) -> Tensor:
         kl = torch.zeros(self._shape, dtype=torch.float64)
-        if self._payment.kl_coef:
+        if self._config.reward_kl_coef:
             for row, (sample, length) in enumerate(zip(self._samples, self._lengths, strict=True)):
                 behaviour = torch.tensor(sample.completion.logprobs, dtype=torch.float64)
                 reference = torch.tensor(sample.ref_logprobs, dtype=torch.float64)
                 kl[row, :length] = kl_penalty(
-                    behaviour, reference, self._payment.kl_kind, clamp=self._payment.kl_clamp
+                    behaviour, reference, self._config.kl_kind, clamp=self._config.kl_clamp
                 )
-        return self._payment.kl_coef * kl
+        return self._config.reward_kl_coef * kl
 
     def _on_last(self, scores: Sequence[float]) -> Tensor:
         values = torch.tensor(scores, dtype=torch.float64)

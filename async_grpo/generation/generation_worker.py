@@ -22,7 +22,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
-from async_grpo.generation.options import EngineConfig
+from async_grpo.generation.config import EngineConfig
 from async_grpo.protocols import Manifest, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
 from async_grpo.weights.memfd import shared_bytes

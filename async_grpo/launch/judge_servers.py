@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import option
+from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, Section, option
 from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, JUDGE_SLEEP_S, JUDGE_URLS
 from async_grpo.rewards.judges.server import JudgeServer
 
@@ -17,13 +17,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalJudge:
+class LocalJudge(Section):
     """A model that `async-grpo run` serves for the judges on the page of rewards."""
 
     judge_model: str | None = option(
         None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model.", "Judge"
     )
-    judge_replicas: int = option(1, "Servers of the judge, between which calls are balanced.", "Judge")
+    judge_replicas: int = option(
+        1, "Servers of the judge, between which calls are balanced.", "Judge", range=POSITIVE
+    )
     judge_runner: str = option("auto", "vLLM's runner of the judge: auto, generate or pooling.", "Judge")
     judge_max_model_len: int | None = option(
         None, "Longest prompt and reply of the judge, in tokens.", "Judge"
@@ -37,11 +39,13 @@ class LocalJudge:
         None,
         "Share of a GPU's memory that a server may take; on shared GPUs less than others leave.",
         "Judge",
+        range=POSITIVE_SHARE,
     )
     judge_sleep_s: float | None = option(
         None,
         "The servers give their GPU memory back after so many seconds without a call, until the next.",
         "Judge",
+        range=POSITIVE,
     )
 
     def check_judge(self, visible: Sequence[str]) -> None:
@@ -54,14 +58,7 @@ class LocalJudge:
             return
         if not Path(self.judge_model).is_dir():
             raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
-        if self.judge_replicas < 1:
-            raise ConfigurationError(f"--judge-replicas must be at least 1, not {self.judge_replicas}")
         self._check_gpus(visible)
-        share = self.judge_gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ConfigurationError(f"--judge-gpu-memory-utilization is a share above 0, not {share}")
-        if self.judge_sleep_s is not None and not self.judge_sleep_s > 0:
-            raise ConfigurationError(f"--judge-sleep-s must be above 0, not {self.judge_sleep_s}")
 
     def _check_gpus(self, visible: Sequence[str]) -> None:
         if self.judge_gpus is None:

@@ -13,6 +13,7 @@ from async_grpo.config.preflight import prepare
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.environment import (
     check_reachable,
     free_port,
@@ -25,7 +26,7 @@ from async_grpo.launch.environment import (
 )
 from async_grpo.launch.judge_servers import LocalJudge, serving
 from async_grpo.metrics.run_folder import claim
-from async_grpo.options.fields import option
+from async_grpo.options.fields import POSITIVE, option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
@@ -34,35 +35,29 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig(LocalJudge, RunConfig):
+class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     """A `RunConfig` and what the workers beside it need."""
 
     announces_recipe = False  # its trainer does
 
-    nproc_per_node: int = option(1, "Trainer ranks.", "Local")
-    generation_workers: int = option(1, "Generation workers.", "Local")
-    max_num_seqs: int = option(64, "Sequences each engine decodes at once.", "Local")
-    overhead_seqs: int = option(16, "Further sequences admitted to each engine.", "Local")
-    enforce_eager: bool = option(False, "Do not compile the engine's model.", "Local")
+    nproc_per_node: int = option(1, "Trainer ranks.", "Local", range=POSITIVE, everyday=True)
+    generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE, everyday=True)
     ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.nproc_per_node, self.generation_workers) < 1:
-            raise ConfigurationError("--nproc-per-node and --generation-workers must be at least 1")
-        capacity = self.max_num_seqs + self.overhead_seqs
+        capacity = self.max_sequences
         if self.samples_per_question > capacity:
             raise ConfigurationError(
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
                 "sequences (--max-num-seqs + --overhead-seqs)"
             )
         self.check_judge(gpus())
-        needed = (
-            self.nproc_per_node + self.generation_workers + len(self.logprob_roles) + self.judge_gpus_alone
-        )
+        engines = self.generation_workers * self.tensor_parallel_size
+        needed = self.nproc_per_node + engines + len(self.logprob_roles) + self.judge_gpus_alone
         if gpus() and len(gpus()) < needed:
             raise ConfigurationError(
-                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {self.generation_workers}, and "
+                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {engines}, and "
                 f"logprob workers and judges), "
                 f"{len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
             )
@@ -148,9 +143,7 @@ def _workers(config: LocalConfig) -> list[WorkerConfig]:
     generation = WorkerConfig(
         mode="generation",
         reward_fns=config.reward_fns,
-        max_num_seqs=config.max_num_seqs,
-        overhead_seqs=config.overhead_seqs,
-        enforce_eager=config.enforce_eager,
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(EngineOptions)},
         **shared,
     )
     logprob = [
@@ -174,7 +167,7 @@ def _trainer_command(config: LocalConfig) -> list[str]:
 def as_arguments(config: Any, fields_of: type) -> list[str]:
     """
     >>> as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig)
-    ['--mode=logprob', '--model-path=.', '--enforce-eager']
+    ['--enforce-eager', '--mode=logprob', '--model-path=.']
     """
     arguments = []
     preset = RECIPES.get(

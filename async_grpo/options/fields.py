@@ -1,21 +1,137 @@
-"""How a dataclass field becomes an option, and how `name=value,...` is read."""
+"""How a dataclass field becomes an option: its default, help, panel and range; and how `name=value,...` is read.
 
+One field is the one source of the command line, the TOML key, the help and `docs/options.md`.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
 import math
-from collections.abc import Mapping
-from dataclasses import field
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.source_file import is_file
 
 
-def option(default: Any, help: str, panel: str = "Run") -> Any:
-    """A dataclass field that is also a command line option."""
-    return field(default=default, metadata={"help": help, "panel": panel})
+@dataclass(frozen=True)
+class Range:
+    """What a number may be, beside being finite."""
+
+    low: float
+    high: float
+    open: bool  # without `low` itself
+    says: str
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.open else self.low <= value) and value <= self.high
 
 
-def required(help: str, panel: str = "Run") -> Any:
-    """A field without a default."""
-    return field(metadata={"help": help, "panel": panel})
+POSITIVE = Range(0, math.inf, True, "must be above 0")
+NOT_NEGATIVE = Range(0, math.inf, False, "cannot be negative")
+SHARE = Range(0, 1, False, "is a share between 0 and 1")
+POSITIVE_SHARE = Range(0, 1, True, "is a share above 0 and at most 1")
+
+
+def option(
+    default: Any,
+    help: str,
+    panel: str = "Run",
+    *,
+    range: Range | None = None,
+    unbounded: bool = False,
+    choices: str | tuple[str, ...] = (),
+    own: bool = False,
+    everyday: bool = False,
+    was: str = "",
+    also: str = "",
+) -> Any:
+    """A dataclass field that is also an option of a command.
+
+    Args:
+        panel: the heading in `--help`; `everyday` options stand before all panels.
+        unbounded: `inf` is a value: a bound that bounds nothing.
+        choices: the names that it may have, or `module:DICT` for a registry's keys.
+        own: one of the user's own may be named as well, by `FILE.py:NAME`.
+        was: an earlier spelling, accepted with a warning. `also`: another spelling, accepted without one.
+    """
+    metadata = {"help": help, "panel": panel, "range": range, "unbounded": unbounded, "choices": choices, "own": own,
+                "everyday": everyday, "was": was, "also": also}  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+def required(help: str, panel: str = "Run", **more: Any) -> Any:
+    """An option without a default."""
+    return option(dataclasses.MISSING, help, panel, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The options of one room. Its own single values are checked here; rules between two stand in `config`."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for a value that is out of its range or is none of its choices."""
+        for one in dataclasses.fields(self):
+            check_value(one, getattr(self, one.name))
+
+
+def check_value(one: "dataclasses.Field[Any]", value: Any) -> None:
+    """Raise ConfigurationError, with the flag, the value and what it may be."""
+    flag = f"--{dashed(one.name)}"
+    if (
+        isinstance(value, float)
+        and not math.isfinite(value)
+        and not (one.metadata.get("unbounded") and math.isinf(value))
+    ):
+        raise ConfigurationError(f"{flag} {value}: it must be a finite number")
+    allowed: Range | None = one.metadata.get("range")
+    if allowed is not None and value is not None and value not in allowed:
+        raise ConfigurationError(f"{flag} {allowed.says}, not {value}")
+    known = choices_of(one)
+    if known and value is not None and value not in known and not (one.metadata["own"] and is_file(value)):
+        raise ConfigurationError(
+            f"{flag} {value!r} is unknown; known: {', '.join(known)}{nearest(value, known)}"
+        )
+
+
+def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """The names that an option may have; () where it is free."""
+    choices = one.metadata.get("choices", ())
+    return registry_names(choices) if isinstance(choices, str) else choices
+
+
+def registry_names(reference: str) -> tuple[str, ...]:
+    """The keys of the registry `module:DICT`. A module that is not imported yet is read, not run: it may need torch.
+
+    >>> "dr_grpo" in registry_names("async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS")
+    True
+    """
+    module, _, name = reference.partition(":")
+    if module in sys.modules and hasattr(sys.modules[module], name):
+        return tuple(getattr(sys.modules[module], name))
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"there is no module {module}"
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = getattr(node, "value", None)
+            items = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+            return tuple(item.value for item in items if isinstance(item, ast.Constant))
+    raise LookupError(f"{module} has no {name}")
+
+
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, or nothing.
+
+    >>> nearest("learning_rte", ["learning_rate", "batch_size"])
+    '; did you mean learning_rate?'
+    """
+    close = difflib.get_close_matches(str(name), list(known))
+    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def parse_assignments(text: str, flag: str) -> dict[str, Any]:

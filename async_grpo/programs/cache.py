@@ -9,9 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.config.run import required
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.options.fields import option
+from async_grpo.options.fields import option, required
 from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
 DAY_S, MEGABYTE = 86_400.0, 2**20

@@ -15,10 +15,9 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from async_grpo.config.run import required
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.options.fields import option, parse_assignments
+from async_grpo.options.fields import option, parse_assignments, required
 from async_grpo.programs.verify_report import print_report
 from async_grpo.rewards.adapter.registry_source import (
     RewardRegistrySource,

@@ -5,7 +5,7 @@
     worker, stats          what a lane asks of a worker; what the workers did
     combine                the results of several adapters -> one verdict
     surroundings           what stands around every call: cache and budget
-    pool_plan              all of a pool's settings, in a form that travels
+    config                 all of a pool's settings
 
     a user's reward
     source                 its text, that travels to any process

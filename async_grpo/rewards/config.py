@@ -1,40 +1,60 @@
-"""The options of the rewards: `RunConfig` inherits them."""
+"""The options of the rewards: who judges, how many of them, and what happens when they fail."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.options.fields import dashed, option, parse_assignments, parse_numbers, refuse
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Section,
+    option,
+    parse_assignments,
+    parse_numbers,
+    refuse,
+)
+from async_grpo.rewards.adapter.registry_source import display_name, parse_names
+from async_grpo.rewards.combine import MODES, Combination
+from async_grpo.rewards.http.limits import Limits
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
-BUDGET_POLICIES = ("pause", "fallback")
+LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Who judges, how many of them, and what happens when they fail. `name=value,...` speaks of rewards by name."""
+class RewardConfig(Section):
+    """What a verifier pool is given. `name=value,...` speaks of rewards by name."""
 
     reward_fns: str = option(
         "",
-        "Comma list of rewards: names of the page, or FILE.py:NAME (default: what the workers name).",
+        "Comma list of rewards: names of the registry file, or FILE.py:NAME (default: what the workers name).",
         "Rewards",
+        everyday=True,
     )
     reward_registry: str | None = option(
-        None, "The page of rewards (default: reward_registry.py here).", "Rewards"
+        None, "The registry file (default: reward_registry.py here).", "Rewards", everyday=True
     )
     reward_options: str = option(
         "", "Keyword options for the rewards that name them: weight=0.2,...", "Rewards"
     )
-    verifiers_per_reward: int = option(4, "Worker processes for each reward.", "Rewards")
+    verifiers_per_reward: int = option(4, "Worker processes for each reward.", "Rewards", range=POSITIVE)
     verifiers: str = option("", "The same by name: math_verify=8,code=16.", "Rewards")
-    evaluation_verifiers: int = option(2, "Worker processes for each reward in evaluations.", "Rewards")
-    reward_timeout_s: float = option(
-        30.0, "Longest scoring of one sample; then it counts as timed out.", "Rewards"
+    evaluation_verifiers: int = option(
+        2, "Worker processes for each reward in evaluations.", "Rewards", range=POSITIVE
     )
-    reward_memory_gb: float = option(8.0, "Memory (address space) of one reward process.", "Rewards")
+    reward_timeout_s: float = option(
+        30.0, "Longest scoring of one sample; then it counts as timed out.", "Rewards", range=POSITIVE
+    )
+    reward_memory_gb: float = option(
+        8.0, "Memory (address space) of one reward process.", "Rewards", range=POSITIVE
+    )
 
     reward_combine: str = option(
-        "best", "Several rewards: best, sum, mean, product, or gate (one after the other).", "Rewards"
+        "best",
+        "How several rewards become one; gate asks one after the other.",
+        "Rewards",
+        choices=MODES,
     )
     gate_threshold: float = option(0.5, "The reward from which a gate lets the next one be asked.", "Rewards")
     reward_column: str | None = option(None, "Column of the row that names who judges it.", "Rewards")
@@ -50,8 +70,6 @@ class RewardConfig:
         "Rewards",
     )
     reward_fallback: str = option("", "Who is asked when one has failed: judge=rule.", "Rewards")
-    min_valid_samples: int = option(2, "Rewards that a group needs, or it is left out.", "Rewards")
-    failure_alarm: float = option(0.1, "Warn when more than this share of a reward's calls fails.", "Rewards")
 
     reward_limits: str = option(
         "",
@@ -60,43 +78,25 @@ class RewardConfig:
     )
     verdict_cache: str | None = option(None, "SQLite file that remembers verdicts across runs.", "Rewards")
     verdict_cache_mb: float | None = option(
-        None, "Keep it to so many megabytes: the longest unused verdicts go first.", "Rewards"
+        None,
+        "Keep it to so many megabytes: the longest unused verdicts go first.",
+        "Rewards",
+        range=POSITIVE,
     )
-    judge_budget: float | None = option(None, "Most that paid judges may cost, in their currency.", "Rewards")
+    judge_budget: float | None = option(
+        None, "Most that paid judges may cost, in their currency.", "Rewards", range=NOT_NEGATIVE
+    )
     judge_budget_policy: str = option(
-        "pause", "At its end: pause, or fallback (--reward-fallback).", "Rewards"
+        "pause",
+        "At its end: pause, or fallback (--reward-fallback).",
+        "Rewards",
+        choices=("pause", "fallback"),
     )
 
-    def check_rewards(self) -> None:
-        """Raise ConfigurationError for what can never work."""
-        for name in ("verifiers_per_reward", "evaluation_verifiers", "reward_timeout_s", "reward_memory_gb",
-                     "min_valid_samples"):  # fmt: skip
-            refuse(
-                not getattr(self, name) > 0, f"--{dashed(name)} must be above 0, not {getattr(self, name)}"
-            )
-        refuse(not 0 <= self.failure_alarm <= 1, f"--failure-alarm is a share, not {self.failure_alarm}")
-        size = self.verdict_cache_mb
-        refuse(
-            size is not None and not 0 < size < math.inf,
-            f"--verdict-cache-mb must be a finite number above 0, not {size}",
-        )
-        refuse(
-            size is not None and not self.verdict_cache,
-            f"--verdict-cache-mb {size} does nothing without --verdict-cache",
-        )
-        refuse(
-            self.judge_budget is not None and not 0 <= self.judge_budget < math.inf,
-            f"--judge-budget must be a finite number of 0 or more, not {self.judge_budget}",
-        )
-        refuse(
-            self.judge_budget_policy not in BUDGET_POLICIES,
-            f"--judge-budget-policy {self.judge_budget_policy!r}: known are {', '.join(BUDGET_POLICIES)}",
-        )
-        refuse(
-            self.judge_budget_policy == "fallback" and self.judge_budget is None,
-            "--judge-budget-policy fallback does nothing without --judge-budget",
-        )
-        _ = self.weights_by_name  # read once, so that what is no assignment is refused now
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for what can never work, whatever the rewards are."""
+        super().__post_init__()
+        _ = self.weights_by_name, self.limits  # read once, so that what is no assignment is refused now
         for name, fallback in self.fallbacks.items():
             refuse(
                 name == fallback,
@@ -115,23 +115,76 @@ class RewardConfig:
                 not (isinstance(value, float) and math.isfinite(value)),
                 f"--on-reward-failure {name}=constant:{value}: it must be a finite number",
             )
-        for name in self.limits_by_name:
-            refuse(
-                name.count(".") != 1 or name.rsplit(".", 1)[1] not in ("concurrency", "rpm", "tpm"),
-                f"--reward-limits {name}: write NAME.concurrency, NAME.rpm or NAME.tpm",
-            )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """What the run's rewards are known by."""
+        return tuple(display_name(name) for name in parse_names(self.reward_fns))
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """`--reward-fns` and the stand-ins, as they were given."""
+        return tuple(dict.fromkeys([*parse_names(self.reward_fns), *self.fallbacks.values()]))
+
+    @property
+    def all_adapters(self) -> tuple[str, ...]:
+        """The adapters, and who stands in for them."""
+        return tuple(dict.fromkeys([*self.adapters, *self.fallbacks.values()]))
+
+    @property
+    def combination(self) -> Combination:
+        """How the rewards of one sample become one.
+
+        Raises:
+            ConfigurationError: a weight or constant that does not fit these rewards.
+        """
+        weights = self.weights_by_name if self.reward_combine in ("sum", "mean") else {}
+        return Combination(
+            self.adapters,
+            self.reward_combine,
+            weights={name: weight for name, weight in weights.items() if name in self.adapters},
+            threshold=self.gate_threshold,
+            column=self.reward_column,
+            constants=self.failure_constants,
+        )
+
+    @property
+    def options_by_name(self) -> dict[str, Any]:
+        """The rewards' keyword options."""
+        return parse_assignments(self.reward_options, "reward-options")
 
     @property
     def verifiers_by_name(self) -> dict[str, Any]:
         return parse_numbers(self.verifiers, "verifiers")
 
+    def num_verifiers(self, adapter: str) -> int:
+        """Worker processes of a reward that has processes."""
+        return int(self.verifiers_by_name.get(adapter, self.verifiers_per_reward))
+
     @property
-    def weights_by_name(self) -> dict[str, Any]:
+    def memory_limit_bytes(self) -> int:
+        return round(self.reward_memory_gb * 2**30)
+
+    @property
+    def cache_max_bytes(self) -> int | None:
+        return None if self.verdict_cache_mb is None else round(self.verdict_cache_mb * 2**20)
+
+    @property
+    def weights_by_name(self) -> dict[str, float]:
         return parse_numbers(self.reward_weights, "reward-weights")
 
     @property
-    def limits_by_name(self) -> dict[str, Any]:
-        return parse_numbers(self.reward_limits, "reward-limits")
+    def limits(self) -> dict[str, Limits]:
+        """`--reward-limits` by reward."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in parse_numbers(self.reward_limits, "reward-limits").items():
+            name, _, unit = key.rpartition(".")
+            if not name or "." in name or unit not in LIMITS:
+                raise ConfigurationError(
+                    f"--reward-limits {key}: write NAME.concurrency, NAME.rpm or NAME.tpm"
+                )
+            found.setdefault(name, {})[LIMITS[unit]] = int(value) if unit == "concurrency" else value
+        return {name: Limits(**limits) for name, limits in found.items()}
 
     @property
     def fallbacks(self) -> dict[str, str]:

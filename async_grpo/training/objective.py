@@ -4,47 +4,21 @@ Everything is additive over micro-batches and ranks, so a step is the same whate
 of the whole step (`whole_step`) is worked out before, and handed in.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
+from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.diagnostics import mismatch_sums, ratio_histogram
-from async_grpo.algorithm.estimator import Estimator
-from async_grpo.algorithm.kl import KL_KINDS, kl_penalty
-from async_grpo.algorithm.losses import PolicyLoss, get_policy_loss, losses_without_ratio
+from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.value_loss import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.types import MicroBatch
-
-
-@dataclass(frozen=True)
-class Critic:
-    """The value loss beside the policy's, and the estimator that turns values into advantages.
-
-    `options` are the estimator's; one of them, `whiten`, says whether the advantages are whitened over the step.
-    """
-
-    estimator: Estimator
-    options: Mapping[str, Any] = field(default_factory=dict)
-    coef: float = 0.5
-    clip: float | None = 0.5
-
-    @property
-    def whiten(self) -> bool:
-        return bool((self.estimator.options | self.options).get("whiten", False))
-
-    def returns(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(advantages before any whitening, returns), (S, T) each."""
-        options = {name: value for name, value in self.options.items() if name != "whiten"}
-        assert self.estimator.critic_returns is not None
-        return self.estimator.critic_returns(rewards, values, mask, **options)
 
 
 @dataclass(frozen=True)
@@ -71,68 +45,39 @@ class Contribution:
     ratio_histogram: Tensor
 
 
-@dataclass(frozen=True)
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
-    temperature: the sampling temperature; the engine's log-probs were taken at it, so the policy's must be.
-    aggregation_scale: the constant length of `constant_length`. old_policy: what the ratio is taken against,
-    "behaviour", "proximal" or "current" (the policy itself at the start of the step, as each step trains on its
-    minibatch once; the ratio is then 1). ConfigurationError: an unknown name, or settings that contradict each other.
+    The engine's log-probs were taken at the sampling temperature, so the policy's are as well. The ratio is taken against
+    `config.old_policy`; "current" is the policy itself at the start of the step, as each step trains on its minibatch
+    once: the ratio is then 1.
+
+    Args:
+        max_completion_tokens: for which even the longest prompt leaves room: the scale of the aggregation
+            `constant_length`; 0: `--max-generation-tokens`.
+
+    Raises:
+        ConfigurationError: an option of the loss or of the estimator that it does not have.
     """
 
-    policy_loss: str = "ppo_clip"
-    policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
-    aggregation: str = "token_mean"
-    aggregation_scale: float | None = None
-    kl_coef: float = 0.0
-    kl_kind: str = "k3"
-    kl_clamp: float | None = None
-    entropy_coef: float = 0.0
-    temperature: float = 1.0
-    old_policy: str = "behaviour"
-    correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
-    critic: Critic | None = None
-
-    def __post_init__(self) -> None:
-        if self.kl_kind not in KL_KINDS:
-            raise ConfigurationError(f"unknown kl_kind {self.kl_kind!r}; choose one of {', '.join(KL_KINDS)}")
-        get_aggregation(self.aggregation, self.aggregation_scale)
-        if self.temperature <= 0:
-            raise ConfigurationError(
-                f"temperature is {self.temperature}, but training needs the log-probs of sampled tokens: "
-                "it must be positive"
-            )
-        self.loss.check_options(**self.policy_loss_options)
-        if self.loss.needs_proximal and self.old_policy == "current":
-            raise ConfigurationError(
-                f"the loss {self.policy_loss} compares with a proximal policy: --old-policy current leaves none"
-            )
-        if self.correction.weighs and self.loss.needs_proximal:
-            raise ConfigurationError(
-                f"the loss {self.policy_loss} weighs by the engine's policy itself: leave --importance-level out"
-            )
-        if self.correction.weighs and self.old_policy == "behaviour" and self.loss.uses_ratio:
-            raise ConfigurationError(
-                f"the loss {self.policy_loss} already holds the ratio to the engine's policy; importance weights would "
-                f"count it twice. Use --old-policy current or proximal with them, or a loss without a ratio: "
-                f"{', '.join(losses_without_ratio())}"
-            )
-
-    @property
-    def loss(self) -> PolicyLoss:
-        return get_policy_loss(self.policy_loss)
+    def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
+        self.config, self.loss, self.loss_settings = config, config.loss, config.loss_settings
+        self.correction = OffPolicyCorrection(config)
+        self.has_critic, self._estimator = config.estimator.needs_critic, config.estimator
+        self._estimator_settings = config.estimator_settings
+        self._scale = float(max_completion_tokens or config.max_generation_tokens)
+        self._aggregation = get_aggregation(config.loss_aggregation, self._scale)
 
     @property
     def unit(self) -> str | None:
         """The count that divides the loss: "tokens", "sequences", "groups", or nothing."""
-        return get_aggregation(self.aggregation, self.aggregation_scale).unit
+        return self._aggregation.unit
 
     @property
     def needs_whole_step(self) -> bool:
         """Whether micro-batches must wait for the end of their step, and be looked at together first."""
         return (
-            self.critic is not None
+            self.has_critic
             or self.loss.needs_selection
             or self.correction.averages
             or self.rejects_from_groups
@@ -142,6 +87,17 @@ class Objective:
     def rejects_from_groups(self) -> bool:
         """Whether the tokens of a group, which weigh its loss, must be counted anew after rejection."""
         return self.unit == "groups" and self.correction.rejects
+
+    @property
+    def whitens(self) -> bool:
+        """Whether the critic's advantages are whitened over the step: an option of the estimator."""
+        return bool((self._estimator.options | self._estimator_settings).get("whiten", False))
+
+    def critic_returns(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(advantages before any whitening, returns), (S, T) each, by the estimator that has a critic."""
+        options = {name: value for name, value in self._estimator_settings.items() if name != "whiten"}
+        assert self._estimator.critic_returns is not None
+        return self._estimator.critic_returns(rewards, values, mask, **options)
 
     def __call__(
         self, policy: PolicyModel, batch: MicroBatch, terms: StepTerms | None = None
@@ -156,7 +112,7 @@ class Objective:
         if terms.group_tokens is not None:
             row.group_tokens = terms.group_tokens
         outputs = policy(
-            row.input_ids, row.cu_seqlens, row.mask[0], self.temperature, with_values=self.critic is not None
+            row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature, with_values=self.has_critic
         )
         logprobs, entropy, *values = (output[None] for output in outputs)
         mask = self.correction.keep(
@@ -165,16 +121,18 @@ class Objective:
         per_token, metrics = self._policy_loss(logprobs, row, mask, terms)
         policy_loss = self._total(per_token, mask, row)
         kl = self._kl(logprobs, row, mask)
-        if self.kl_coef:
-            per_token = per_token + self.kl_coef * kl
-        if self.entropy_coef:  # else its gradient, a product with the whole vocabulary, is never computed
-            per_token = per_token - self.entropy_coef * _where(mask, entropy)
-        if self.critic:
+        if self.config.loss_kl_coef:
+            per_token = per_token + self.config.loss_kl_coef * kl
+        if (
+            self.config.entropy_coef
+        ):  # else its gradient, a product with the whole vocabulary, is never computed
+            per_token = per_token - self.config.entropy_coef * _where(mask, entropy)
+        if self.has_critic:
             assert terms.returns is not None and terms.old_values is not None
             value_losses, value_metrics = value_loss(
-                values[0], terms.returns, terms.old_values, mask, clip=self.critic.clip
+                values[0], terms.returns, terms.old_values, mask, clip=self.config.critic_clip
             )
-            per_token = per_token + self.critic.coef * value_losses
+            per_token = per_token + self.config.critic_coef * value_losses
             metrics |= value_metrics | {"value_loss": value_losses.detach()}
         loss = self._total(per_token, mask, row)
         metrics |= {"entropy": _where(mask, entropy.detach()), "avg_kl_div": kl.detach()}
@@ -190,9 +148,9 @@ class Objective:
 
     def old_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
         """What the ratio is taken against; for a loss with a proximal policy of its own, the engine's."""
-        if self.old_policy == "current":
+        if self.config.old_policy == "current":
             return logprobs.detach()
-        if self.old_policy == "proximal" and not self.loss.needs_proximal:
+        if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
             return _or_zeros(row.proximal_logprobs, logprobs)
         return row.behaviour_logprobs
 
@@ -200,22 +158,21 @@ class Objective:
         """ConfigurationError: the batch lacks log-probs that the objective needs."""
         if batch.is_dummy:
             return
-        if self.kl_coef and batch.ref_logprobs is None:
+        if self.config.loss_kl_coef and batch.ref_logprobs is None:
             raise ConfigurationError(
-                f"kl_coef is {self.kl_coef} but the samples carry no reference log-probs; "
+                f"kl_coef is {self.config.loss_kl_coef} but the samples carry no reference log-probs; "
                 "run a reference logprob worker or set kl_coef to 0"
             )
-        needs_proximal = self.old_policy == "proximal" or self.loss.needs_proximal
-        if needs_proximal and batch.proximal_logprobs is None:
+        if self.config.needs_proximal and batch.proximal_logprobs is None:
             raise ConfigurationError(
-                f"the loss {self.policy_loss} with the ratio to the {self.old_policy} policy needs proximal log-probs but "
-                "the samples carry none; run a proximal logprob worker or choose another loss"
+                f"the loss {self.config.policy_loss} with the ratio to the {self.config.old_policy} policy needs proximal "
+                "log-probs but the samples carry none; run a proximal logprob worker or choose another loss"
             )
 
     def _policy_loss(
         self, logprobs: Tensor, row: BatchTensors, mask: Tensor, terms: StepTerms
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        options = dict(self.policy_loss_options)
+        options = dict(self.loss_settings)
         if self.loss.needs_proximal:
             options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
         if self.loss.needs_selection:
@@ -242,14 +199,16 @@ class Objective:
         if row.ref_logprobs is None:
             return torch.zeros_like(logprobs)
         kl = kl_penalty(
-            _where(mask, logprobs), _where(mask, row.ref_logprobs), self.kl_kind, clamp=self.kl_clamp
+            _where(mask, logprobs),
+            _where(mask, row.ref_logprobs),
+            self.config.kl_kind,
+            clamp=self.config.kl_clamp,
         )
         return _where(mask, kl)
 
     def _total(self, per_token: Tensor, mask: Tensor, row: BatchTensors) -> Tensor:
-        aggregation = get_aggregation(self.aggregation, self.aggregation_scale)
-        return aggregation.total(
-            per_token, mask, row.sequence_ids, self.aggregation_scale, group_tokens=row.group_tokens
+        return self._aggregation.total(
+            per_token, mask, row.sequence_ids, self._scale, group_tokens=row.group_tokens
         )
 
 

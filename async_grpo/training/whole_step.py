@@ -20,7 +20,7 @@ from async_grpo.algorithm.statistics import merge_moments, whitened, whitening_m
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.batch_tensors import BatchTensors
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.objective import Critic, Objective, StepTerms
+from async_grpo.training.objective import Objective, StepTerms
 from async_grpo.training.sharding import release_gathered
 from async_grpo.types import MicroBatch
 
@@ -51,8 +51,8 @@ def step_terms(
         step: seeds the random choice of clip_cov, the same for every packing and different in every step.
     """
     seen = [_look(policy, objective, batch) for batch in batches]
-    if objective.critic:
-        _estimate_advantages(seen, objective.critic, ranks)
+    if objective.has_critic:
+        _estimate_advantages(seen, objective, ranks)
     if objective.rejects_from_groups:
         _count_kept(seen, ranks)
     if objective.correction.averages:
@@ -65,10 +65,8 @@ def step_terms(
 @torch.no_grad()
 def _look(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> _Seen:
     row = BatchTensors(batch, policy.device)
-    with_values = objective.critic is not None
-    outputs = policy(
-        row.input_ids, row.cu_seqlens, row.mask[0], objective.temperature, with_values=with_values
-    )
+    temperature, with_values = objective.config.temperature, objective.has_critic
+    outputs = policy(row.input_ids, row.cu_seqlens, row.mask[0], temperature, with_values=with_values)
     release_gathered(policy)
     logprobs, _, *values = (output[None] for output in outputs)
     mask = objective.correction.keep(
@@ -77,7 +75,7 @@ def _look(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> _Seen
     return _Seen(row, logprobs, values[0] if values else None, mask, StepTerms())
 
 
-def _estimate_advantages(seen: Sequence[_Seen], critic: Critic, ranks: Ranks) -> None:
+def _estimate_advantages(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:
     """GAE per sequence, over all its trained tokens, rejected or not; whitened over all tokens of the step."""
     estimated = []
     for one in seen:
@@ -86,11 +84,11 @@ def _estimate_advantages(seen: Sequence[_Seen], critic: Critic, ranks: Ranks) ->
         rewards, values, mask = (
             rows.unpack(tensor[0]) for tensor in (one.row.advantages, one.values, one.row.mask)
         )
-        advantages, returns = critic.returns(rewards, values, mask)
+        advantages, returns = objective.critic_returns(rewards, values, mask)
         estimated.append((rows.pack(advantages)[None], rows.pack(returns)[None]))
     moments = _all_moments([(a, one.row.mask) for (a, _), one in zip(estimated, seen, strict=True)], ranks)
     for (advantages, returns), one in zip(estimated, seen, strict=True):
-        if critic.whiten:
+        if objective.whitens:
             advantages = whitened(advantages, one.row.mask, moments)
         one.terms = dataclasses.replace(
             one.terms, advantages=advantages, returns=returns, old_values=one.values
@@ -144,7 +142,7 @@ def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) 
 
 def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int) -> None:
     """The tokens with the highest scores of all micro-batches of all ranks."""
-    loss, options = objective.loss, {**objective.loss.options, **objective.policy_loss_options}
+    loss, options = objective.loss, {**objective.loss.options, **objective.loss_settings}
     inputs = [
         (one.logprobs, objective.old_logprobs(one.logprobs, one.row), one.advantages, one.mask)
         for one in seen

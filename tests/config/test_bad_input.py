@@ -160,7 +160,7 @@ def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
         ("kl-kind", "k9", "k9"),
         ("weight-transport", "nccl", "nccl needs GPUs"),
         ("max-staleness", "-1", "cannot be negative"),
-        ("temperature", "nan", "--temperature is not a number"),
+        ("temperature", "nan", "--temperature nan: it must be a finite number"),
         ("train-minibatch-size", "-8", "--train-minibatch-size must be above 0"),
         ("samples-per-question", "1", "a group of one has nothing to compare with"),
         ("dump-samples-filename", "a/b.jsonl", "must be a plain name"),

@@ -73,7 +73,7 @@ PAPERS = {
         "loss_aggregation": "prompt_mean",
         **NO_KL,
         "zero_variance": "filter",
-        "no_positive_resampling": 0.9,
+        "retire_solved_above": 0.9,
         "float32_head": True,
         "max_staleness": 8,
     },

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
-from async_grpo.experience.alarms import AlarmLimits
-from async_grpo.experience.batcher import BatcherConfig, ExperienceBatcher
+from async_grpo.experience.batcher import ExperienceBatcher
+from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.dataset import Question
-from async_grpo.experience.group_advantages import AdvantageConfig
 from async_grpo.testing import FakeGeneration, FakeLogprobs, FakeVerification, completion
 from async_grpo.types import MicroBatch, RewardStatus, StepEnd
 
@@ -21,19 +20,17 @@ def questions(count: int = 8) -> list[Question]:
     ]
 
 
-def plan(**changes) -> BatcherConfig:
+def config(**changes) -> BatchConfig:
+    """Three steps of two groups of four."""
     settings = dict(
-        num_ranks=1,
-        num_steps=3,
-        groups_per_step=2,
-        steps_per_batch=1,
+        num_training_batches=3,
+        batch_size=2,
         samples_per_question=4,
-        max_staleness=1,
         max_tokens_per_gpu=1000,
         experience_timeout_s=5.0,
-        seed=0,
+        infinite_sampler_seed=0,
     )
-    return BatcherConfig(**{**settings, **changes})
+    return BatchConfig(**{**settings, **changes})
 
 
 def by_member(ordinal: int, member: int) -> int:
@@ -57,7 +54,7 @@ async def train(
 
 async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound():
     generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(plan(), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(config(), questions(), generation, FakeVerification())
     await batcher.start()
     steps = await train(batcher, generation, 3)
     assert [end.step for _, end in steps] == [0, 1, 2]
@@ -71,7 +68,7 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
 
 async def test_without_staleness_every_sample_is_of_the_policy_being_trained():
     generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(plan(max_staleness=0), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(config(max_staleness=0), questions(), generation, FakeVerification())
     await batcher.start()
     for batches, end in await train(batcher, generation, 3):
         assert end.stats["staleness_max"] == 0
@@ -87,7 +84,7 @@ async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_
             return await super().take_stats()
 
     generation = Silent(length=by_member, delay=lambda ordinal, member: 0.0)
-    batcher = ExperienceBatcher(plan(num_steps=2), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(config(num_training_batches=2), questions(), generation, FakeVerification())
     await batcher.start()
     await asyncio.sleep(0.15)  # both steps are generated and scored meanwhile
     assert batcher.steps.step == 2
@@ -98,7 +95,7 @@ async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_
 async def test_while_a_whole_minibatch_is_computed_no_group_of_the_next_step_comes_in_between():
     """A batch-coupled estimator works in a thread; the groups that finish meanwhile wait for it."""
     generation = FakeGeneration(length=by_member)
-    made = plan(num_steps=2, advantages=AdvantageConfig(estimator="reinforce_plus_plus"))
+    made = config(num_training_batches=2, advantage_estimator="reinforce_plus_plus")
     batcher = ExperienceBatcher(made, questions(), generation, FakeVerification())
     offer, at_once = batcher.steps.offer, []
 
@@ -117,7 +114,7 @@ async def test_while_a_whole_minibatch_is_computed_no_group_of_the_next_step_com
 
 async def test_with_staleness_one_the_next_step_is_generated_while_this_one_trains():
     generation = FakeGeneration()
-    batcher = ExperienceBatcher(plan(max_staleness=1), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(config(max_staleness=1), questions(), generation, FakeVerification())
     await batcher.start()
     while not isinstance(await batcher.next_message(0), StepEnd):
         pass  # step 0 is with the trainer, and stays there
@@ -134,7 +131,7 @@ async def test_a_completion_is_scored_while_its_siblings_still_generate():
         return 1.0
 
     slow = FakeGeneration(delay=lambda ordinal, member: 0.5 * (member == 3))
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), slow, FakeVerification(note))
+    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), slow, FakeVerification(note))
     await batcher.start()
     await batcher.next_message(0)
     assert sorted(scored_at)[5] < 0.4 < sorted(scored_at)[6]  # 2 groups: 6 quick ones, 2 slow ones
@@ -142,7 +139,7 @@ async def test_a_completion_is_scored_while_its_siblings_still_generate():
 
 async def test_advantages_are_those_of_the_group_by_hand():
     generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), generation, FakeVerification())
     await batcher.start()
     batch = await batcher.next_message(0)
     # rewards 1, 2, 3, 4: mean 2.5, sample standard deviation sqrt(5 / 3) = 1.2910
@@ -159,7 +156,9 @@ async def test_a_failed_reward_is_no_zero_it_leaves_baseline_and_loss(status):
         return status if len(sample["completion"]) == 4 else float(len(sample["completion"]))
 
     generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), generation, FakeVerification(reward))
+    batcher = ExperienceBatcher(
+        config(num_training_batches=1), questions(), generation, FakeVerification(reward)
+    )
     await batcher.start()
     ((batches, end),) = await train(batcher, generation, 1)
     assert sorted(np.diff(batches[0].cu_seqlens)) == [
@@ -179,7 +178,7 @@ async def test_truncated_samples_count_in_the_baseline_but_not_in_the_loss():
         async def _complete(self, ordinal: int, member: int):
             return completion(1 + member, self.live, truncated=member == 3)
 
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), Truncating(), FakeVerification())
+    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), Truncating(), FakeVerification())
     await batcher.start()
     ((batches, end),) = await train(batcher, Truncating(), 1)
     assert 5 not in np.diff(batches[0].cu_seqlens) and end.stats["perc_truncated_samples"] == 0.25
@@ -188,7 +187,7 @@ async def test_truncated_samples_count_in_the_baseline_but_not_in_the_loss():
 
 async def test_a_whole_step_without_a_single_reward_ends_the_run_and_says_why():
     failing = FakeVerification(lambda sample: RewardStatus.FAILED)
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), FakeGeneration(), failing)
+    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), FakeGeneration(), failing)
     await batcher.start()
     with pytest.raises(
         RunFailed, match="not one of the 8 samples of step 0 could be scored; the first reason: as scripted"
@@ -201,7 +200,7 @@ async def test_a_step_in_which_everything_is_truncated_still_ends():
         async def _complete(self, ordinal: int, member: int):
             return completion(1 + member, self.live, truncated=True)
 
-    batcher = ExperienceBatcher(plan(num_steps=1), questions(), Truncating(), FakeVerification())
+    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), Truncating(), FakeVerification())
     await batcher.start()
     end = await batcher.next_message(0)
     assert (
@@ -214,7 +213,7 @@ async def test_a_step_in_which_everything_is_truncated_still_ends():
 async def test_the_reference_log_probs_reach_the_micro_batch():
     generation = FakeGeneration()
     batcher = ExperienceBatcher(
-        plan(num_steps=1), questions(), generation, FakeVerification(), FakeLogprobs(-2.0)
+        config(num_training_batches=1), questions(), generation, FakeVerification(), FakeLogprobs(-2.0)
     )
     await batcher.start()
     batch = await batcher.next_message(0)
@@ -225,7 +224,9 @@ async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
     def broken(sample: dict) -> float:
         raise ZeroDivisionError("in the verifier")
 
-    batcher = ExperienceBatcher(plan(num_ranks=2), questions(), FakeGeneration(), FakeVerification(broken))
+    batcher = ExperienceBatcher(
+        config(), questions(), FakeGeneration(), FakeVerification(broken), num_ranks=2
+    )
     await batcher.start()
     for rank in (0, 1):
         with pytest.raises(RunFailed, match="ZeroDivisionError: in the verifier"):
@@ -234,7 +235,7 @@ async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
 
 async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
     stuck = FakeGeneration(delay=lambda ordinal, member: 3600)
-    batcher = ExperienceBatcher(plan(experience_timeout_s=0.2), questions(), stuck, FakeVerification())
+    batcher = ExperienceBatcher(config(experience_timeout_s=0.2), questions(), stuck, FakeVerification())
     await batcher.start()
     with pytest.raises(
         DeadlineExceeded, match=r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"
@@ -246,7 +247,7 @@ async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
 
 async def test_evaluation_runs_beside_training_and_touches_no_budget():
     generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(plan(), questions(), generation, FakeVerification())
+    batcher = ExperienceBatcher(config(), questions(), generation, FakeVerification())
     result = await batcher.evaluate(questions(3), count=4)
     assert result["num_samples"] == 12 and result["avg_reward"] == 2.5 and batcher.budget.alive == 0
     assert result["samples"][0]["input"] == "q0"
@@ -255,7 +256,7 @@ async def test_evaluation_runs_beside_training_and_touches_no_budget():
 async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
     generation = FakeGeneration(delay=lambda ordinal, member: 0.1)
     batcher = ExperienceBatcher(
-        plan(num_steps=2, max_staleness=0), questions(), generation, FakeVerification()
+        config(num_training_batches=2, max_staleness=0), questions(), generation, FakeVerification()
     )
     await batcher.start()
     while not isinstance(message := await batcher.next_message(0), StepEnd):
@@ -274,7 +275,7 @@ async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_st
     # Prompts 1 and 2 give equal rewards in the group, the others do not
     generation = FakeGeneration(length=lambda ordinal, member: 3 if ordinal in (1, 2) else 1 + member)
     batcher = ExperienceBatcher(
-        plan(resample=True, max_resamples=3), questions(), generation, FakeVerification()
+        config(zero_variance="resample", max_resamples=3), questions(), generation, FakeVerification()
     )
     await batcher.start()
     steps = await train(batcher, generation, 3)
@@ -291,7 +292,7 @@ async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_st
 async def test_resampling_ends_where_nothing_has_signal_and_says_so():
     generation = FakeGeneration()  # every completion has 3 tokens: every reward is the same
     batcher = ExperienceBatcher(
-        plan(resample=True, max_resamples=2), questions(), generation, FakeVerification()
+        config(zero_variance="resample", max_resamples=2), questions(), generation, FakeVerification()
     )
     await batcher.start()
     steps = await train(batcher, generation, 3)
@@ -305,7 +306,7 @@ async def test_a_solved_question_is_drawn_no_more():
     def reward(sample: dict) -> float:
         return 1.0 if sample["answer"] == "3" else float(len(sample["completion"]) % 2)
 
-    settings = plan(num_steps=16, retire_above=0.9, max_staleness=0)
+    settings = config(num_training_batches=16, retire_solved_above=0.9, max_staleness=0)
     batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification(reward))
     await batcher.start()
     steps = await train(batcher, generation, 16)
@@ -324,7 +325,7 @@ async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt(
                 yield one
 
     generation = Greedy(length=by_member)
-    settings = plan(num_steps=1, with_baseline=True, advantages=AdvantageConfig(estimator="remax"))
+    settings = config(num_training_batches=1, advantage_estimator="remax")
     batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification())
     await batcher.start()
     ((batches, _),) = await train(batcher, generation, 1)
@@ -338,7 +339,7 @@ async def test_a_step_of_truncated_completions_raises_an_alarm():
         async def _complete(self, ordinal: int, member: int):
             return completion(3, self.live, truncated=member > 0)
 
-    settings = plan(num_steps=1, alarms=AlarmLimits(truncated=0.5))
+    settings = config(num_training_batches=1, truncation_alarm=0.5)
     batcher = ExperienceBatcher(settings, questions(), Truncating(), FakeVerification())
     await batcher.start()
     while not isinstance(end := await batcher.next_message(0), StepEnd):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from async_grpo.experience.group_advantages import AdvantageConfig
+from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
+from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
-from async_grpo.experience.token_rewards import TokenRewardConfig
 from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Verdict
 
@@ -41,6 +41,10 @@ def group(*samples, sequence_number=0, baseline=None):
     return Group(samples[0].prompt, samples, 0, sequence_number, baseline)
 
 
+def rule(facts: RunFacts = NO_FACTS, **options) -> GroupAdvantages:
+    return GroupAdvantages(BatchConfig(**options), facts)
+
+
 def advantages(plan, *groups, step=0):
     """One row per sample, None where it is not trained on."""
     with_advantages = plan(groups, step)
@@ -50,24 +54,26 @@ def advantages(plan, *groups, step=0):
 
 
 def test_outcome_rewards_become_the_estimators_advantages_on_every_token():
-    plan = AdvantageConfig(estimator="dr_grpo")
+    plan = rule(advantage_estimator="dr_grpo")
     assert advantages(plan, group(sample(2, 1.0), sample(3, 0.0))) == [[0.5, 0.5], [-0.5, -0.5, -0.5]]
 
 
 def test_a_sample_without_a_reward_is_not_trained_on_and_moves_nobody():
-    plan = AdvantageConfig(estimator="dr_grpo")
+    plan = rule(advantage_estimator="dr_grpo")
     assert advantages(plan, group(sample(1, 1.0), sample(1), sample(1, 0.0))) == [[0.5], None, [-0.5]]
 
 
 def test_every_sample_knows_the_trained_tokens_of_its_whole_group():
-    plan = AdvantageConfig()
+    plan = rule()
     (with_advantages,) = plan([group(sample(2, 1.0), sample(3, 0.0, truncated=True), sample(4, 0.0))], 0)
     assert [s.group_tokens for s in with_advantages.samples] == [6, 6, 6]  # the truncated one is left out
 
 
 def test_the_length_penalty_is_part_of_the_reward_that_is_compared():
-    payment = TokenRewardConfig(overlong_buffer=4, overlong_penalty=0.5, max_completion_tokens=10)
-    plan = AdvantageConfig(estimator="dr_grpo", payment=payment, mask_truncated=False)
+    facts = RunFacts(max_completion_tokens=10)
+    plan = rule(
+        facts, advantage_estimator="dr_grpo", overlong_buffer=0.4, overlong_penalty=0.5, mask_truncated=False
+    )
     # 6 tokens cost nothing, 8 tokens half of the penalty, 10 tokens all of it
     by_hand = [0.0, -0.25, -0.5]
     got = advantages(plan, group(*(sample(n, 1.0) for n in (6, 8, 10))))
@@ -75,7 +81,7 @@ def test_the_length_penalty_is_part_of_the_reward_that_is_compared():
 
 
 def test_a_kl_in_the_reward_is_taken_off_token_by_token():
-    plan = AdvantageConfig(estimator="remax", payment=TokenRewardConfig(kl_coef=0.1, kl_kind="k1"))
+    plan = rule(advantage_estimator="remax", kl_coef=0.1, kl_kind="k1", kl_in_reward=True)
     # fakes sample at log-prob -0.5; the reference says -1.5: k1 = 1 per token. Greedy completion: reward 0
     rows = [sample(3, 1.0, ref=-1.5), sample(1, 1.0, ref=-1.5)]
     got = advantages(plan, group(*rows, baseline=Verdict(OK, 0.0)))
@@ -83,15 +89,15 @@ def test_a_kl_in_the_reward_is_taken_off_token_by_token():
 
 
 def test_without_a_score_for_the_greedy_completion_remax_leaves_the_group_out():
-    plan = AdvantageConfig(estimator="remax")
+    plan = rule(advantage_estimator="remax")
     rows = [sample(2, 1.0), sample(2, 0.0)]
     assert advantages(plan, group(*rows, baseline=Verdict(FAILED, None))) == [None, None]
     assert advantages(plan, group(*rows, baseline=Verdict(OK, 0.25))) == [[0.75, 0.75], [-0.25, -0.25]]
 
 
 def test_process_rewards_stand_on_their_tokens_and_stay_there():
-    payment = TokenRewardConfig(process_adapters=("prm",))
-    plan = AdvantageConfig(estimator="grpo_process", payment=payment)
+    facts = RunFacts(process=("prm",))
+    plan = rule(facts, advantage_estimator="grpo_process")
     rows = [sample(4, steps=[(1, 1.0), (3, 0.0)]), sample(3, steps=[(0, 0.0), (2, 1.0)])]
     got = advantages(plan, group(*rows))
     # pool 1 0 0 1: mean 1/2, deviation sqrt(1/3); z = +-0.866; the sum of the steps ahead of each token
@@ -101,15 +107,15 @@ def test_process_rewards_stand_on_their_tokens_and_stay_there():
 
 
 def test_an_outcome_beside_process_rewards_is_a_step_at_the_end():
-    payment = TokenRewardConfig(process_adapters=("prm",), reward_weights={"prm": 2.0})
-    plan = AdvantageConfig(estimator="gae", payment=payment)  # carries token rewards to the trainer
+    facts = RunFacts(process=("prm",), weights={"prm": 2.0})
+    plan = rule(facts, advantage_estimator="gae")  # carries token rewards to the trainer
     got = advantages(plan, group(sample(3, 1.0, steps=[(0, 0.25)]), sample(2, 0.0, steps=[(1, 0.5)])))
     assert got == [[0.5, 0.0, 1.0], [0.0, 1.0]]
 
 
 def test_prime_takes_process_and_outcome_as_two_sources():
-    payment = TokenRewardConfig(process_adapters=("prm",), reward_weights={"outcome": 3.0})
-    plan = AdvantageConfig(estimator="prime_rloo", payment=payment)
+    facts = RunFacts(process=("prm",), weights={"outcome": 3.0})
+    plan = rule(facts, advantage_estimator="prime_rloo")
     rows = [sample(3, 1.0, steps=[(0, 0.5)]), sample(2, 0.0, steps=[(1, 0.25)])]
     got = advantages(plan, group(*rows))
     source = {
@@ -128,7 +134,7 @@ def test_prime_takes_process_and_outcome_as_two_sources():
 
 
 def test_gdpo_normalises_every_adapter_and_needs_all_of_them():
-    plan = AdvantageConfig(estimator="gdpo", payment=TokenRewardConfig(process_adapters=()))
+    plan = rule(advantage_estimator="gdpo")
 
     def two(first, second):
         results = [
@@ -143,7 +149,7 @@ def test_gdpo_normalises_every_adapter_and_needs_all_of_them():
 
 
 def test_tokens_of_policies_that_are_too_old_leave_the_loss_and_the_rest_of_their_sample_stays():
-    plan = AdvantageConfig(estimator="dr_grpo", max_token_staleness=1)
+    plan = rule(advantage_estimator="dr_grpo", max_token_staleness=1)
     mixed = completion(3)
     mixed.versions[:] = [2, 3, 4]
     first = Sample(Prompt(0, np.ones(1, np.int32), {}), mixed, Verdict(OK, 1.0))
@@ -155,14 +161,14 @@ def test_tokens_of_policies_that_are_too_old_leave_the_loss_and_the_rest_of_thei
 
 def test_filtering_takes_groups_of_equal_rewards_out_of_the_loss():
     groups = [group(sample(2, 1.0), sample(2, 1.0)), group(sample(2, 1.0), sample(2, 0.0), sequence_number=1)]
-    assert advantages(AdvantageConfig(), *groups)[:2] == [[0, 0], [0, 0]]
-    assert advantages(AdvantageConfig(filter_groups=True), *groups)[:2] == [None, None]
-    assert advantages(AdvantageConfig(filter_groups=True), *groups)[2] is not None
+    assert advantages(rule(), *groups)[:2] == [[0, 0], [0, 0]]
+    assert advantages(rule(zero_variance="filter"), *groups)[:2] == [None, None]
+    assert advantages(rule(zero_variance="filter"), *groups)[2] is not None
 
 
 def test_two_samples_of_one_total_earned_in_different_places_are_a_signal():
-    payment = TokenRewardConfig(process_adapters=("prm",))
-    plan = AdvantageConfig(estimator="grpo_process", payment=payment, filter_groups=True)
+    facts = RunFacts(process=("prm",))
+    plan = rule(facts, advantage_estimator="grpo_process", zero_variance="filter")
     got = advantages(
         plan, group(sample(2, steps=[(0, 1.0), (1, 0.0)]), sample(2, steps=[(0, 0.0), (1, 1.0)]))
     )
@@ -188,7 +194,7 @@ def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_mi
         group(*(sample(1 + i, r) for i, r in enumerate(row)), sequence_number=n)
         for n, row in enumerate(rewards)
     ]
-    plan = AdvantageConfig(estimator=name)
+    plan = rule(advantage_estimator=name)
     assembler = StepAssembler(4, 0, Packer(2, 10_000), plan)
     events = [event for n in order for event in assembler.offer(groups[n])]
     assert isinstance(events[-1], StepComplete) and all(
@@ -201,7 +207,7 @@ def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_mi
 
 
 def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_whole():
-    plan = AdvantageConfig(estimator="reinforce_plus_plus_baseline")
+    plan = rule(advantage_estimator="reinforce_plus_plus_baseline")
     assembler = StepAssembler(3, 0, Packer(1, 8), plan)  # every sample fills a micro-batch
     three = [group(sample(5, 1.0), sample(5, 0.0), sequence_number=n) for n in range(3)]
     assert assembler.offer(three[2]) == [] and assembler.offer(three[0]) == []
@@ -209,8 +215,8 @@ def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_who
 
 
 def test_who_abstained_beside_a_process_reward_has_said_nothing_and_no_zero():
-    payment = TokenRewardConfig(process_adapters=("prm",))
-    plan = AdvantageConfig(estimator="grpo_process", payment=payment)
+    facts = RunFacts(process=("prm",))
+    plan = rule(facts, advantage_estimator="grpo_process")
 
     def judged(steps, status, reward=None):
         results = (
@@ -225,11 +231,11 @@ def test_who_abstained_beside_a_process_reward_has_said_nothing_and_no_zero():
 
 
 def test_a_group_that_is_filtered_out_moves_no_statistic_of_the_batch():
-    plan = AdvantageConfig(estimator="reinforce_plus_plus_baseline", filter_groups=True)
+    plan = rule(advantage_estimator="reinforce_plus_plus_baseline", zero_variance="filter")
     varied = group(sample(2, 1.0), sample(2, 0.0))
     dull = group(sample(4, 1.0), sample(4, 1.0), sequence_number=1)
     assert advantages(plan, varied, dull)[:2] == advantages(plan, varied)
-    unfiltered = AdvantageConfig(estimator="reinforce_plus_plus_baseline")
+    unfiltered = rule(advantage_estimator="reinforce_plus_plus_baseline")
     assert advantages(unfiltered, varied, dull)[:2] != advantages(unfiltered, varied)
 
 
@@ -241,18 +247,18 @@ def test_what_counts_as_signal_is_what_the_estimator_reads():
         )
 
     hidden = group(two(1.0, 0.0), two(1.0, 0.5))  # the best of each is the same
-    assert not AdvantageConfig(estimator="grpo").has_signal(hidden)
-    assert AdvantageConfig(estimator="gdpo").has_signal(hidden)
+    assert not rule(advantage_estimator="grpo").has_signal(hidden)
+    assert rule(advantage_estimator="gdpo").has_signal(hidden)
     solved = group(sample(1, 1.0), sample(1, 1.0), baseline=Verdict(OK, 0.0))
-    assert AdvantageConfig(estimator="remax").has_signal(solved)  # all better than the greedy completion
-    assert not AdvantageConfig(estimator="grpo").has_signal(solved)
+    assert rule(advantage_estimator="remax").has_signal(solved)  # all better than the greedy completion
+    assert not rule(advantage_estimator="grpo").has_signal(solved)
     unjudged = group(sample(1, 1.0), sample(1, 0.0), baseline=Verdict(FAILED, None))
-    assert not AdvantageConfig(estimator="remax").has_signal(unjudged)  # nothing to compare with
+    assert not rule(advantage_estimator="remax").has_signal(unjudged)  # nothing to compare with
 
 
 def test_a_group_in_which_every_reward_failed_has_no_signal_whatever_the_greedy_completion_got():
     failed = group(sample(1), sample(1), baseline=Verdict(OK, 0.0))
-    assert not AdvantageConfig(estimator="remax").has_signal(failed)
+    assert not rule(advantage_estimator="remax").has_signal(failed)
 
 
 def test_a_difference_in_a_sample_that_lacks_a_reward_is_no_signal_where_all_are_needed():
@@ -261,10 +267,10 @@ def test_a_difference_in_a_sample_that_lacks_a_reward_is_no_signal_where_all_are
         results = (AdapterResult("a", OK, first), AdapterResult("b", status, second))
         return Sample(Prompt(0, np.ones(1, np.int32), {}), completion(1), Verdict(OK, first, results))
 
-    assert not AdvantageConfig(estimator="gdpo").has_signal(
+    assert not rule(advantage_estimator="gdpo").has_signal(
         group(two(1.0, 0.5), two(1.0, 0.5), two(0.0, None))
     )
-    assert AdvantageConfig(estimator="gdpo").has_signal(group(two(1.0, 0.5), two(1.0, 0.0), two(0.0, None)))
+    assert rule(advantage_estimator="gdpo").has_signal(group(two(1.0, 0.5), two(1.0, 0.0), two(0.0, None)))
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "grpo_batch_std"])
@@ -275,7 +281,7 @@ def test_a_large_minibatch_of_outcomes_takes_neither_long_nor_a_column_per_token
         Group(prompt, tuple(Sample(prompt, long, Verdict(OK, float(n % 3))) for n in range(32)), 0, slot)
         for slot in range(128)
     ]
-    plan = AdvantageConfig(estimator=estimator)
+    plan = rule(advantage_estimator=estimator)
     tracemalloc.start()
     (first, *_) = plan(groups, 0)
     peak = tracemalloc.get_traced_memory()[1]
@@ -289,5 +295,5 @@ def test_a_large_minibatch_of_outcomes_takes_neither_long_nor_a_column_per_token
 
 def test_a_group_with_fewer_rewards_than_asked_for_is_left_out():
     three = group(sample(1, 1.0), sample(1, 0.0), sample(1))
-    assert advantages(AdvantageConfig(), three)[0] is not None
-    assert advantages(AdvantageConfig(min_valid=3), three) == [None, None, None]
+    assert advantages(rule(), three)[0] is not None
+    assert advantages(rule(min_valid_samples=3), three) == [None, None, None]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from tiny_policy import VOCAB, save_tiny_model
 
+from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.cluster.controller import RunController
 from async_grpo.errors import RunFailed, WeightsDidNotLand
-from async_grpo.experience.batcher import BatcherConfig
+from async_grpo.experience.config import NO_FACTS, BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
@@ -27,9 +28,10 @@ from async_grpo.testing import (
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import OptimizerConfig, build_policy_optimizer
+from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import SharedRunSettings, WorkerInfo
@@ -50,16 +52,13 @@ SETTINGS = SharedRunSettings(
     logprob_roles=(),
     seed=0,
 )
-PLAN = BatcherConfig(
-    num_ranks=1,
-    num_steps=STEPS,
-    groups_per_step=GROUPS,
-    steps_per_batch=1,
+CONFIG = BatchConfig(
+    num_training_batches=STEPS,
+    batch_size=GROUPS,
     samples_per_question=MEMBERS,
-    max_staleness=1,
     max_tokens_per_gpu=256,
     experience_timeout_s=20.0,
-    seed=0,
+    infinite_sampler_seed=0,
 )
 
 
@@ -91,7 +90,9 @@ class Chain:
     def train(self, verification: Any = None) -> Lines:
         questions = [Question(np.array([5 + n, 6], np.int32), {"input": f"q{n}"}) for n in range(4)]
         self.loop.run(
-            self.controller.start_batcher(PLAN, questions, lambda: verification or FakeVerification())
+            self.controller.start_batcher(
+                CONFIG, NO_FACTS, 1, questions, lambda: verification or FakeVerification()
+            )
         )
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
@@ -104,12 +105,14 @@ class Chain:
         policy = PolicyModel(load_causal_lm(self.folder, "float32"))
         shard_policy(policy, ranks, dtype="float32", gradient_checkpointing=False)
         optimizer, scheduler = build_policy_optimizer(
-            policy, OptimizerConfig(learning_rate=1e-3, total_steps=STEPS)
+            policy, OptimizerConfig(learning_rate=1e-3, num_warmup_steps=0), STEPS
         )
         canary = Canary(Canary.text(VOCAB, 16), canary_logprobs)
         return Trainer(
             policy=policy,
-            accumulator=GradientAccumulator(policy, optimizer, scheduler, Objective(), ranks),
+            accumulator=GradientAccumulator(
+                policy, optimizer, scheduler, Objective(AlgorithmConfig()), ranks
+            ),
             source=InProcessExperience(self.loop, self.controller),
             publisher=Publisher(self.link, named_full_tensors, canary, torch.float32),
             metrics=self.lines,

@@ -20,9 +20,18 @@ from async_grpo.data.reward_registry import REWARD_ADAPTERS, RewardType
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_before_the_house.json").read_text())
 
-RENAMED: dict[str, str] = {}  # option -> its new name
-NEW_DEFAULTS: dict[tuple[str, str], object] = {}  # (command, option) -> the default it has now
-NEW_IN_RECIPES: dict[tuple[str, str], object] = {}  # (recipe, option) -> the value it has now
+RENAMED: dict[str, str] = {"no_positive_resampling": "retire_solved_above"}  # option -> its new name
+NEW_DEFAULTS: dict[tuple[str, str], object] = {  # (command, option) -> the default it has now
+    # It was the policy's rate, 2e-6: far too slow for a head that begins at zero
+    ("trainer", "critic_learning_rate"): 1e-5,
+    ("run", "critic_learning_rate"): 1e-5,
+}
+NEW_IN_RECIPES: dict[tuple[str, str], object] = {  # (recipe, option) -> the value it has now
+    # ScaleRL divides by the standard deviation over the samples of the batch, not over their tokens
+    ("scalerl", "advantage_estimator"): "grpo_batch_std",
+    # Their papers train on truncated completions, too
+    **{(name, "mask_truncated"): False for name in ("grpo", "dr_grpo", "gspo", "process")},
+}
 
 
 def fields_of(command: str) -> dict[str, object]:

@@ -9,7 +9,6 @@ import pytest
 from tiny_policy import tiny_model
 
 from async_grpo.algorithm.advantages import get_estimator
-from async_grpo.config.plans import batcher_plan, objective, optimizer_settings
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
@@ -19,6 +18,7 @@ from async_grpo.options.source_file import digests
 from async_grpo.testing import FakeGeneration, FakeVerification
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.distributed import distributed_run
+from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.types import StepEnd
 
@@ -61,8 +61,7 @@ async def messages_of_one_step(config: RunConfig) -> list:
         for d in (1.0, 3.0)
     ]
     generation = FakeGeneration(length=lambda ordinal, member: 2 + member)
-    plan = batcher_plan(config, 1, {"fake": lambda sample: {"reward": 1.0}})
-    batcher = ExperienceBatcher(plan, questions, generation, FakeVerification())
+    batcher = ExperienceBatcher(config, questions, generation, FakeVerification())
     await batcher.start()
     messages = [await batcher.next_message(0)]
     while not isinstance(messages[-1], StepEnd):
@@ -76,8 +75,8 @@ def train_a_step(config: RunConfig) -> tuple[list, dict[str, float]]:
     *batches, _ = asyncio.run(messages_of_one_step(config))
     policy = PolicyModel(tiny_model())
     with distributed_run("cpu") as ranks:
-        optimizer, schedule = build_policy_optimizer(policy, optimizer_settings(config))
-        accumulator = GradientAccumulator(policy, optimizer, schedule, objective(config), ranks)
+        optimizer, schedule = build_policy_optimizer(policy, config, config.num_steps)
+        accumulator = GradientAccumulator(policy, optimizer, schedule, Objective(config), ranks)
         for batch in batches:
             accumulator.add(batch)
         return batches, accumulator.finish()

@@ -19,8 +19,9 @@ from async_grpo.algorithm.value_loss import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
-from async_grpo.training.optimizer import OptimizerConfig, build_policy_optimizer
+from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 
 WORLD_SIZE, DEADLINE_S = 2, 120
@@ -138,7 +139,7 @@ def adamw_step(ranks):
     """Weights before and after one step at two learning rates, by the names in the policy."""
     policy = shard_policy(critic_policy(), ranks)
     optimizer, _ = build_policy_optimizer(
-        policy, OptimizerConfig(1e-4, "constant", critic_learning_rate=1e-2)
+        policy, OptimizerConfig(learning_rate=1e-4, lr_scheduler="constant", critic_learning_rate=1e-2)
     )
     library_loss(policy, hands()[ranks.rank][1], 1.0).backward()
     before = {name: full(p.detach()).clone() for name, p in policy.named_parameters()}
@@ -295,7 +296,8 @@ def test_values_without_a_critic_say_how_to_get_one():
 
 
 def optimizer_groups(policy, **options):
-    optimizer, schedule = build_policy_optimizer(policy, OptimizerConfig(1e-3, "linear", **options))
+    config = OptimizerConfig(learning_rate=1e-3, lr_scheduler="linear", num_warmup_steps=0, **options)
+    optimizer, schedule = build_policy_optimizer(policy, config, total_steps=4)
     rates = []
     for _ in range(4):
         rates.append(schedule.get_last_lr())
@@ -306,15 +308,15 @@ def optimizer_groups(policy, **options):
 
 def test_both_learning_rates_follow_the_schedule_and_every_weight_is_in_one_group():
     policy = critic_policy()
-    groups, rates = optimizer_groups(policy, total_steps=4, critic_learning_rate=1e-2)
+    groups, rates = optimizer_groups(policy, critic_learning_rate=1e-2)
     assert rates == [pytest.approx([1e-3 * left, 1e-2 * left]) for left in (1, 0.75, 0.5, 0.25)]
     optimised = [id(p) for group in groups for p in group["params"]]
     assert sorted(optimised) == sorted(map(id, policy.parameters()))
     assert [id(p) for p in groups[1]["params"]] == [id(p) for p in policy.value_head.parameters()]
-    assert optimizer_groups(policy, total_steps=4)[1][0] == [1e-3, 1e-3]
-    assert optimizer_groups(PolicyModel(tiny_model()), total_steps=4)[1][0] == [1e-3]
+    assert optimizer_groups(policy)[1][0] == [1e-3, 1e-5]  # a critic has a rate of its own
+    assert optimizer_groups(PolicyModel(tiny_model()))[1][0] == [1e-3]
 
 
 def test_a_critic_that_cannot_learn_is_refused():
-    with pytest.raises(ConfigurationError, match=r"critic_learning_rate 0.* must be positive"):
-        OptimizerConfig(1e-3, critic_learning_rate=0.0)
+    with pytest.raises(ConfigurationError, match=r"--critic-learning-rate must be above 0, not 0"):
+        OptimizerConfig(critic_learning_rate=0.0)

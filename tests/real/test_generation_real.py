@@ -31,13 +31,15 @@ class EngineThread:
     """An engine in an event loop of its own, so that one engine serves a whole module of tests."""
 
     def __init__(self, worker_class: type, settings: SharedRunSettings) -> None:
-        from async_grpo.generation.options import EngineConfig
+        from async_grpo.generation.config import EngineConfig
 
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
         async def start() -> object:
-            return worker_class.start(EngineConfig(str(MODEL), max_num_seqs=64, enforce_eager=True), settings)
+            return worker_class.start(
+                EngineConfig(model_path=str(MODEL), max_num_seqs=64, enforce_eager=True), settings
+            )
 
         self.worker = self.run(start(), 180)
 

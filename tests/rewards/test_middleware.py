@@ -7,10 +7,11 @@ import time
 import pytest
 
 from async_grpo.cluster.reward_actors import RunVerification
-from async_grpo.config.reward_plans import pool_plan, reward_limits, with_secrets
+from async_grpo.config.compatibility import check_rewards
+from async_grpo.config.resolved import ResolvedRewards
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache
@@ -167,9 +168,18 @@ def config(**changes):
     return RunConfig(**{"model_name_or_path": "m", "data_path": "d", **changes})
 
 
-def test_a_pool_plan_holds_what_the_command_line_says():
+def checked(made: RunConfig) -> ResolvedRewards:
+    """The run's rewards from PAGE, if the configuration fits them."""
     source = RewardRegistrySource.from_text("page_of_plans", PAGE)
+    everyone = resolve(source, made.all_names)
+    rewards = ResolvedRewards(source, {name: everyone[name] for name in made.adapters}, everyone)
+    check_rewards(made, rewards)
+    return rewards
+
+
+def test_the_configuration_of_a_pool_holds_what_the_command_line_says():
     made = config(
+        reward_fns="rule,judge",
         verifiers="rule=7",
         reward_limits="judge.rpm=60,judge.concurrency=2,judge.tpm=9,rule.rpm=8",
         reward_options="weight=2",
@@ -178,59 +188,59 @@ def test_a_pool_plan_holds_what_the_command_line_says():
         reward_combine="sum",
         reward_weights="rule=0.5",
     )
-    plan = pool_plan(made, source, ["rule", "judge"])
-    assert plan.workers == {"rule": 7, "judge": 1} and plan.fallbacks == {"judge": "rule"}
-    assert plan.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0, tokens_per_minute=9.0)
-    assert plan.combination.constants == {"judge": 0.5} and plan.combination.weights == {"rule": 0.5}
-    assert reward_limits(made)["rule"].requests_per_minute == 8
+    checked(made)
+    assert made.num_verifiers("rule") == 7 and made.fallbacks == {"judge": "rule"}
+    assert made.limits["judge"] == Limits(concurrency=2, requests_per_minute=60.0, tokens_per_minute=9.0)
+    assert made.combination.constants == {"judge": 0.5} and made.combination.weights == {"rule": 0.5}
+    assert made.limits["rule"].requests_per_minute == 8
 
 
 def test_a_judge_with_a_hook_that_nobody_would_call_is_refused():
-    with pytest.raises(ConfigurationError, match="the judge voting has post_process_scores"):
-        pool_plan(config(), RewardRegistrySource.from_text("page_of_plans", PAGE), ["voting"])
+    with pytest.raises(ConfigurationError, match="the judge voting, which has post_process_scores"):
+        checked(config(reward_fns="voting"))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"verifiers": "other=2"}, "--verifiers names other"),
-        ({"reward_limits": "other.rpm=2"}, "--reward-limits names other"),
-        ({"reward_limits": "rule.tpm=9"}, "rule.tpm: rule is no judge, and takes no tokens"),
+        ({"verifiers": "other=2"}, "--verifiers other=2 names other"),
+        ({"reward_limits": "other.rpm=2"}, "--reward-limits other.rpm=2 names other"),
+        ({"reward_limits": "rule.tpm=9"}, "gives rule a tpm, but it is no judge"),
         ({"reward_options": "loudness=2"}, "takes the option loudness"),
         ({"reward_fallback": "rule=nobody"}, "nobody"),
-        ({"reward_fallback": "rule=vote"}, "rule=vote: vote scores by the whole group"),
+        ({"reward_fallback": "rule=vote"}, "rule=vote names vote, which scores by the whole group"),
     ],
 )
 def test_a_name_that_is_no_reward_of_the_run_or_cannot_do_what_it_is_to_is_refused(options, said):
     with pytest.raises(ConfigurationError, match=said):
-        pool_plan(config(**options), RewardRegistrySource.from_text("page_of_plans", PAGE), ["rule"])
+        checked(config(reward_fns="rule", **options))
 
 
 @pytest.mark.parametrize(
     ("options", "names", "said"),
     [
-        ({}, ["rule"], "--judge-budget 5, but none of rule has a price"),
-        ({}, ["rule", "judge"], "none of rule, judge has a price: give the judge its price_per_million_tokens"),
-        ({"judge_budget_policy": "fallback"}, ["paid"], "nobody stands in for paid: name somebody by --reward-f"),
-        ({"judge_budget_policy": "fallback", "reward_fallback": "judge=rule"}, ["judge", "paid"], "in for paid"),
+        ({}, ["rule"], "--judge-budget 5.0 limits nothing: none of rule has a price"),
+        ({}, ["rule", "judge"], "none of rule, judge has a price; give the judge its price_per_million_tokens"),
+        ({"judge_budget_policy": "fallback"}, ["paid"], "nothing to fall back on for paid: name a stand-in by --reward-f"),
+        ({"judge_budget_policy": "fallback", "reward_fallback": "judge=rule"}, ["judge", "paid"], "fall back on for paid"),
         ({}, ["paid"], None),
         ({"reward_fallback": "judge=paid"}, ["judge"], None),
         ({"judge_budget_policy": "fallback", "reward_fallback": "paid=rule"}, ["paid"], None),
     ],
 )  # fmt: skip
 def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_refused(options, names, said):
-    source, made = RewardRegistrySource.from_text("page_of_plans", PAGE), config(judge_budget=5.0, **options)
+    made = config(judge_budget=5.0, reward_fns=",".join(names), **options)
     if said is None:
-        assert pool_plan(made, source, names).budget == 5.0
+        checked(made)
     else:
         with pytest.raises(ConfigurationError, match=said):
-            pool_plan(made, source, names)
+            checked(made)
 
 
 async def test_the_size_of_the_cache_reaches_it(tmp_path):
-    made = config(verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
+    made = config(reward_fns="rule", verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
     source = RewardRegistrySource.from_text("page_of_plans", PAGE)
-    around = RunVerification(source, pool_plan(made, source, ["rule"]))._make_surroundings()
+    around = RunVerification(source, made)._make_surroundings()
     sample = {"completion": "x" * 100}
     for number in range(1, 1002):  # it prunes after every thousand
         await around("rule", {**sample, "n": number}, "train", Judge(delay_s=0))
@@ -239,11 +249,9 @@ async def test_the_size_of_the_cache_reaches_it(tmp_path):
     assert entries.num_bytes <= 0.01 * 2**20 + 1000
 
 
-def test_a_key_goes_with_the_plan_and_shows_nowhere(monkeypatch):
-    source = RewardRegistrySource.from_text("page_of_plans", PAGE)
-    plan = pool_plan(config(), source, ["judge"])
+def test_a_key_comes_from_the_environment_and_shows_nowhere(monkeypatch):
+    rewards = checked(config(reward_fns="judge"))
     with pytest.raises(ConfigurationError, match="A_KEY_OF_THE_TESTS"):
-        with_secrets(plan, source)
+        rewards.secrets()
     monkeypatch.setenv("A_KEY_OF_THE_TESTS", "sesame")
-    secret = with_secrets(plan, source)
-    assert secret.secrets == {"A_KEY_OF_THE_TESTS": "sesame"} and "sesame" not in repr(secret)
+    assert rewards.secrets() == {"A_KEY_OF_THE_TESTS": "sesame"} and "sesame" not in repr(rewards)

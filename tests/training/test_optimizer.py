@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from async_grpo.errors import ConfigurationError
-from async_grpo.training.optimizer import LR_SCHEDULES, OptimizerConfig, build_optimizer
+from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.optimizer import LR_SCHEDULES, build_optimizer
 
 WARMUP, TOTAL = 5, 20
 
@@ -15,10 +15,8 @@ WARMUP, TOTAL = 5, 20
 def learning_rates(steps=TOTAL, **options):
     """The learning rate that each of the first `steps` optimizer steps is taken with."""
     weight = torch.nn.Parameter(torch.zeros(1))
-    settings = OptimizerConfig(
-        **({"learning_rate": 1.0, "warmup_steps": WARMUP, "total_steps": TOTAL} | options)
-    )
-    optimizer, schedule = build_optimizer([weight], settings)
+    config = OptimizerConfig(**({"learning_rate": 1.0, "num_warmup_steps": WARMUP} | options))
+    optimizer, schedule = build_optimizer([weight], config, TOTAL)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -55,7 +53,7 @@ def test_constant_does_not_warm_up():
 
 @pytest.mark.parametrize("name", list(LR_SCHEDULES))
 def test_without_a_warm_up_every_schedule_starts_at_the_full_rate(name):
-    assert learning_rates(lr_scheduler=name, warmup_steps=0)[0] == 1.0
+    assert learning_rates(lr_scheduler=name, num_warmup_steps=0)[0] == 1.0
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
@@ -69,29 +67,21 @@ def test_inverse_sqrt_quarters_the_steps_and_halves_the_rate():
     assert rates[4 * WARMUP] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"lr_scheduler": "polynomial"}, "inverse_sqrt"),
-        ({"lr_scheduler": "cosine", "warmup_steps": 20}, "beyond warmup_steps"),
-        ({"learning_rate": 0.0}, "must be positive"),
-        ({"warmup_steps": -1}, "not negative"),
-    ],
-)
-def test_impossible_settings_are_refused_with_their_values(options, names):
-    with pytest.raises(ConfigurationError, match=names):
-        learning_rates(**options)
-
-
-def test_the_update_is_that_of_adamw_with_betas_09_and_095():
+@pytest.mark.parametrize(("beta1", "beta2", "epsilon"), [(0.9, 0.95, 1e-8), (0.8, 0.99, 0.5)])
+def test_the_update_is_that_of_adamw(beta1, beta2, epsilon):
     weight = torch.nn.Parameter(torch.tensor([2.0]))
-    settings = OptimizerConfig(learning_rate=0.1, lr_scheduler="constant", weight_decay=0.5)
-    optimizer, _ = build_optimizer([weight], settings)
+    options = {"learning_rate": 0.1, "lr_scheduler": "constant", "weight_decay": 0.5}
+    if (beta1, beta2) != (0.9, 0.95):  # which are the defaults
+        options |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_epsilon": epsilon}
+    optimizer, _ = build_optimizer([weight], OptimizerConfig(**options))
     value, first, second = 2.0, 0.0, 0.0
     for step, gradient in enumerate([1.0, -3.0, 0.5], start=1):
         weight.grad = torch.tensor([gradient])
         optimizer.step()
-        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
-        mean, scale = first / (1 - 0.9**step), math.sqrt(second / (1 - 0.95**step))
-        value = value * (1 - 0.1 * 0.5) - 0.1 * mean / (scale + 1e-8)
+        first, second = (
+            beta1 * first + (1 - beta1) * gradient,
+            beta2 * second + (1 - beta2) * gradient**2,
+        )
+        mean, scale = first / (1 - beta1**step), math.sqrt(second / (1 - beta2**step))
+        value = value * (1 - 0.1 * 0.5) - 0.1 * mean / (scale + epsilon)
         assert weight.item() == pytest.approx(value, rel=1e-5)

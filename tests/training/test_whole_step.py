@@ -18,85 +18,99 @@ from tiny_policy import pack, random_sequence, tiny_model
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
+from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
 from async_grpo.algorithm.process_advantages import gae_returns
 from async_grpo.algorithm.value_loss import value_loss
-from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.training.distributed import distributed_run
-from async_grpo.training.objective import Critic, Objective
+from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
 
 WORLD_SIZE, DEADLINE_S = 2, 240
-SCALE = 40.0
-GAE = ADVANTAGE_ESTIMATORS["gae"]
+SCALE = 40
 
 CASES = {
     **{name: {"policy_loss": name} for name in POLICY_LOSSES},
-    **{f"aggregation {name}": {"aggregation": name} for name in AGGREGATIONS},
-    "kl_cov takes more": {"policy_loss": "kl_cov", "policy_loss_options": {"ratio": 0.2}},
+    **{f"aggregation {name}": {"loss_aggregation": name} for name in AGGREGATIONS},
+    "kl_cov takes more": {"policy_loss": "kl_cov", "loss_options": "ratio=0.2"},
     "clip_cov takes more": {
         "policy_loss": "clip_cov",
-        "policy_loss_options": {"ratio": 0.1, "cov_low": 0.01, "cov_high": 50.0},
+        "loss_options": "ratio=0.1,cov_low=0.01,cov_high=50",
     },
     "entropy bonus": {"entropy_coef": 0.3},
     "straight-through kl": {"kl_coef": 0.2, "kl_kind": "k3+", "kl_clamp": 2.0},
     "truncated weights": {
         "policy_loss": "gpg",
-        "correction": OffPolicyCorrection("token", high=1.5, normalize=True),
+        "importance_level": "token",
+        "importance_high": 1.5,
+        "importance_normalize": True,
     },
     "masked weights of sequences": {
         "policy_loss": "grpo",
-        "aggregation": "prompt_mean",
-        "correction": OffPolicyCorrection("sequence", "mask", low=1e-4, high=1e4, normalize=True),
+        "loss_aggregation": "prompt_mean",
+        "importance_level": "sequence",
+        "importance_mode": "mask",
+        "importance_normalize": True,
+        "importance_low": 1e-4,
+        "importance_high": 1e4,
     },
-    "weights beside a ratio of one": {
-        "old_policy": "current",
-        "correction": OffPolicyCorrection("token", "truncate", high=2.0),
-    },
+    "weights beside a ratio of one": {"old_policy": "current", "importance_level": "token"},
     "weights without a proximal policy": {
         "policy_loss": "gpg",
-        "correction": OffPolicyCorrection("token", high=3.0, normalize=True),
+        "importance_level": "token",
+        "importance_high": 3.0,
+        "importance_normalize": True,
     },
     "rejected tokens without a proximal policy": {
         "policy_loss": "grpo",
-        "correction": OffPolicyCorrection(statistic="token_k2", rejection_high=2.0),
+        "rejection_statistic": "token_k2",
+        "rejection_high": 2.0,
     },
     "rejected tokens": {
-        "aggregation": "sequence_mean_token_mean",
-        "correction": OffPolicyCorrection(statistic="token_k1", rejection_low=0.8, rejection_high=1.25),
+        "loss_aggregation": "sequence_mean_token_mean",
+        "rejection_statistic": "token_k1",
+        "rejection_low": 0.8,
+        "rejection_high": 1.25,
     },
     "rejected tokens of groups": {
-        "aggregation": "prompt_mean",
-        "correction": OffPolicyCorrection(statistic="token_k1", rejection_low=0.8, rejection_high=1.25),
+        "loss_aggregation": "prompt_mean",
+        "rejection_statistic": "token_k1",
+        "rejection_low": 0.8,
+        "rejection_high": 1.25,
     },
     "rejected sequences": {
         "policy_loss": "gspo",
-        "aggregation": "prompt_mean",
-        "correction": OffPolicyCorrection(statistic="sequence_mean_k3", rejection_high=0.045),
+        "loss_aggregation": "prompt_mean",
+        "rejection_statistic": "sequence_mean_k3",
+        "rejection_high": 0.045,
     },
     "proximal ratio": {"policy_loss": "dual_clip", "old_policy": "proximal"},
-    "critic": {"critic": Critic(GAE, {"gamma": 0.9, "lam": 0.8}, coef=0.7, clip=0.1)},
+    "critic": {
+        "advantage_estimator": "gae",
+        "estimator_options": "gamma=0.9,lam=0.8",
+        "critic_coef": 0.7,
+        "critic_clip": 0.1,
+    },
     "critic without whitening": {
-        "critic": Critic(GAE, {"whiten": False}),
-        "aggregation": "sequence_mean_token_sum",
+        "advantage_estimator": "gae",
+        "estimator_options": "whiten=false",
+        "loss_aggregation": "sequence_mean_token_sum",
     },
     "critic and covariance": {
-        "critic": Critic(GAE, {"lam": 0.5}),
+        "advantage_estimator": "gae",
+        "estimator_options": "lam=0.5",
         "policy_loss": "kl_cov",
-        "policy_loss_options": {"ratio": 0.1},
+        "loss_options": "ratio=0.1",
     },
 }
 
 
 def objective_of(case: str) -> Objective:
-    settings = CASES[case]
-    scale = SCALE if settings.get("aggregation") == "constant_length" else None
-    return Objective(**settings, aggregation_scale=scale)
+    return Objective(AlgorithmConfig(**CASES[case]), SCALE)
 
 
 def minibatch(seed: int, case: str) -> list[dict]:
@@ -114,7 +128,7 @@ def minibatch(seed: int, case: str) -> list[dict]:
 
 
 def policy_of(objective: Objective) -> PolicyModel:
-    policy = PolicyModel(tiny_model(), chunk_tokens=13, value_head=objective.critic is not None)
+    policy = PolicyModel(tiny_model(), chunk_tokens=13, value_head=objective.has_critic)
     if policy.value_head is not None:
         torch.manual_seed(5)
         torch.nn.init.normal_(policy.value_head.weight, std=0.05)
@@ -208,54 +222,48 @@ def reference_gradients(case, sequences):
     behaviour, advantages = (padded(sequences, c) for c in ("behaviour", "advantages"))
     proximal = padded(sequences, "proximal") if "proximal" in sequences[0] else logprobs.detach()
 
-    full_mask, kept, correction = mask, mask, objective.correction
-    if correction.statistic:
-        bounds = {"low": correction.rejection_low, "high": correction.rejection_high}
-        kept = rejection_mask(proximal, behaviour, mask, statistic=correction.statistic, **bounds)
+    config, full_mask, kept = objective.config, mask, mask
+    if config.rejection_statistic:
+        bounds = {"low": config.rejection_low, "high": config.rejection_high}
+        kept = rejection_mask(proximal, behaviour, mask, statistic=config.rejection_statistic, **bounds)
     weights = None
-    if correction.weighs:
-        bounds = {
-            "level": correction.level,
-            "mode": correction.mode,
-            "low": correction.low,
-            "high": correction.high,
-        }
-        weights = importance_weights(proximal, behaviour, kept, normalize=correction.normalize, **bounds)
+    if config.importance_level != "none":
+        names = ("level", "mode", "low", "high", "normalize")
+        options = {name: getattr(config, f"importance_{name}") for name in names}
+        weights = importance_weights(proximal, behaviour, kept, **options)
     values = returns = None
-    if objective.critic:
-        critic = objective.critic
+    if objective.has_critic:
         states = output.hidden_states[-1][:, :-1]
         values = torch.nn.functional.pad(
             policy.value_head(states.flatten(0, 1)).view(states.shape[:2]), (1, 0)
         )
-        settings = {name: value for name, value in critic.options.items() if name != "whiten"}
-        _, returns = gae_returns(advantages, values, full_mask, **settings)
+        settings = {"gamma": 1.0, "lam": 1.0, **config.estimator_settings}
+        discounts = {name: settings[name] for name in ("gamma", "lam")}
+        _, returns = gae_returns(advantages, values, full_mask, **discounts)
         one_group = torch.zeros(len(sequences), dtype=torch.int64)
         advantages = ADVANTAGE_ESTIMATORS["gae"](
-            advantages, full_mask, one_group, values=values.detach(), whiten=critic.whiten, **settings
+            advantages, full_mask, one_group, values=values.detach(), **settings
         )
-    options, old = dict(objective.policy_loss_options), behaviour
+    options, old = dict(objective.loss_settings), behaviour
     if objective.loss.needs_proximal:
         options["proximal_logprobs"] = proximal
-    elif objective.old_policy == "proximal":
+    elif config.old_policy == "proximal":
         old = proximal
-    elif objective.old_policy == "current":
+    elif config.old_policy == "current":
         old = logprobs.detach()
     loss, _ = objective.loss(logprobs, old, advantages, kept, importance_weights=weights, **options)
-    if objective.kl_coef:
-        kl = kl_penalty(logprobs, padded(sequences, "ref"), objective.kl_kind, clamp=objective.kl_clamp)
-        loss = loss + objective.kl_coef * torch.where(kept, kl, 0)
-    loss = loss - objective.entropy_coef * torch.where(kept, entropy, 0)
-    if objective.critic:
+    if config.kl_coef:
+        kl = kl_penalty(logprobs, padded(sequences, "ref"), config.kl_kind, clamp=config.kl_clamp)
+        loss = loss + config.kl_coef * torch.where(kept, kl, 0)
+    loss = loss - config.entropy_coef * torch.where(kept, entropy, 0)
+    if objective.has_critic:
         loss = (
             loss
-            + objective.critic.coef
-            * value_loss(values, returns, values.detach(), kept, clip=objective.critic.clip)[0]
+            + config.critic_coef
+            * value_loss(values, returns, values.detach(), kept, clip=config.critic_clip)[0]
         )
     groups = torch.tensor([s["group"] for s in sequences])
-    aggregate_loss(
-        loss, kept, objective.aggregation, group_ids=groups, scale=objective.aggregation_scale
-    ).backward()
+    aggregate_loss(loss, kept, config.loss_aggregation, group_ids=groups, scale=SCALE).backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in policy.named_parameters()}
 
 
@@ -300,20 +308,3 @@ def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
     )
     assert two_ranks["ppo_clip"][0]["rejected_share"] == 0
     assert two_ranks["critic"][0]["explained_variance"] < 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"policy_loss_options": {"clip_c": 3.0}}, "no option clip_c"),
-        ({"correction": OffPolicyCorrection("token")}, "count it twice"),
-        (
-            {"policy_loss": "decoupled", "correction": OffPolicyCorrection("token")},
-            "leave --importance-level out",
-        ),
-        ({"policy_loss": "decoupled", "old_policy": "current"}, "leaves none"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings, said):
-    with pytest.raises(ConfigurationError, match=said):
-        Objective(**settings)

@@ -1,0 +1,16 @@
+"""`training_params.json`: every setting of a run, in a form that can be given back as a configuration."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.run import RunConfig
+from async_grpo.rewards.adapter.registry_source import parse_names
+
+
+def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
+    """Write the options of the run, the rewards as a list, and under other names the `facts` of this start."""
+    params = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns)), **facts}
+    path.write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")

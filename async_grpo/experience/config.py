@@ -1,0 +1,157 @@
+"""The options of the rollout side: batches, steps, and what becomes of groups on the way to them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, SHARE, option
+
+OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
+OUTCOME = "outcome"  # the name of the best outcome reward beside process rewards that are taken apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(AlgorithmConfig):
+    """What the batcher is given. The algorithm's options are among them: advantages are computed here."""
+
+    batch_size: int = option(128, "Questions per iteration.", "Batches", range=POSITIVE, everyday=True)
+    samples_per_question: int = option(
+        32, "Completions per question: the group size.", "Batches", range=POSITIVE, everyday=True
+    )
+    train_minibatch_size: int | None = option(
+        None,
+        "Samples per optimizer step (default: the whole batch).",
+        "Batches",
+        range=POSITIVE,
+        everyday=True,
+    )
+    num_training_batches: int = option(
+        1_000_000,
+        "Iterations; also the horizon of the schedules.",
+        "Batches",
+        range=POSITIVE,
+        everyday=True,
+    )
+    max_tokens_per_gpu: int = option(
+        36_000,
+        "Token budget of one micro-batch on one rank.",
+        "Batches",
+        range=POSITIVE,
+        everyday=True,
+    )
+    max_staleness: int = option(
+        1,
+        "Oldest policy a trained token may come from, in steps (0: on-policy).",
+        "Batches",
+        range=NOT_NEGATIVE,
+        everyday=True,
+    )
+    max_token_staleness: int | None = option(
+        None,
+        "Leave tokens of policies older than this out of the loss.",
+        "Off-policy correction",
+        range=NOT_NEGATIVE,
+    )
+    scheduling: str = option(
+        "least_loaded",
+        "Which worker a group goes to, or FILE.py:NAME of a policy of your own.",
+        "Cluster",
+        choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
+        own=True,
+    )
+    infinite_sampler_seed: int = option(
+        37, "Seed of the order of questions and of everything random.", "Batches"
+    )
+    dump_samples_filename: str | None = option(
+        None, "Also write every sample, as JSONL, into output_dir.", "Output"
+    )
+    experience_timeout_s: float = option(
+        1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
+    )
+
+    mask_truncated: bool = option(True, "Leave truncated completions out of the loss.", "Groups")
+    zero_variance: str = option(
+        "keep",
+        "Groups of equal rewards: keep, filter (out of the loss) or resample (another prompt).",
+        "Groups",
+        choices=("keep", "filter", "resample"),
+    )
+    max_resamples: int = option(
+        8,
+        "Prompts that may replace one without signal; then its group is taken.",
+        "Groups",
+        range=NOT_NEGATIVE,
+    )
+    retire_solved_above: float | None = option(
+        None,
+        "Draw a question no more once a group's mean reward reached this.",
+        "Groups",
+        was="no_positive_resampling",
+    )
+    min_valid_samples: int = option(
+        2, "Rewards that a group needs, or it is left out.", "Groups", range=POSITIVE
+    )
+    truncation_alarm: float = option(
+        0.5, "Warn when more than this share of a step is truncated.", "Groups", range=SHARE
+    )
+    failure_alarm: float = option(
+        0.1, "Warn when more than this share of a reward's calls fails.", "Rewards", range=SHARE
+    )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step."""
+        return self.train_minibatch_size or self.batch_size * self.samples_per_question
+
+    @property
+    def groups_per_step(self) -> int:
+        """P: groups per optimizer step."""
+        return self.samples_per_step // self.samples_per_question
+
+    @property
+    def steps_per_batch(self) -> int:
+        return self.batch_size // self.groups_per_step
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_training_batches * self.steps_per_batch
+
+    def overlong_cost(self, num_tokens: int, longest: int) -> float:
+        """What a completion of that many tokens loses by its length (Yu et al. 2025, "DAPO", eq. 13).
+
+        Nothing up to the buffer, which is the end of the `longest` possible completion; then linearly more.
+
+        >>> config = BatchConfig(overlong_buffer=0.2, overlong_penalty=1.0)
+        >>> config.overlong_cost(80, 100), config.overlong_cost(90, 100), config.overlong_cost(100, 100)
+        (0.0, 0.5, 1.0)
+        """
+        if not (buffer := round(self.overlong_buffer * longest)):
+            return 0.0
+        over = num_tokens - (longest - buffer)
+        return self.overlong_penalty * min(max(over, 0) / buffer, 1.0)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the rollout side must know of the run's inputs, which other rooms read; made once, at start.
+
+    Args:
+        max_completion_tokens: for which even the longest prompt leaves room; at most `--max-generation-tokens`.
+        process: the rewards that come step by step.
+        whole_groups: some of them look at a whole group (`post_process_scores`).
+        weights: `--reward-weights` by name.
+        failure_policies: `--on-reward-failure` by name.
+    """
+
+    max_completion_tokens: int = 0
+    process: tuple[str, ...] = ()
+    whole_groups: bool = False
+    weights: Mapping[str, float] = field(default_factory=dict)
+    failure_policies: Mapping[str, str] = field(default_factory=dict)
+
+    def weight(self, name: str) -> float:
+        return self.weights.get(name, 1.0)
+
+
+NO_FACTS = RunFacts()
