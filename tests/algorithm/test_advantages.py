@@ -1,5 +1,6 @@
 """Every estimator against its definition in Python floats, arithmetic by hand, and the rules that hold for all."""
 
+import itertools
 import math
 
 import pytest
@@ -96,12 +97,6 @@ def test_grpo_divides_by_the_sample_standard_deviation():
     assert advantages[:, 0].tolist() == pytest.approx([expected, -expected, -expected, expected], abs=1e-12)
 
 
-def test_every_unmasked_token_of_a_row_gets_the_same_advantage_and_masked_tokens_get_zero():
-    rewards, mask = outcome([3, 1], [3, 2])
-    advantages = DR_GRPO(rewards, mask, torch.tensor([7, 7]))
-    assert advantages.tolist() == [[1, 1, 1, 0], [-1, -1, 0, 0]]
-
-
 def test_a_reward_reaches_the_tokens_before_a_masked_span_undiscounted_by_it():
     # tokens 1 and 2 are a tool's answer; token 3 is one step from token 0
     rewards = torch.tensor([[0.0, 5, 5, 4], [0, 0, 0, 0]], dtype=torch.float64)
@@ -110,18 +105,6 @@ def test_a_reward_reaches_the_tokens_before_a_masked_span_undiscounted_by_it():
     # returns 2, 4, 0, 0: mean 3/2, variance (1/4 + 25/4 + 9/4 + 9/4)/3 = 11/3
     expected = [x / math.sqrt(11 / 3 + 1e-8) for x in (0.5, 0, 0, 2.5)]
     assert advantages[0].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_process_rewards_on_padded_rows_keep_their_sign():
-    # normalised and summed over the pads too, the best row of this example would get -1.02 on its first token
-    rewards = torch.tensor(
-        [[0.1, 0.2, 0.3, 0], [0.4, 0.5, 0, 0], [0.2, 0.1, 0.2, 0.1], [0.3, 0.4, 0.3, 0]], dtype=torch.float64
-    )
-    mask = torch.arange(4) < torch.tensor([3, 2, 4, 3])[:, None]
-    mean, std = 3.1 / 12, math.sqrt((0.99 - 3.1**2 / 12) / 11)
-    first = ADVANTAGE_ESTIMATORS["grpo_process"](rewards, mask, one_group(4))[1, 0].item()
-    assert first == pytest.approx((0.9 - 2 * mean) / (std + 1e-6), abs=1e-12)
-    assert round(first, 2) == 2.92
 
 
 def test_a_bare_tensor_is_a_single_source_with_a_single_mask():
@@ -195,19 +178,6 @@ def test_a_batch_coupled_estimator_is_moved_by_another_group(name):
     assert not torch.allclose(whole[:3], fragment, atol=1e-3)
 
 
-def test_a_failed_sample_does_not_move_its_group():
-    # Rewards 1 1 0 0 with the second one missing: the mean is 1/3, not 1/2
-    rewards, mask = outcome([1, math.nan, 0, 0], [2, 2, 2, 2])
-    advantages = DR_GRPO(rewards, mask, one_group(4), valid=torch.tensor([True, False, True, True]))
-    assert advantages[:, 0].tolist() == pytest.approx([2 / 3, 0, -1 / 3, -1 / 3])
-
-
-def test_an_empty_completion_takes_no_part():
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
-    mask = torch.tensor([[True, False], [True, False], [False, False]])
-    assert DR_GRPO(rewards, mask, one_group(3)).tolist() == [[0.5, 0], [-0.5, 0], [0, 0]]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_without_participants_gives_zeros(name):
     inputs = {"values": torch.full((2, 3), math.nan), "baselines": torch.full((2,), math.nan)}
@@ -222,14 +192,14 @@ def test_a_batch_without_participants_gives_zeros(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
-def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name, shape):
-    inputs = {"values": torch.zeros(shape), "baselines": torch.zeros(shape[0])}
-    inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].needs}
-    advantages = ADVANTAGE_ESTIMATORS[name](
-        torch.zeros(shape), torch.zeros(shape), one_group(shape[0]), **inputs
-    )
-    assert advantages.shape == shape
+def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name):
+    for shape in ((0, 3), (2, 0), (0, 0)):
+        inputs = {"values": torch.zeros(shape), "baselines": torch.zeros(shape[0])}
+        inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].needs}
+        advantages = ADVANTAGE_ESTIMATORS[name](
+            torch.zeros(shape), torch.zeros(shape), one_group(shape[0]), **inputs
+        )
+        assert advantages.shape == shape
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -246,8 +216,11 @@ def test_nothing_carries_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", GROUP_BASELINE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@given(rows=batches(), reward=st.sampled_from([0.1, 0.3, -2.5, 1e-9, 1e9 + 0.1]))
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    rows=batches(),
+    reward=st.sampled_from([0.1, 0.3, -2.5, 1e-9, 1e9 + 0.1]),
+)
 @settings(max_examples=25, deadline=None)
 def test_equal_rewards_give_exactly_zero(name, dtype, rows, reward):
     advantages = call(ADVANTAGE_ESTIMATORS, name, with_equal_rewards(rows, reward), dtype)
@@ -255,22 +228,12 @@ def test_equal_rewards_give_exactly_zero(name, dtype, rows, reward):
     assert advantages.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", GROUP_BASELINE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_seven_equal_rewards_of_a_tenth_give_exactly_zero(name, dtype):
-    assert sum([0.1] * 7) / 7 != 0.1  # why equality cannot be left to the mean
-    rewards, mask = outcome([0.1] * 7, [1] * 7)
-    advantages = ADVANTAGE_ESTIMATORS[name](rewards.to(dtype), mask, torch.full((7,), 3))
-    assert advantages.count_nonzero() == 0
-
-
 @pytest.mark.parametrize("name", ["grpo_process", "prime_rloo"])
-@pytest.mark.parametrize("size", [3, 5, 6, 7, 11])
-@pytest.mark.parametrize("reward", [0.1, 0.3, 1 / 3, -2.7])
-def test_equal_step_rewards_on_rows_of_all_lengths_give_exactly_zero(name, size, reward):
-    mask = torch.arange(6) < torch.tensor([1 + i % 6 for i in range(size)])[:, None]
-    rewards = torch.full((size, 6), reward, dtype=torch.float64)
-    assert ADVANTAGE_ESTIMATORS[name](rewards, mask, one_group(size)).count_nonzero() == 0
+def test_equal_step_rewards_on_rows_of_all_lengths_give_exactly_zero(name):
+    for size, reward in itertools.product((3, 5, 6, 7, 11), (0.1, 0.3, 1 / 3, -2.7)):
+        mask = torch.arange(6) < torch.tensor([1 + i % 6 for i in range(size)])[:, None]
+        rewards = torch.full((size, 6), reward, dtype=torch.float64)
+        assert ADVANTAGE_ESTIMATORS[name](rewards, mask, one_group(size)).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae"])

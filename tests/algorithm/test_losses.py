@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_losses_brute_force import CASES, evaluate, random_inputs
 
-from async_grpo.algorithm.aggregation import aggregate_loss
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.errors import ConfigurationError
 
@@ -46,38 +45,10 @@ def test_ppo_clip_values_gradients_and_clip_fractions(ratio, advantage, value, g
     assert metrics["ratio_mean"] == metrics["ratio_max"] == pytest.approx(ratio)
 
 
-def test_the_clip_bounds_are_options():
-    assert one_token(PPO, 1.5, 1.0, clip_high=1.0)[0] == pytest.approx(-1.5)
-    assert one_token(PPO, 0.7, -1.0, clip_low=0.1)[0] == pytest.approx(0.9)
-
-
 def test_the_grpo_loss_has_the_value_minus_a_and_the_gradient_minus_a():
     value, gradient, metrics = one_token(GRPO, 3.0, 0.7)
     assert (value, gradient) == pytest.approx((-0.7, -0.7))
     assert metrics["ratio_mean"] == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "gradient"),
-    [(10.0, -1.0, 3.0, 0.0), (2.0, -1.0, 2.0, 2.0), (10.0, 1.0, -1.28, 0.0), (0.5, -1.0, 0.8, 0.0)],
-)
-def test_dual_clip_bounds_what_a_frequent_bad_token_can_weigh(ratio, advantage, value, gradient):
-    got = one_token(POLICY_LOSSES["dual_clip"], ratio, advantage)
-    assert got[:2] == pytest.approx((value, gradient))
-    assert got[2]["clip_frac_dual"] == (value == 3.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "value", "dropped", "clamped"),
-    [({}, 0.0, 1, 0), ({"cap_mode": "clamp"}, -5 * 1.1, 0, 1), ({"cap": 7}, -6 * 1.1, 0, 0)],
-)
-def test_decoupled_drops_or_clamps_a_behaviour_weight_above_its_cap(options, value, dropped, clamped):
-    proximal = torch.full((1, 1), math.log(6), dtype=torch.float64)  # pi_prox / pi_behaviour = 6
-    got = one_token(POLICY_LOSSES["decoupled"], 6.6, 1.0, proximal_logprobs=proximal, **options)
-    assert got[:2] == pytest.approx((value, value))
-    metrics = got[2]
-    assert (metrics["behaviour_dropped_frac"], metrics["behaviour_clamped_frac"]) == (dropped, clamped)
-    assert metrics["ratio_mean"] == pytest.approx(1.1)
 
 
 def test_cispo_bounds_the_weight_at_5_and_keeps_the_gradient():
@@ -94,26 +65,6 @@ def test_cispo_bounds_the_weight_at_5_and_keeps_the_gradient():
 @pytest.mark.parametrize("advantage", [0.7, -0.7])
 def test_on_policy_every_gradient_is_minus_a(name, advantage):
     assert one_token(POLICY_LOSSES[name], 1.0, advantage, old=-0.5)[1] == pytest.approx(-advantage)
-
-
-@pytest.mark.parametrize(
-    ("name", "probability", "old", "advantage", "stays"),
-    [
-        ("dppo_tv", 0.75, 0.5, 1.0, False),  # +0.25 and pushed up further
-        ("dppo_tv", 0.75, 0.5, -1.0, True),  # on its way back
-        ("dppo_tv", 0.25, 0.5, -1.0, False),
-        ("dppo_tv", 0.25, 0.5, 1.0, True),
-        ("dppo_tv", 1e-3, 1e-5, 1.0, True),  # a ratio of 100 that moves no mass: PPO would clip it
-        ("dppo_kl", 0.75, 0.5, 1.0, False),  # .5 log(.5/.75) + .5 log(.5/.25) = 0.144
-        ("dppo_kl", 0.6, 0.5, 1.0, True),  # 0.020
-        ("dppo_kl", 0.75, 0.5, -1.0, True),
-        ("dppo_kl", 0.25, 0.5, -1.0, False),
-    ],
-)
-def test_dppo_stops_only_what_moves_too_far_the_unsafe_way(name, probability, old, advantage, stays):
-    gradient = one_token(POLICY_LOSSES[name], probability / old, advantage, old=math.log(old))[1]
-    weight = min(20, probability / old)
-    assert gradient == pytest.approx(-advantage * weight if stays else 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -144,10 +95,11 @@ def test_only_the_log_probs_of_the_policy_get_a_gradient(name, options):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_in_masked_positions_changes_neither_values_nor_gradients(name, options, garbage):
+def test_garbage_in_masked_positions_changes_neither_values_nor_gradients(name, options):
     clean = random_inputs(3, with_proximal=name == "decoupled")
     mask = clean["mask"]
+    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=torch.float64).repeat(mask.numel())
+    garbage = garbage[: mask.numel()].view_as(mask)
     dirty = {
         key: values if key == "mask" else torch.where(mask, values, garbage) for key, values in clean.items()
     }
@@ -196,34 +148,6 @@ def test_a_packed_row_of_interleaved_sequences_equals_one_row_each(case, seed, s
         torch.testing.assert_close(packed_values[0], unpacked_values.flatten()[order], rtol=1e-12, atol=1e-12)
     for metric, packed_metric in zip(metrics.values(), packed[1].values(), strict=True):
         torch.testing.assert_close(packed_metric[0], metric.flatten()[order], rtol=1e-12, atol=1e-12)
-
-
-def test_a_ratio_beyond_e_to_the_20_stays_finite():
-    logprobs = torch.tensor([[0.0, -200.0]], requires_grad=True)
-    old, advantages = torch.tensor([[-200.0, 0.0]]), torch.tensor([[-1.0, -1.0]])
-    loss, _ = PPO(logprobs, old, advantages, torch.ones(1, 2))
-    loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
-
-
-def test_gspo_gives_every_token_the_weight_of_its_sequence():
-    """Log-ratios 0.1 and 0.3, mean 0.2; GSPO itself has the gradient -A s / T for every token of the mean loss."""
-    logprobs = torch.tensor([[0.1, 0.3]], dtype=torch.float64, requires_grad=True)
-    zeros, ones = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
-    loss, metrics = POLICY_LOSSES["gspo"](logprobs, zeros, ones, ones, clip_low=0.5, clip_high=0.5)
-    aggregate_loss(loss, ones, "sequence_mean_token_mean").backward()
-    assert loss.tolist() == [pytest.approx([-math.exp(0.2)] * 2)]
-    assert logprobs.grad.tolist() == [pytest.approx([-math.exp(0.2) / 2] * 2)]
-    assert metrics["sequence_ratio_max"].tolist() == [pytest.approx([math.exp(0.2)] * 2)]
-
-
-def test_topr_fades_a_bad_sequence_and_leaves_a_good_one_alone():
-    logprobs = torch.tensor([[-2.0, -4.0], [-2.0, -4.0]], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([[-1.0, -3.0], [-1.0, -3.0]], dtype=torch.float64)  # mean log ratio -1
-    advantages = torch.tensor([[-1.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
-    loss, _ = POLICY_LOSSES["topr"](logprobs, old, advantages, torch.ones(2, 2))
-    loss.sum().backward()
-    assert logprobs.grad.tolist() == [pytest.approx([math.exp(-1)] * 2), [-1, -1]]
 
 
 def test_float32_rounding_does_not_turn_a_good_sequence_into_a_bad_one():
