@@ -1,12 +1,13 @@
 """`Channel`: many small calls to one actor in few messages, in both directions, with deadlines and cancellation.
 
-Ray moves some 2,500 small actor calls per second on two cores; a run makes several calls per sample. So all calls made
-in one turn of the event loop leave together (`submit`), and all answers that are ready come back together (`poll`):
-the busier the actor, the more each message carries. A call costs no message of its own.
+Ray moves some 2,500 small actor calls per second on two cores; a run makes several calls per sample. So all answers
+that are ready come back together (`poll`), and what they make their callers ask next leaves with the poll that follows;
+only calls made while a poll is waiting need a message more (`submit`). The busier the actor, the more each one carries.
 
-    caller                                actor
-    call("complete", x) --- submit -->    runs handler, a task each
-    ...                 <-- poll ------   [(id, ANSWER, value), (id, ERROR, error), ...]   as soon as there is one
+    caller                                  actor
+    call("score", x) --- poll [calls] -->   runs handlers, a task each
+    call("score", y) --- submit [calls] ->
+    ...              <-- [(id, ANSWER, value), (id, ERROR, error), ...]   as soon as there is one, and those soon after
 
 A handler that is an async generator answers item by item (`stream`): the items that are ready travel together, too.
 
@@ -27,7 +28,7 @@ from ray.exceptions import RayError
 from async_grpo.errors import RunFailed, WorkerLost
 
 POLL_S = 10.0  # longest silence of a healthy actor
-BATCHING_DELAY_S = 0.003
+BATCHING_DELAY_S = 0.008  # how long a message waits for company: it costs about 0.5 ms of CPU on each side
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ITEM, ANSWER, ERROR = range(
@@ -47,25 +48,30 @@ class ChannelServer:
 
     async def submit(self, caller_id: str, calls: list[tuple[int, str, tuple]], cancelled: list[int]) -> None:
         caller = self._caller(caller_id)
-        for call_id in cancelled:
-            if task := caller.tasks.pop(call_id, None):
-                task.cancel()
-        for call_id, method, args in calls:
-            task = asyncio.create_task(self._answer(caller, call_id, method, args))
-            caller.tasks[call_id] = task
+        self._begin(caller, calls, cancelled)
 
-    async def poll(self, caller_id: str) -> list[tuple[int, int, Any]]:
+    async def poll(
+        self, caller_id: str, calls: list[tuple[int, str, tuple]], cancelled: list[int]
+    ) -> list[tuple[int, int, Any]]:
         caller = self._caller(caller_id)
+        self._begin(caller, calls, cancelled)
         caller.last_poll = asyncio.get_running_loop().time()
         self._forget_silent_callers()
         if not caller.answers:
             caller.ready.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(caller.ready.wait(), POLL_S)
-            if caller.tasks:  # others may be about to finish: a message costs more than this wait
+            if caller.tasks:  # others may be about to finish
                 await asyncio.sleep(BATCHING_DELAY_S)
         answers, caller.answers = caller.answers, []
         return answers
+
+    def _begin(self, caller: "_Caller", calls: list[tuple[int, str, tuple]], cancelled: list[int]) -> None:
+        for call_id in cancelled:
+            if task := caller.tasks.pop(call_id, None):
+                task.cancel()
+        for call_id, method, args in calls:
+            caller.tasks[call_id] = asyncio.create_task(self._answer(caller, call_id, method, args))
 
     async def _answer(self, caller: "_Caller", call_id: int, method: str, args: tuple) -> None:
         try:
@@ -132,6 +138,7 @@ class Channel:
         self._outbox: list[tuple[int, str, tuple]] = []
         self._cancelled: list[int] = []
         self._flush_scheduled = False
+        self._is_polling = False  # a poll waits in the actor
         self._poller: asyncio.Task | None = None
         self.lost: WorkerLost | None = None
         if on_lost is not None:
@@ -184,26 +191,28 @@ class Channel:
         self._fail(WorkerLost(f"the channel to {self.name} was closed"))
 
     def _schedule_flush(self) -> None:
-        if not self._flush_scheduled:
+        """See that the outbox leaves: with the next poll, unless one is waiting for answers already."""
+        if self._poller is None:
+            self._poller = asyncio.create_task(self._poll())
+        elif self._is_polling and not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self.lost:
-            return
+        if self._is_polling and not self.lost:  # else the next poll takes it along
+            self._send_outbox(self._actor.submit)  # a lost actor is noticed by the poll
+
+    def _send_outbox(self, method: Any) -> Any:
         cancelled, self._cancelled = self._cancelled, []
         calls = [call for call in self._outbox if self._is_wanted(call[0])]
         self._outbox = []
         try:
-            self._actor.submit.remote(
-                self._caller_id, calls, cancelled
-            )  # a lost actor is noticed by the poll
+            return method.remote(self._caller_id, calls, cancelled)
         except Exception as error:  # an argument that cannot be sent
             for call_id, _, _ in calls:
                 self._resolve(call_id, ERROR, _portable(error))
-        if self._poller is None:
-            self._poller = asyncio.create_task(self._poll())
+            return method.remote(self._caller_id, [], cancelled)
 
     def _is_wanted(self, call_id: int) -> bool:
         """Whether the call has not been cancelled: its future is, before its caller has been told."""
@@ -213,9 +222,13 @@ class Channel:
     async def _poll(self) -> None:
         try:
             while True:
-                poll = self._actor.poll.remote(self._caller_id)
-                for entry in await asyncio.wait_for(_result(poll), POLL_S + GRACE_S):
+                poll = self._send_outbox(self._actor.poll)
+                self._is_polling = True
+                answers = await asyncio.wait_for(_result(poll), POLL_S + GRACE_S)
+                self._is_polling = False
+                for entry in answers:
                     self._resolve(*entry)
+                await asyncio.sleep(BATCHING_DELAY_S)  # who got an answer may have the next question
         except (RayError, TimeoutError) as error:
             silent = f"did not answer for {POLL_S + GRACE_S:.0f} s"
             self._fail(

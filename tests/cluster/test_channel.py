@@ -50,6 +50,10 @@ class Echo(ChannelServer):
         self.messages += 1
         await super().submit(*args)
 
+    async def poll(self, caller_id, calls, cancelled):
+        self.messages += bool(calls)
+        return await super().poll(caller_id, calls, cancelled)
+
     async def echo(self, value):
         return value
 
@@ -201,7 +205,7 @@ async def test_a_caller_that_was_forgotten_is_told_so_instead_of_waiting_for_eve
     server.serve({"sleep": asyncio.sleep})
     await server.submit("stalled", [(1, "sleep", (60,))], [])
     await asyncio.sleep(0.1)
-    await server.poll("another")
+    await server.poll("another", [], [])
     for _ in range(2):
         with pytest.raises(WorkerLost, match="silent for 0.05 s is forgotten"):
-            await server.poll("stalled")
+            await server.poll("stalled", [], [])

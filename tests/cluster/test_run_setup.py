@@ -125,7 +125,7 @@ def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle
 def test_a_worker_that_is_still_loading_learns_that_the_run_is_over(run, handle):
     call(run.close.remote("all steps are done"))
     with pytest.raises(worker_program._RunIsOver, match="all steps are done"):
-        worker_program._unless_closed(handle.poll.remote("x"), run.closed.remote(), 30)
+        worker_program._unless_closed(handle.poll.remote("x", [], []), run.closed.remote(), 30)
 
 
 def test_the_controller_s_death_is_named(run, handle):
@@ -134,4 +134,4 @@ def test_the_controller_s_death_is_named(run, handle):
     with pytest.raises(WorkerLost, match="the run's controller died"):
         run_setup.answer(run.settings.remote())
     with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
-        worker_program._unless_closed(handle.poll.remote("x"), closed, 30)
+        worker_program._unless_closed(handle.poll.remote("x", [], []), closed, 30)
