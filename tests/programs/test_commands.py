@@ -1,11 +1,14 @@
 """The console script and its programs: what each says, and what it says when something is wrong."""
 
+import ast
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,22 @@ def test_the_lock_for_gpus_holds_every_pin():
     for name in ("requirements_base.txt", "requirements_fsdp.txt"):
         pins = {line for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#"}
         assert pins <= locked
+
+
+def test_every_package_that_is_imported_is_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=\[]", line)[0].lower().replace("-", "_") for line in declared["dependencies"]}
+    sources = [
+        *(ROOT / "async_grpo").rglob("*.py"),
+        *(ROOT / "sample-data").glob("*.py"),
+        ROOT / "reward_registry.py",
+    ]
+    imported = {name.split(".")[0] for path in sources for name in imports_of(path)}
+    optional = {"vllm", "flash_attn", "datasets"}  # extras, and one that is asked for where it is used
+    assert imported - set(sys.stdlib_module_names) - names - optional == {"async_grpo"}
+
+
+def imports_of(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

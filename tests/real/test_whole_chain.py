@@ -91,16 +91,11 @@ def test_every_step_has_its_line_and_counts_are_conserved(lines):
     assert lines[-1]["total_samples_accumulated"] == 64 * STEPS
 
 
-def test_the_known_metric_keys_are_there(lines):
-    known = (
-        "iteration total_samples_accumulated samples_in_batch avg_reward avg_output_tokens total_non_masked_tokens "
-        "num_non_masked_tokens avg_loss lr backward_loss avg_pg_clip avg_kl_div avg_modified_reward num_modified_samples "
-        "avg_delimiter_not_found avg_non_modified_reward avg_max_reward_in_group perc_with_0_advantage "
-        "perc_truncated_samples grad_norm time_per_batch samples_per_second peak_memory_usage_GB entropy batch_done "
-        "model_norm model_delta_norm update_ratio_min update_ratio_p25 update_ratio_p50 update_ratio_p75 update_ratio_max "
-        "timestamp"
-    ).split()
-    assert not set(known) - set(lines[0])
+def test_no_metric_key_of_before_the_house_is_lost(run, lines):
+    golden = json.loads((ROOT / "tests" / "house" / "golden_before_the_house.json").read_text())["metric_keys"]
+    evaluations = [json.loads(line) for line in (run[0] / "eval_metrics.jsonl").read_text().splitlines()]
+    for keys, found in ((golden["demo"], lines), (golden["demo_eval"], evaluations)):
+        assert not set(keys) - {key for line in found for key in line}
 
 
 def test_training_is_one_step_off_policy_never_more(lines):
@@ -154,7 +149,11 @@ def test_parameters_are_recorded_and_secrets_are_not(run):
             assert b"must-not-appear-anywhere" not in path.read_bytes(), path
 
 
-def test_the_console_shows_one_line_per_step(run):
+def test_the_console_shows_what_is_waited_for_one_line_per_step_and_the_evaluations(run):
+    before_the_first_step = run[1].split("step 1/")[0]
+    assert "waiting for workers to load and join" in before_the_first_step
+    assert "held-out at step 0: mean reward" in before_the_first_step
+    assert f"held-out at step {STEPS}: mean reward" in run[1]
     assert [line.split(" | ")[0] for line in run[1].splitlines() if line.startswith("step")] == [
         f"step {i}/{STEPS}" for i in range(1, STEPS + 1)
     ]
