@@ -31,14 +31,7 @@ INHERITED = (
     "PYTHONPATH",
 )
 INHERITED_PREFIXES = (
-    "RAY_",
-    "OMP_",
-    "MKL_",
-    "HF_HUB_OFFLINE",
-    "TOKENIZERS_",
-    "VLLM_CPU_",
-    "VLLM_LOGGING_",
-    "PYTHON",
+    *("RAY_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "TOKENIZERS_", "VLLM_CPU_", "VLLM_LOGGING_", "PYTHON"),
 )
 
 

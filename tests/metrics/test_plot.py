@@ -101,8 +101,10 @@ def test_an_output_that_cannot_be_written_is_named(
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])
 def test_the_suffix_of_the_output_chooses_its_format(metrics: Path, tmp_path: Path, suffix: str) -> None:
     output = tmp_path / f"plots{suffix}"
-    plot_runs([metrics], ["avg_reward"], DEFAULT_X_KEY, output)
+    plot_runs([metrics], ["avg_reward", "wait.trainer.experience"], DEFAULT_X_KEY, output)
     assert output.read_bytes().startswith(MAGIC[suffix.lower()])
+    if suffix == ".svg":
+        assert "<!-- wait.trainer.experience -->" in output.read_text()  # a key of a nested object
 
 
 def test_the_command_draws_the_default_variables_and_works_from_any_folder(
@@ -177,13 +179,6 @@ def test_without_output_a_window_is_shown_if_the_backend_has_one(
     assert shown == [2]
 
 
-def test_plotting_imports_no_heavy_library() -> None:
-    heavy = "{'torch', 'ray', 'vllm', 'transformers', 'matplotlib'}"
-    code = f"import sys, async_grpo.metrics.figures; print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "set()\n", done.stderr
-
-
 # Which keys are drawn -----------------------------------------------------------------------------
 
 
@@ -255,11 +250,6 @@ def test_keys_that_never_meet_are_an_error_and_not_an_empty_picture(tmp_path: Pa
         plot_runs([file], ["y"], "x", tmp_path / "a.png")
 
 
-def test_nested_objects_are_plotted_by_their_dotted_key(metrics: Path, tmp_path: Path) -> None:
-    plot_runs([metrics], ["wait.trainer.experience"], DEFAULT_X_KEY, tmp_path / "a.svg")
-    assert "<!-- wait.trainer.experience -->" in (tmp_path / "a.svg").read_text()
-
-
 # Reading ------------------------------------------------------------------------------------------
 
 
@@ -301,12 +291,6 @@ def test_a_file_without_a_finished_step_is_an_error(tmp_path: Path, content: str
         read_run(file)
 
 
-def test_windows_line_ends_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"x": 1}\r\n{"x": 2}\r\n')
-    assert [step["x"] for step in read_run(file).steps] == [1, 2]
-
-
 def test_names_are_the_shortest_path_endings_that_differ() -> None:
     assert default_names([Path("/runs/a/m.jsonl")]) == ["m.jsonl"]
     assert default_names([Path("r/a/m.jsonl"), Path("s/a/m.jsonl"), Path("k.jsonl")]) == [
@@ -344,7 +328,7 @@ def test_a_run_of_one_step_leaves_ink(tmp_path: Path) -> None:
     assert (blue - red > 0.3).sum() > 10  # axes and text are grey, only the run is blue
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 5])
 def test_subplots_fill_up_to_two_columns_and_no_empty_frame_remains(count: int) -> None:
     keys = [f"k{i}" for i in range(count)]
     steps: list[dict[str, object]] = [{"x": x, **dict.fromkeys(keys, x)} for x in range(3)]
@@ -365,7 +349,7 @@ def test_a_legend_appears_for_several_runs_or_given_names(
     assert svg.count(f"<!-- {(names or [metrics.name])[0]} -->") == (files if legend else 0)
 
 
-@pytest.mark.parametrize("count", [2, 10, 14])
+@pytest.mark.parametrize("count", [2, 14])
 def test_every_run_keeps_one_colour_of_its_own(count: int) -> None:
     runs = [Run(str(i), str(i), [{"x": 1, "y": i, "z": i}, {"x": 2, "y": i, "z": i}]) for i in range(count)]
     figure = drawn(runs, ["y", "z"], window=2, legend=True)
@@ -409,17 +393,6 @@ def test_the_moving_average_is_that_of_a_plain_loop(values: list[float], window:
         ]
         expected.append(float("nan") if np.isnan(value) else sum(near) / len(near))
     np.testing.assert_allclose(moving_average(np.array(values), window), expected, rtol=1e-9, atol=1e-6)
-
-
-@given(values=st.lists(NUMBERS, min_size=1))
-def test_a_window_of_one_changes_nothing(values: list[float]) -> None:
-    assert moving_average(np.array(values), 1).tolist() == values
-
-
-@given(values=st.lists(NUMBERS, min_size=1), window=st.integers(1, 100))
-def test_no_average_lies_outside_the_values(values: list[float], window: int) -> None:
-    smooth_T = moving_average(np.array(values), window)
-    assert min(values) - 1e-6 <= smooth_T.min() and smooth_T.max() <= max(values) + 1e-6
 
 
 @pytest.mark.parametrize("window", [0, -3])
@@ -506,22 +479,22 @@ def test_hosts_that_scp_can_reach_are_accepted(scp: Path, tmp_path: Path, remote
     assert fetch(remote, "~/my runs/m.jsonl", tmp_path / "copy").read_text() == "{}\n"
 
 
+DOUBTFUL_HOSTS = ["", "-oProxyCommand=x", "me@-host", "a b", "host\n", "h;ls", "$(ls)", "::1", "h:p", "a@b@c"]
+DOUBTFUL_PATHS = ["m;ls", "$(ls)", "`ls`", "a\nb", "a|b", "a>b", "*", ""]
+
+
 @pytest.mark.parametrize(
-    "remote",
-    ["", "-oProxyCommand=x", "me@-host", "-me@host", "a b", "host\n", "h;ls", "$(ls)", "::1", "h:p", "a@b@c"],
+    ("host", "path", "message"),
+    [
+        *((host, "m", "user@") for host in DOUBTFUL_HOSTS),
+        *(("host", path, "shell") for path in DOUBTFUL_PATHS),
+    ],
 )
-def test_a_doubtful_host_never_reaches_scp(scp: Path, tmp_path: Path, remote: str) -> None:
-    with pytest.raises(ConfigurationError, match="user@"):
-        fetch(remote, "m.jsonl", tmp_path / "copy")
-    assert not (scp / "argv").exists()
-
-
-@pytest.mark.parametrize("path", ["m;ls", "$(ls)", "`ls`", "a\nb", "a|b", "a>b", "*", ""])
-def test_a_remote_path_that_a_shell_would_interpret_never_reaches_scp(
-    scp: Path, tmp_path: Path, path: str
+def test_what_a_shell_or_scp_would_interpret_never_reaches_scp(
+    scp: Path, tmp_path: Path, host: str, path: str, message: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match="shell"):
-        fetch("host", path, tmp_path / "copy")
+    with pytest.raises(ConfigurationError, match=message):
+        fetch(host, path, tmp_path / "copy")
     assert not (scp / "argv").exists()
 
 

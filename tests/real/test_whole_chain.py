@@ -92,7 +92,9 @@ def test_every_step_has_its_line_and_counts_are_conserved(lines):
 
 
 def test_no_metric_key_of_before_the_house_is_lost(run, lines):
-    golden = json.loads((ROOT / "tests" / "house" / "golden_before_the_house.json").read_text())["metric_keys"]
+    golden = json.loads((ROOT / "tests" / "house" / "golden_before_the_house.json").read_text())[
+        "metric_keys"
+    ]
     evaluations = [json.loads(line) for line in (run[0] / "eval_metrics.jsonl").read_text().splitlines()]
     for keys, found in ((golden["demo"], lines), (golden["demo_eval"], evaluations)):
         assert not set(keys) - {key for line in found for key in line}
