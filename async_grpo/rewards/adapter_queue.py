@@ -91,6 +91,7 @@ class AdapterQueue:
         """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
         job = Scoring(next(self._tickets), self.adapter, sample)
         self._enqueue(job)
+        self._dispatch()
         return await job.outcome  # type: ignore[no-any-return]
 
     async def post_process(
@@ -99,6 +100,7 @@ class AdapterQueue:
         """The group's results after the adapter has looked at all of them; FAILED, all of them, if it could not."""
         job = PostProcessing(next(self._tickets), self.adapter, samples, results)
         self._enqueue(job)
+        self._dispatch()
         return await job.outcome  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -123,7 +125,6 @@ class AdapterQueue:
             raise RuntimeError(f"the queue of verifier {self.adapter!r} was used before its start")
         else:
             heapq.heappush(self._queue, job)
-            self._dispatch()
 
     def _dispatch(self) -> None:
         """Give what waits to the workers that have room."""

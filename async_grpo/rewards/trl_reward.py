@@ -34,6 +34,7 @@ class TRLReward:
         self.__name__ = "+".join(pool.adapters)  # by which TRL logs it
         self._pool = pool
         self._thread: threading.Thread | None = None
+        self._start_error: BaseException | None = None
         try:
             self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -57,7 +58,8 @@ class TRLReward:
             Exception: what starting the pool raised.
         """
         samples = _samples(prompts, completions, completion_ids, columns)
-        return self._run(self._score(samples))
+        rewards: list[float | None] = self._run(self._score(samples))
+        return rewards
 
     def close(self) -> None:
         """End the pool, if this function has started it. Harmless when repeated."""
@@ -86,6 +88,9 @@ class TRLReward:
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do the work in the pool's event loop, and wait for it; each sample has its time-out."""
+        if self._start_error is not None:  # a pool that could not start is closed for good
+            work.close()
+            raise self._start_error
         if self._loop is None:
             self._start()
         assert self._loop is not None
@@ -104,8 +109,9 @@ class TRLReward:
         self._thread.start()
         try:
             self._run(self._pool.start())
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._start_error = error
             raise
 
 
