@@ -21,14 +21,13 @@ completion is bad. Return {"abstain": "why"} to leave the judgement to the other
 the keywords that you name.
 
 A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards`
-or `token_rewards` (`async_grpo.rewards.adapter.step_rewards`). One that needs the whole group takes `@post_process`.
+or `token_rewards` (`async_grpo.rewards.adapter.result`). One that needs the whole group takes `@post_process`.
 """
 
 from enum import Enum
 from typing import Any
 
-from async_grpo.rewards.adapter.decorators import post_process
-from async_grpo.rewards.builtin import process_reward, warmed_by
+from async_grpo.rewards.adapter.decorators import post_process, process_reward, warmed_by
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge, judge_urls
 
 

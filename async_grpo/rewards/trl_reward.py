@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ class TRLReward:
             Exception: what starting the pool raised.
         """
         samples = _samples(prompts, completions, completion_ids, columns)
-        rewards: list[float | None] = self._run(self._score(samples))
+        rewards: list[float | None] = self._run(self._score, samples)
         return rewards
 
     def close(self) -> None:
         """End the pool, if this function has started it. Harmless when repeated."""
         if self._thread is not None and self._loop is not None:
-            self._run(self._pool.close())
+            self._run(self._pool.close)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._thread = self._loop = None
@@ -86,21 +86,19 @@ class TRLReward:
                 verdicts[place] = verdict
         return [verdict.reward for verdict in verdicts]
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def _run(self, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
         """Do the work in the pool's event loop, and wait for it; each sample has its time-out."""
         if self._start_error is not None:  # a pool that could not start is closed for good
-            work.close()
             raise self._start_error
         if self._loop is None:
             self._start()
         assert self._loop is not None
         if _running_loop() is self._loop:
-            work.close()
             raise RuntimeError(
                 f"the reward {self.__name__} was called in the event loop of its pool: call it in another thread "
                 "(await asyncio.to_thread(reward, ...)), or use `await pool.verify(sample)`"
             )
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work(*arguments), self._loop).result()
 
     def _start(self) -> None:
         self._loop = loop = asyncio.new_event_loop()
@@ -108,7 +106,7 @@ class TRLReward:
         self._thread = threading.Thread(target=loop.run_forever, name=f"rewards {self.__name__}", daemon=True)
         self._thread.start()
         try:
-            self._run(self._pool.start())
+            self._run(self._pool.start)
         except BaseException as error:
             self.close()
             self._start_error = error

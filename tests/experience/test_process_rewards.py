@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from async_grpo.cluster.remote_services import RemoteGeneration
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.adapter.result import answer_of, is_process_reward
+from async_grpo.rewards.adapter.traits import is_process_reward
 from async_grpo.rewards.builtin import process_reward, warmed_by
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown
@@ -28,6 +28,7 @@ from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification, completion
 from async_grpo.types import AdapterResult, Prompt, RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
+from tests.helpers.answers import answer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "sample-data" / "tiny-model")

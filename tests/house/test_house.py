@@ -39,7 +39,7 @@ ALLOWED = {
     "async_grpo.rewards.pool": set(),
     "async_grpo.rewards.isolation.adapter_process": set(),
     "async_grpo.rewards.isolation.child": set(),
-    "async_grpo.rewards.adapter.step_rewards": set(),
+    "async_grpo.rewards.adapter.result": set(),
     "async_grpo.rewards.cache.verdicts": set(),
     "async_grpo.rewards.budget": set(),
     "async_grpo.rewards.bench.score_rows": set(),

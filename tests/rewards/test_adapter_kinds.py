@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.decorators import batch, post_process
+from async_grpo.rewards.adapter.decorators import batch, post_process, process_reward
 from async_grpo.rewards.adapter.registry_source import (
     RewardRegistrySource,
     display_name,
@@ -30,7 +30,6 @@ from async_grpo.rewards.adapter.traits import (
 )
 from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
 from async_grpo.rewards.bench.completions import sample_of
-from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.isolation.child import Reward, run_plain
 from async_grpo.rewards.pool import VerifierPool

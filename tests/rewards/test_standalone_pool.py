@@ -174,6 +174,5 @@ async def test_the_way_of_a_verdict_is_short(registry, monkeypatch):
     in_child = verdict.results[0].reason.split(" at ")[0].removeprefix("ValueError: ").split(" > ")
     in_child = [call for call in in_child if not call.endswith((" way", " main"))]
     calls = [*enqueued[0], "adapter_queue.py _give", *ways[0], *in_child]
-    print("\n".join(calls))
     assert len(calls) <= MAX_CALLS - RUN_CALLS, calls
     assert len({call.split()[0] for call in calls}) <= MAX_FILES - RUN_FILES, calls

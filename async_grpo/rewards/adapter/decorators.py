@@ -1,4 +1,7 @@
-"""Declarations on a reward: what its process must know before it calls it. For functions and classes alike."""
+"""Declarations on a reward: what its process must know before it calls it. For functions and classes alike.
+
+from async_grpo.rewards.adapter.decorators import batch, post_process, process_reward, warmed_by
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,3 +82,41 @@ def post_process(function: PostProcess) -> Callable[[Reward], Reward]:
         return reward
 
     return mark
+
+
+def warmed_by(example: dict[str, Any]) -> Callable[[Reward], Reward]:
+    """Decorator: score `example` when the reward's process starts, so that no real sample pays for imports.
+
+    >>> @warmed_by({"answer": "1"})
+    ... def shout(sample):
+    ...     print("scored", sample["answer"])
+    ...     return {"reward": 1.0}
+    >>> shout.warm_up()
+    scored 1
+    """
+
+    def mark(adapter: Reward) -> Reward:
+        def warm_up() -> None:
+            adapter(dict(example))
+
+        adapter.warm_up = warm_up  # type: ignore[attr-defined]  # a declaration on the user's function
+        return adapter
+
+    return mark
+
+
+def process_reward(adapter: Reward) -> Reward:
+    """Decorator: the adapter rewards single steps; it returns `step_rewards` or `token_rewards`.
+
+    Ends are exclusive; `reward` is the sum unless the adapter returns one, too.
+
+    >>> @process_reward
+    ... def sentences(sample):
+    ...     text = sample["completion"]
+    ...     ends = [n + 1 for n, character in enumerate(text) if character == "."]
+    ...     return {"step_rewards": [{"reward": 1.0, "char_end": end} for end in ends]}
+    >>> sentences({"completion": "One. Two."})
+    {'step_rewards': [{'reward': 1.0, 'char_end': 4}, {'reward': 1.0, 'char_end': 9}]}
+    """
+    adapter.process = True  # type: ignore[attr-defined]  # a declaration on the user's function
+    return adapter

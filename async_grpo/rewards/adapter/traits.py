@@ -1,4 +1,4 @@
-"""What kinds of rewards there are, and which options each takes.
+"""What sorts of rewards there are, and which options each takes.
 
     function        def shout(sample, weight=1.0)
     class           built once per process with the options that its `__init__` names; called through `__call__` or
@@ -39,13 +39,13 @@ class AdapterTraits:
 
 
 def traits_of(adapter: Any) -> AdapterTraits:
-    """The kind of a registered object.
+    """The traits of a registered object.
 
     Raises:
         ConfigurationError: it cannot be called.
 
     >>> async def polite(sample): ...
-    >>> traits_of(polite).capacity, kind_of(len).capacity
+    >>> traits_of(polite).capacity, traits_of(len).capacity
     (64, 1)
     """
     common = {

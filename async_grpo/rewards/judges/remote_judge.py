@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.step_rewards import is_finite_number
+from async_grpo.rewards.adapter.result import is_finite_number
 from async_grpo.rewards.http.endpoint import Endpoint, JudgeError
 from async_grpo.rewards.http.limits import Limits
 

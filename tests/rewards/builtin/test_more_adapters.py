@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.rewards.adapter.result import answer_of, read_change
+from async_grpo.rewards.adapter.result import read_change
 from async_grpo.rewards.builtin import exact, json_schema, length, majority, regex
 from reward_registry import REWARD_ADAPTERS, RewardType
+from tests.helpers.answers import answer_of
 
 
 def reward(adapter, completion: str, *options, **row) -> float:
