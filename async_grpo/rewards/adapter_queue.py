@@ -92,7 +92,7 @@ class AdapterQueue:
         job = Scoring(next(self._tickets), self.adapter, sample)
         self._enqueue(job)
         self._dispatch()
-        return await job.outcome  # type: ignore[no-any-return]
+        return await job.outcome
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
@@ -101,7 +101,7 @@ class AdapterQueue:
         job = PostProcessing(next(self._tickets), self.adapter, samples, results)
         self._enqueue(job)
         self._dispatch()
-        return await job.outcome  # type: ignore[no-any-return]
+        return await job.outcome
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""

@@ -74,8 +74,7 @@ class PostProcessing(Job):
         self._hand_over(checked, stats)
 
     def fail(self, reason: str, stats: QueueStats) -> None:
-        failed = {"status": RewardStatus.FAILED, "reward": None, "steps": (), "reason": reason}
-        self._hand_over([replace(result, **failed) for result in self.results], stats)
+        self._hand_over([_failed(result, reason) for result in self.results], stats)
 
     def _hand_over(self, results: list[AdapterResult], stats: QueueStats) -> None:
         for before, after in zip(self.results, results, strict=True):
@@ -95,6 +94,8 @@ def _checked(result: AdapterResult, sample: Mapping[str, Any]) -> AdapterResult:
     ]
     if result.reward is None or not math.isfinite(result.reward):
         wrong.append(f"the reward is {result.reward}")
-    if not wrong:
-        return result
-    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=wrong[0])
+    return _failed(result, wrong[0]) if wrong else result
+
+
+def _failed(result: AdapterResult, reason: str) -> AdapterResult:
+    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=reason)

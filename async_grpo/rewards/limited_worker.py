@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.http.rate_limiter import RateLimiter
-from async_grpo.rewards.verifier_worker import QUEUE_S, VerifierWorker
+from async_grpo.rewards.verifier_worker import QUEUE_S, GroupWorker
 from async_grpo.types import AdapterResult, RewardStatus
 
 
@@ -23,12 +22,12 @@ class LimitedWorker:
     max_queue_s = QUEUE_S
 
     def __init__(
-        self, worker: VerifierWorker, rate_limiter: RateLimiter, key: str, limits: Limits, phase: str
+        self, worker: GroupWorker, rate_limiter: RateLimiter, key: str, limits: Limits, phase: str
     ) -> None:
         self._worker, self._rate_limiter = worker, rate_limiter
         self._key, self._limits, self._phase = key, limits, phase
         self.capacity = worker.capacity
-        self.has_post_process = getattr(worker, "has_post_process", False)
+        self.has_post_process = worker.has_post_process
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """As the worker's; TIMED_OUT if no permit comes."""
@@ -44,12 +43,6 @@ class LimitedWorker:
             return replace(await self._worker.score(sample, timeout_s), queue_s=queue_s)
         finally:
             await self._rate_limiter.release(self._key, permit)
-
-    async def post_process(
-        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
-    ) -> list[AdapterResult]:
-        """As the worker's; takes no permit."""
-        return await self._worker.post_process(samples, results, timeout_s)
 
     async def close(self) -> None:
         await self._worker.close()

@@ -59,5 +59,5 @@ class LocalWorkers:
         if not process.traits.is_judge:
             return process
         await process.close()
-        judge = resolve(self._source, [adapter])[adapter]
+        judge: Any = resolve(self._source, [adapter])[adapter]
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")

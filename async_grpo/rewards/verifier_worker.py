@@ -1,6 +1,6 @@
 """What a queue asks of a worker, and how long it waits for it."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,8 +26,7 @@ class VerifierWorker(Protocol):
     - A call ends within `timeout_s` from when its turn comes; as much again may be needed for what is done before it,
       beside the time to start a process (`Timeouts.make_s`) and a few seconds to stop what runs. A worker with
       `max_queue_s` may hold a call so much longer, which it tells as the result's `queue_s`.
-    - Groups are given only to a worker with a true `has_post_process`: to its `post_process(samples, results, timeout_s)`,
-      which returns the results of a whole group after the reward's `post_process_scores`.
+    - Groups are given only to a worker with a true `has_post_process` (see `GroupWorker`).
     - What goes wrong with a sample is a result, FAILED or TIMED_OUT, and costs that sample alone, or its batch.
     - ProcessDied and CallInterrupted leave the worker usable. After any other error it is closed; its other calls in
       flight then end at once with an error of their own.
@@ -40,6 +39,19 @@ class VerifierWorker(Protocol):
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult: ...
 
     async def close(self) -> None: ...
+
+
+class GroupWorker(VerifierWorker, Protocol):
+    """A worker that can be given the results of a whole group, if the reward looks at groups."""
+
+    @property
+    def has_post_process(self) -> bool: ...
+
+    async def post_process(
+        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
+    ) -> list[AdapterResult]:
+        """The results after the reward's `post_process_scores`."""
+        ...
 
 
 MakeWorker = Callable[[str], Awaitable[VerifierWorker]]

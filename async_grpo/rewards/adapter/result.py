@@ -24,8 +24,8 @@ A process reward, declared by `@process_reward`, answers a dict with exactly one
     step_rewards    a list of {"reward": r, "token_end": n} or {"reward": r, "char_end": n}, in any order
     token_rewards   a list with one number for each token of the completion
 
-Ends are exclusive, as in a slice: the step is over with `completion_token_ids[:n]`, or `completion[:n]`. `reward` is the sum
-of the steps unless it is given.
+Ends are exclusive, as in a slice: the step is over with `completion_token_ids[:n]`, or `completion[:n]`. `reward` is the
+sum of the steps unless it is given.
 """
 
 import math
@@ -145,8 +145,14 @@ def _answer(
     reason: str = "",
 ) -> dict[str, Any]:
     reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
-    extra, steps = dict(extra or {}), [list(step) for step in steps]  # as JSON gives them back
-    return {"status": status, "reward": reward, "extra": extra, "steps": steps, "reason": reason}
+    as_json = [list(step) for step in steps]  # a list is what JSON makes of a tuple
+    return {
+        "status": status,
+        "reward": reward,
+        "extra": dict(extra or {}),
+        "steps": as_json,
+        "reason": reason,
+    }
 
 
 def steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any]) -> list[tuple[int, float]]:
@@ -217,7 +223,7 @@ def _step_rewards(steps: list[Any], sample: Mapping[str, Any]) -> Iterator[tuple
 def _last_token(name: str, end: Any, sample: Mapping[str, Any], where: str) -> int:
     column, unit = _ENDS[name]
     length = len(sample[column])
-    if not isinstance(end, Integral) or isinstance(end, bool) or not 1 <= end <= length:
+    if not isinstance(end, Integral) or isinstance(end, bool) or not 1 <= int(end) <= length:
         raise ValueError(
             f"{where}: {name}={end!r} is not one of 1..{length}: the completion has {length} {unit}"
         )

@@ -86,7 +86,7 @@ def function_of(adapter: Any) -> Callable[..., Any]:
     owner = adapter if isinstance(adapter, type) else type(adapter)
     for name in ("__call__", "compute_score"):
         if any(name in vars(base) for base in owner.__mro__):  # getattr would find how classes are called
-            return getattr(adapter, name)  # type: ignore[no-any-return]
+            return getattr(adapter, name)
     name = getattr(adapter, "__name__", repr(adapter))
     raise ConfigurationError(
         f"{name} is no reward: register a function, or a class with __call__ or compute_score"

@@ -143,7 +143,8 @@ class ChildProcess(asyncio.Protocol):
             await asyncio.wait((self._burial,))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -157,7 +158,8 @@ class ChildProcess(asyncio.Protocol):
                     self._begin_next()
         except (ValueError, TypeError, LookupError) as error:
             self._nonsense = f"{type(error).__name__}: {error}"  # somebody else writes into the channel
-            self._transport.abort()  # type: ignore[union-attr]
+            assert self._transport is not None, "data comes from it"
+            self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.lost:
