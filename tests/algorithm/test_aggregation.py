@@ -46,31 +46,6 @@ def test_the_three_row_example_alone_and_as_part_of_10_tokens_4_sequences_and_6_
     assert alone.dtype == part.dtype == dtype
 
 
-def test_a_prompt_weighs_the_same_however_many_tokens_it_has():
-    """Groups {rows 0, 2} and {row 1}: ((1+2+7)/3 + 4)/2. Token mean would be 14/4."""
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]])
-    value = aggregate_loss(LOSS, mask, "prompt_mean", group_ids=torch.tensor([10**12, 5, 10**12]))
-    assert value.item() == pytest.approx((10 / 3 + 4) / 2)
-    by_token = torch.tensor([10**12, 5, 10**12])[:, None].expand(3, 3)
-    assert aggregate_loss(LOSS, mask, "prompt_mean", group_ids=by_token).item() == value.item()
-
-
-def test_a_group_cut_in_two_counts_once():
-    mask, groups = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]]).bool(), torch.tensor([4, 5, 4])
-    tokens = tokens_of_group(mask, groups)
-    assert tokens.tolist() == [[3, 3, 0], [1, 0, 0], [3, 0, 0]]
-    parts = [
-        count_units(mask[i], row_ids(mask[i]), group_tokens=tokens[i]) for i in (slice(0, 2), slice(2, 3))
-    ]
-    assert sum(part["groups"].item() for part in parts) == pytest.approx(2, abs=1e-15)
-    assert [part["groups"].dtype for part in parts] == [torch.float64] * 2
-    values = [
-        aggregate_loss(LOSS[i], mask[i], "prompt_mean", group_tokens=tokens[i], global_groups=2).item()
-        for i in (slice(0, 2), slice(2, 3))
-    ]
-    assert sum(values) == pytest.approx((10 / 3 + 4) / 2)
-
-
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_nothing_unmasked_gives_zero_not_nan(mode):
     nothing = {"group_ids": torch.tensor([1, 2, 3]), "scale": 5}

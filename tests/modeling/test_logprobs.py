@@ -141,16 +141,6 @@ def test_the_entropys_gradient_reaches_every_weight_of_the_policy():
         assert difference < 1e-5, name
 
 
-def test_the_policys_entropy_is_the_one_of_the_sampling_distribution():
-    policy = PolicyModel(tiny_model())
-    ids = torch.arange(6)
-    _, entropies = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 0.8)
-    eager = tiny_model()
-    logits = eager(ids[None]).logits[0, :-1] / 0.8
-    torch.testing.assert_close(entropies[1:], torch.distributions.Categorical(logits=logits).entropy())
-    assert entropies[0] == 0
-
-
 @pytest.fixture
 def folder(tmp_path):
     return save_tiny_model(tmp_path / "model")
