@@ -27,7 +27,7 @@ class LimitedWorker:
         self._worker, self._rate_limiter = worker, rate_limiter
         self._key, self._limits, self._phase = key, limits, phase
         self.capacity = worker.capacity
-        self.has_post_process = worker.has_post_process
+        self.has_post_process = getattr(worker, "has_post_process", False)  # a worker need not say
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """As the worker's; TIMED_OUT if no permit comes."""
