@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from async_grpo import __version__
-from async_grpo.options.command_line import as_function, normalized, set_up_logging
+from async_grpo.options.command_line import (
+    PanelledCommand,
+    as_function,
+    normalized,
+    reporting_errors,
+    set_up_logging,
+)
+from async_grpo.programs.options_page import foreign_keys
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     app.callback()(_options_of_no_command)
     for name, command in COMMANDS.items():
-        app.command(name, help=command.help)(
+        app.command(name, help=command.help, cls=PanelledCommand)(
             _loaded(command, arguments) if command is called else _not_called
         )
     app(args=arguments, prog_name="async-grpo")
@@ -85,7 +92,11 @@ def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:
     """The command as a function for typer; `arguments`, of which it is the first, are put in the one known spelling."""
     module = import_module(command.module)
     config_class, run = getattr(module, str(command.config)), getattr(module, command.run)
-    arguments[1:] = normalized(arguments[1:], config_class, {})
+
+    def put_in_order() -> None:
+        arguments[1:] = normalized(arguments[1:], config_class, {}, foreign_keys)
+
+    reporting_errors(put_in_order)
 
     def run_with_logging(config: Any) -> None:
         set_up_logging(getattr(config, "logging_level", "INFO"))

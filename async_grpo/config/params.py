@@ -9,8 +9,22 @@ from typing import Any
 from async_grpo.config.run import RunConfig
 from async_grpo.rewards.adapter.registry_source import parse_names
 
+# What is written beside the options; a file that is given back may hold it
+FACTS = (
+    "WORLD_SIZE",
+    "reward_registry_sha256",
+    "reward_sources_sha256",
+    "algorithm_sources_sha256",
+    "settings",
+    "num_questions",
+    "ray_version",
+)
+
 
 def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
-    """Write the options of the run, the rewards as a list, and under other names the `facts` of this start."""
+    """Write the options of the run, the rewards as a list, and the `facts` of this start."""
+    assert set(facts) <= set(FACTS), (
+        f"FACTS lacks {set(facts) - set(FACTS)}: the file could not be given back"
+    )
     params = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns)), **facts}
     path.write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 """
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -23,11 +24,18 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
+from async_grpo.options.fields import nearest
 from async_grpo.protocols import Manifest, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
 from async_grpo.weights.memfd import shared_bytes
 from async_grpo.weights.vllm_engine import NCCL, OBJECT_STORE, WORKER_EXTENSION
 
+# Of vLLM's arguments; another value would make engine and trainer two policies, or contradict an option of ours
+SET_BY_THE_RUN = {
+    *("model", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size"),
+    *("gpu_memory_utilization", "enable_prefix_caching", "enforce_eager", "logprobs_mode", "seed"),
+    *("weight_transfer_config", "worker_extension_cls", "hf_overrides", "enable_log_requests"),
+}
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
 
 
@@ -51,6 +59,25 @@ class TokenTimeline(StatLoggerBase):
         """(wall-clock seconds, tokens) since the last call."""
         taken, self.slots = self.slots, {}
         return [((slot + 0.5) * self.SLOT_S, tokens) for slot, tokens in sorted(taken.items())]
+
+
+def further_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """`--engine-options`, if vLLM's engine has such arguments and the run does not set them itself.
+
+    Raises:
+        ConfigurationError: it has none of that name, or the run says its value.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigurationError(
+                f"--engine-options {name}={value}: vLLM's engine has no such argument{nearest(name, sorted(known))}"
+            )
+        if name in SET_BY_THE_RUN:
+            raise ConfigurationError(
+                f"--engine-options {name}={value}: the run sets {name} itself, from its other options; leave it out"
+            )
+    return given
 
 
 class GenerationWorker:
@@ -92,6 +119,7 @@ class GenerationWorker:
             worker_extension_cls=cls.worker_extension,
             hf_overrides={"head_dtype": "float32"} if settings.float32_head else {},
             enable_log_requests=False,
+            **further_arguments(options.further_options),
         )
         engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: timeline])
         return cls(engine, AutoTokenizer.from_pretrained(options.model_path), settings, timeline)

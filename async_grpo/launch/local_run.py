@@ -27,6 +27,7 @@ from async_grpo.launch.environment import (
 from async_grpo.launch.judge_servers import LocalJudge, serving
 from async_grpo.metrics.run_folder import claim
 from async_grpo.options.fields import POSITIVE, option
+from async_grpo.options.files import as_arguments as one_option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
@@ -174,10 +175,8 @@ def as_arguments(config: Any, fields_of: type) -> list[str]:
         getattr(config, "recipe", None), {}
     )  # a value may differ from it by being the default
     for field in dataclasses.fields(fields_of):
-        value, name = getattr(config, field.name), field.name.replace("_", "-")
+        value = getattr(config, field.name)
         if value is None or (value == field.default and field.name not in preset):
             continue
-        arguments.append(
-            f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
-        )
+        arguments += one_option(field.name, value)
     return arguments

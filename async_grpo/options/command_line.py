@@ -8,15 +8,20 @@ import dataclasses
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.logging import RichHandler
 
 from async_grpo.errors import EXIT_FAILED, EXIT_USAGE, AsyncGrpoError, ConfigurationError
+from async_grpo.options.fields import choices_of, dashed
+from async_grpo.options.files import with_files
 
+CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
+EVERYDAY = "Everyday options"
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -28,6 +33,7 @@ def run_command(
     retired: Mapping[str, str] | None = None,
     argv: Sequence[str] | None = None,
     program: str | None = None,
+    foreign: Callable[[], Collection[str]] = tuple,
 ) -> None:
     """Parse the command line into `config_class`, call `run` with it, and exit.
 
@@ -36,11 +42,14 @@ def run_command(
     Args:
         retired: option name (with underscores) -> what replaced it. All of them took a value.
         program: what the help calls it.
+        foreign: keys of other programs that a `--config` file may hold as well.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help=help)(as_function(config_class, run))
-    arguments = normalized(list(sys.argv[1:] if argv is None else argv), config_class, retired or {})
-    app(args=arguments, prog_name=program)
+    app.command(help=help + CONFIG_HELP, cls=PanelledCommand)(as_function(config_class, run))
+    given = sys.argv[1:] if argv is None else argv
+    reporting_errors(
+        lambda: app(args=normalized(given, config_class, retired or {}, foreign), prog_name=program)
+    )
 
 
 def reporting_errors(run: Callable[[], None]) -> None:
@@ -56,39 +65,89 @@ def as_function(config_class: type, run: Callable[[Any], None]) -> Callable[...,
     """A function with one typer option per field of the dataclass."""
 
     def command(context: typer.Context, **values: Any) -> None:
-        given = {name for name in values if context.get_parameter_source(name).name != "DEFAULT"}
+        given = {name for name in values if _is_given(context, name)}
         make = getattr(config_class, "from_options", lambda options, given: config_class(**options))
         reporting_errors(lambda: run(make(values, given)))
 
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 
-    # The required ones first, and with them the panel that they stand in
-    fields = sorted(
-        dataclasses.fields(config_class), key=lambda field: field.default is not dataclasses.MISSING
-    )
-    command.__signature__ = inspect.Signature([context, *(_parameter(field) for field in fields)])
+    parameters = [context, *map(_parameter, fields_in_order(config_class))]
+    vars(command)["__signature__"] = inspect.Signature(parameters)
     return command
 
 
+def fields_in_order(config_class: type) -> list["dataclasses.Field[Any]"]:
+    """Those that must be given, the everyday ones, and the others panel by panel."""
+    fields = dataclasses.fields(config_class)
+    panels = list(dict.fromkeys(field.metadata["panel"] for field in fields))
+
+    def place(field: "dataclasses.Field[Any]") -> tuple[bool, bool, int]:
+        optional = field.default is not dataclasses.MISSING
+        return optional, not field.metadata["everyday"], panels.index(field.metadata["panel"])
+
+    return sorted(fields, key=place)
+
+
+class PanelledCommand(typer.core.TyperCommand):
+    """A command whose help begins with the options of every day and has a heading for each room's others."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                panel = getattr(parameter, "rich_help_panel", None)
+                heading = "Arguments" if parameter.param_type_name == "argument" else panel or "Help"
+                panels.setdefault(heading, []).append(record)
+        for heading, records in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def _parameter(field: dataclasses.Field) -> inspect.Parameter:
-    name = field.name.replace("_", "-")
+    name = dashed(field.name)
     spelling = f"--{name}/--no-{name}" if field.type is bool else f"--{name}"
-    option = typer.Option(spelling, help=field.metadata["help"], rich_help_panel=field.metadata["panel"])
+    panel = EVERYDAY if field.metadata["everyday"] else field.metadata["panel"]
+    option = typer.Option(spelling, help=help_of(field), rich_help_panel=panel)
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.type, option]
     )
 
 
-def normalized(arguments: list[str], config_class: type, retired: Mapping[str, str]) -> list[str]:
-    """The arguments in the one spelling that the parser knows.
+def help_of(field: "dataclasses.Field[Any]") -> str:
+    """What an option is for, and the names that it may have."""
+    known = choices_of(field)
+    return field.metadata["help"] + (f" One of: {', '.join(known)}." if known else "")
+
+
+def normalized(
+    given: Sequence[str],
+    config_class: type,
+    retired: Mapping[str, str],
+    foreign: Callable[[], Collection[str]] = tuple,
+) -> list[str]:
+    """The arguments, and before them those of configuration files, in the one spelling that the parser knows.
+
+    Raises:
+        ConfigurationError: a file that cannot be read, or a key in it that no program knows.
 
     >>> from async_grpo.config.run import WorkerConfig
     >>> normalized(["--max_num_seqs=8", "--enable_prefix_caching", "false"], WorkerConfig, {})
     ['--max-num-seqs=8', '--no-enable-prefix-caching']
     """
-    flags = {field.name.replace("_", "-") for field in dataclasses.fields(config_class) if field.type is bool}
-    retired = {name.replace("_", "-"): successor for name, successor in retired.items()}
+    arguments = with_files(given, config_class, foreign)
+    fields = dataclasses.fields(config_class)
+    flags = {dashed(field.name) for field in fields if field.type is bool}
+    renamed = {dashed(field.metadata["was"]): dashed(field.name) for field in fields if field.metadata["was"]}
+    aliases = {
+        dashed(field.metadata["also"]): dashed(field.name) for field in fields if field.metadata["also"]
+    }
+    retired = {dashed(name): successor for name, successor in retired.items()}
     result: list[str] = []
     while arguments:
         argument = arguments.pop(0)
@@ -96,7 +155,10 @@ def normalized(arguments: list[str], config_class: type, retired: Mapping[str, s
             result.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
-        name = name.replace("_", "-")
+        name = dashed(name)
+        if name in renamed:
+            print(f"warning: --{name} is now called --{renamed[name]}", file=sys.stderr)
+        name = renamed.get(name) or aliases.get(name) or name
         follower = (
             value if equals else (arguments[0] if arguments and not arguments[0].startswith("--") else None)
         )

@@ -11,6 +11,7 @@ from async_grpo.errors import AsyncGrpoError
 from async_grpo.metrics.run_folder import claim
 from async_grpo.metrics.writer import ConsoleHandler
 from async_grpo.options.command_line import run_command, set_up_logging
+from async_grpo.programs.options_page import foreign_keys
 
 RETIRED = {
     "experience_batcher_name": "--run-name keeps runs on one cluster apart",
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None, program: str | None = None) -> None:
         retired=RETIRED,
         argv=argv,
         program=program,
+        foreign=foreign_keys,
     )
 
 

@@ -2,6 +2,7 @@
 
 from async_grpo.config.run import WorkerConfig
 from async_grpo.options.command_line import run_command, set_up_logging
+from async_grpo.programs.options_page import foreign_keys
 
 RETIRED = {
     "temperature": "the trainer's --temperature holds for all workers",
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None, program: str | None = None) -> None:
         retired=RETIRED,
         argv=argv,
         program=program,
+        foreign=foreign_keys,
     )
 
 

@@ -45,10 +45,10 @@ def test_a_worker_without_its_model_folder_is_refused():
         WorkerConfig(mode="generation", model_path="/does/not/exist")
 
 
-def parse(*argv: str, config_class=RunConfig, retired=None):
+def parse(*argv: str, config_class=RunConfig, retired=None, **more):
     seen = []
     with pytest.raises(SystemExit) as ended:
-        run_command(config_class, seen.append, help="", retired=retired, argv=list(argv))
+        run_command(config_class, seen.append, help="", retired=retired, argv=list(argv), **more)
     return (seen[0] if seen else None), ended.value.code
 
 
