@@ -1,6 +1,6 @@
-"""The page of rewards: this is the file to edit.
+"""The registry file of rewards: this is the file to edit.
 
-Every worker of a run imports the run's own copy of it, so a page may use any installed package but no file
+Every worker of a run imports the run's own copy of it, so it may import any installed package but no file
 beside it. Choose with `--reward_fns mathd,sympy`; with several, the best reward wins, unless the run says otherwise.
 
 A reward of your own takes ten lines, here or in a copy of this file:
@@ -21,7 +21,8 @@ completion is bad. Return {"abstain": "why"} to leave the judgement to the other
 the keywords that you name.
 
 A process reward pays for single steps: decorate it with `@process_reward`, and return `step_rewards`
-or `token_rewards` (`async_grpo.rewards.adapter.result`). One that needs the whole group takes `@post_process`.
+or `token_rewards` (`async_grpo.rewards.adapter.result`). One that needs the whole group takes `@post_process`, one
+that takes many samples at a time `@batch`.
 """
 
 from enum import Enum

@@ -59,7 +59,7 @@ def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
         known = [one.adapter for one in file.entries()]
         if config.prune_adapter not in (None, *known):
             raise ConfigurationError(
-                f"--prune-adapter {config.prune_adapter}: the cache holds entries of {', '.join(known) or 'nobody'}"
+                f"--prune-adapter {config.prune_adapter}: the cache holds entries of {', '.join(known) or 'no reward'}"
             )
         if config.prunes:
             deleted = _prune(file, config)

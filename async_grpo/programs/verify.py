@@ -19,13 +19,7 @@ from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import option, parse_assignments, required
 from async_grpo.programs.verify_report import print_report
-from async_grpo.rewards.adapter.registry_source import (
-    RewardRegistrySource,
-    display_name,
-    parse_names,
-    resolve,
-)
-from async_grpo.rewards.adapter.traits import check_options
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.bench.adapter_check import check_adapter
 from async_grpo.rewards.bench.completions import CompletionRow, FileSummary, check_file, read_rows
 from async_grpo.rewards.bench.score_rows import score_rows
@@ -92,26 +86,19 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     console = console or Console(
         width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False, emoji=False
     )
-    names = parse_names(config.reward_fns)
     registry = registry_file(config.reward_registry)
-    source = RewardRegistrySource.from_file(registry).with_files(names)
     options = parse_assignments(config.reward_options, "reward-options")
-    if options or not names:
-        check_options(resolve(source, names), options)
+    workers = LocalWorkers.from_registry(config.reward_fns, registry, options)
     summary = check_file(config.file)
-    for path, text in {str(registry): source.text, **{file.path: file.text for file in source.files}}.items():
-        if modules := modules_beside(Path(path), text):
-            console.print(
-                f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
-                f"of this file alone: install what it imports as a package there, or move it into the file",
-                soft_wrap=True,
-            )
-    right_rows = RightRows(config.threshold)
-    adapters = [display_name(name) for name in names]
-    try:
-        report = asyncio.run(
-            _score(config, LocalWorkers(source, options, adapters), adapters, summary, right_rows)
+    for path, modules in modules_beside(registry, workers.source).items():
+        console.print(
+            f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
+            f"of this file alone: install what it imports as a package there, or move it into the file",
+            soft_wrap=True,
         )
+    right_rows = RightRows(config.threshold)
+    try:
+        report = asyncio.run(_score(config, workers, summary, right_rows))
     except OSError as error:
         raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
     print_report(console, report, summary, config.repeat)
@@ -121,26 +108,32 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
         if card.num_unscored
     ]
     if config.check:
-        for name in adapters:
-            problems = _check(console, source, name, right_rows.by_adapter[name], options)
+        for name in workers.adapters:
+            problems = _check(console, workers.source, name, right_rows.by_adapter[name], options)
             broken += [f"{name} did not pass its check"] if problems else []
     if broken:
         raise RunFailed("; ".join(broken))
     return report
 
 
-def modules_beside(path: Path, text: str) -> list[str]:
-    """The modules that the file of that path and text imports, wherever in it, and that lie in its own folder."""
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError):  # whatever imports the file will say so
-        return []
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    names = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"async_grpo"}
-    return sorted(
-        name for name in names if (path.parent / name).is_dir() or (path.parent / f"{name}.py").is_file()
-    )
+def modules_beside(registry: Path, source: RewardRegistrySource) -> dict[str, list[str]]:
+    """By file, the modules that it imports, wherever in its text, and that lie in its own folder."""
+    found = {}
+    for path, text in {str(registry): source.text, **{file.path: file.text for file in source.files}}.items():
+        try:
+            nodes = list(ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError):  # the process that imports the file will say so
+            continue
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        names = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"async_grpo"}
+        places = {name: Path(path).parent / name for name in names}
+        beside = [
+            name for name, place in places.items() if place.is_dir() or place.with_suffix(".py").is_file()
+        ]
+        if beside:
+            found[path] = sorted(beside)
+    return found
 
 
 class RightRows:
@@ -160,12 +153,9 @@ class RightRows:
 
 
 async def _score(
-    config: VerifyConfig,
-    workers: LocalWorkers,
-    adapters: Sequence[str],
-    summary: FileSummary,
-    right_rows: RightRows,
+    config: VerifyConfig, workers: LocalWorkers, summary: FileSummary, right_rows: RightRows
 ) -> Report:
+    adapters = workers.adapters
     pool = VerifierPool(adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
     report = Report(adapters, config.threshold, with_label=summary.with_label > 0)
     with ExitStack() as stack:

@@ -30,7 +30,7 @@ class LocalWorkers:
         self, source: RewardRegistrySource, options: Mapping[str, Any] | None, adapters: Sequence[str]
     ) -> None:
         self.adapters, self.look_at_groups = tuple(adapters), False
-        self._source, self._rate_limiter = source, Limiter()
+        self.source, self._rate_limiter = source, Limiter()
         self._make_process = process_maker(source, options)
 
     @classmethod
@@ -59,5 +59,5 @@ class LocalWorkers:
         if not process.traits.is_judge:
             return process
         await process.close()
-        judge: Any = resolve(self._source, [adapter])[adapter]
+        judge: Any = resolve(self.source, [adapter])[adapter]
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")

@@ -19,9 +19,8 @@ from async_grpo.experience.config import RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.launch.local_run import as_arguments
 from async_grpo.options.fields import parse_assignments
-from async_grpo.rewards.adapter.decorators import post_process
+from async_grpo.rewards.adapter.decorators import post_process, process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.builtin import process_reward
 from async_grpo.training.objective import Objective
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,6 +34,21 @@ def test_the_first_reward_works_on_the_page_and_from_a_file(tmp_path, capsys):
         assert [line["reward"] for line in lines] == [1.0, 0.0], lines
 
 
+def test_the_decorators_are_imported_and_used_as_the_page_says(tmp_path):
+    section = (ROOT / "docs" / "rewards.md").read_text().split("The three decorators")[1]
+    page, rows, results = (tmp_path / name for name in ("page.py", "rows.jsonl", "results.jsonl"))
+    page.write_text(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1])
+    rows.write_text(
+        "".join(json.dumps({"completion": text, "group_id": 1}) + "\n" for text in ("a" * 100, "a" * 300))
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(rows), "--reward-fns", f"{page}:lengths,{page}:shortness", "--output", str(results)])
+    assert ended.value.code == 0
+    lines = [json.loads(line)["results"] for line in results.read_text().splitlines()]
+    assert [line["lengths"][0]["reward"] for line in lines] == [0.1, 0.3]
+    assert [line["shortness"][0]["reward"] for line in lines] == [1.0, 0.0]
+
+
 def test_the_first_judge_is_one():
     registry = {}
     exec(code_under("Your first judge").replace("RewardType.JUDGE", "'judge'"), registry)

@@ -33,7 +33,7 @@ OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
 PAGE = textwrap.dedent(
     """
     import os, time
-    from async_grpo.rewards.builtin import process_reward
+    from async_grpo.rewards.adapter.decorators import process_reward
     from async_grpo.rewards.adapter.decorators import post_process
 
     def share_of_the_group(group):

@@ -33,7 +33,7 @@ class CompletionRow:
     @property
     def group(self) -> int | str:
         """The same for all rows that a reward of whole groups sees together."""
-        return self.sample["group_id"]  # type: ignore[no-any-return]  # checked where the row was read
+        return self.sample["group_id"]
 
 
 @dataclass

@@ -67,11 +67,11 @@ async def score_rows(
         elif len(group) == group_sizes.get(row.group, 0):
             done.update(await _looked_at(pool, incomplete.pop(row.group)))
         while num_reported in done:
-            finished, verdicts = done.pop(num_reported)
+            finished, in_the_end = done.pop(num_reported)
             num_reported += 1
-            runs = [verdict.results for verdict in verdicts]
+            runs = [verdict.results for verdict in in_the_end]
             report.add(finished.line, finished.sample["completion"], finished.label, runs)
-            on_row(finished, verdicts)
+            on_row(finished, in_the_end)
 
     try:
         async with asyncio.TaskGroup() as scoring:
