@@ -42,7 +42,16 @@ def test_the_decorators_are_imported_and_used_as_the_page_says(tmp_path):
         "".join(json.dumps({"completion": text, "group_id": 1}) + "\n" for text in ("a" * 100, "a" * 300))
     )
     with pytest.raises(SystemExit) as ended:
-        main(["verify", str(rows), "--reward-fns", f"{page}:lengths,{page}:shortness", "--output", str(results)])
+        main(
+            [
+                "verify",
+                str(rows),
+                "--reward-fns",
+                f"{page}:lengths,{page}:shortness",
+                "--output",
+                str(results),
+            ]
+        )
     assert ended.value.code == 0
     lines = [json.loads(line)["results"] for line in results.read_text().splitlines()]
     assert [line["lengths"][0]["reward"] for line in lines] == [0.1, 0.3]
