@@ -28,7 +28,7 @@ that takes many samples at a time `@batch`.
 from enum import Enum
 from typing import Any
 
-from async_grpo.rewards.adapter.decorators import post_process, process_reward, warmed_by
+from async_grpo.rewards.adapter.decorators import best_reward, post_process, process_reward, warmed_by
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge, judge_urls
 
 
@@ -89,6 +89,7 @@ def countdown_steps(sample: dict, **options) -> dict:
     return score_steps(sample)
 
 
+@best_reward(lambda weight=0.1: weight)
 def format(sample: dict, weight: float = 0.1) -> dict:
     """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
     from async_grpo.rewards.builtin.format import score
@@ -131,6 +132,7 @@ def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
     return score(sample, strip, case)
 
 
+@best_reward(lambda schedule="overlong": 0.0 if schedule == "overlong" else 2.0)
 def length(
     sample: dict,
     schedule: str = "overlong",

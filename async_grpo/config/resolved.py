@@ -9,7 +9,7 @@ from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
-from async_grpo.rewards.adapter.traits import traits_of
+from async_grpo.rewards.adapter.traits import best_reward_of, traits_of
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.middleware import PRICE
 
@@ -63,6 +63,10 @@ class ResolvedRewards:
             whole_groups=any(name in self.adapters for name in self.whole_groups),
             weights=config.weights_by_name,
             failure_policies=config.failure_policies,
+            best_rewards={
+                name: best_reward_of(adapter, config.options_by_name)
+                for name, adapter in self.adapters.items()
+            },
         )
 
     def secrets(self) -> dict[str, str]:

@@ -8,19 +8,21 @@ from async_grpo.experience.config import BatchConfig
 from async_grpo.types import Group
 
 ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
-DEFAULT_BEST_REWARD = 1.0  # of an adapter that declares no other: a right answer
 
 
 class StepAlarms:
     """The alarms of each step. It remembers for how many steps a reward has said one value only.
+
+    Args:
+        best_rewards: the highest reward of an adapter by its name; 1 where none is given.
 
     >>> alarms = StepAlarms(BatchConfig(failure_alarm=0.1))
     >>> alarms.of_step([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}})
     ['judge: 3 of 4 calls failed (HTTP 500)']
     """
 
-    def __init__(self, limits: BatchConfig) -> None:
-        self._limits = limits
+    def __init__(self, limits: BatchConfig, best_rewards: Mapping[str, float] | None = None) -> None:
+        self._limits, self._best_rewards = limits, best_rewards or {}
         self._constant_steps: Counter[str] = Counter()
 
     def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -37,7 +39,7 @@ class StepAlarms:
     def _about_constant(self, name: str, stats: Mapping[str, Any]) -> list[str]:
         """A reward that has never said but one value; not if that is the best it can say: then all earned it."""
         only, num_rewards = stats.get("only_reward_so_far"), stats.get("rewards_so_far", 0)
-        if only is None or only >= stats.get("best_reward", DEFAULT_BEST_REWARD):
+        if only is None or only >= self._best_rewards.get(name, 1.0):
             return []
         self._constant_steps[name] += 1
         if num_rewards < ENOUGH_REWARDS or self._constant_steps[name] < ENOUGH_STEPS:

@@ -56,7 +56,7 @@ class ExperienceBatcher:
         )
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness)
-        self._alarms = StepAlarms(config)
+        self._alarms = StepAlarms(config, facts.best_rewards)
         self.steps = StepAssembler(
             config.groups_per_step,
             config.max_staleness,

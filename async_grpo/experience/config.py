@@ -142,6 +142,7 @@ class RunFacts:
         whole_groups: some of them look at a whole group (`post_process_scores`).
         weights: `--reward-weights` by name.
         failure_policies: `--on-reward-failure` by name.
+        best_rewards: the highest reward of each, by name.
     """
 
     max_completion_tokens: int = 0
@@ -149,6 +150,7 @@ class RunFacts:
     whole_groups: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
     failure_policies: Mapping[str, str] = field(default_factory=dict)
+    best_rewards: Mapping[str, float] = field(default_factory=dict)
 
     def weight(self, name: str) -> float:
         return self.weights.get(name, 1.0)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from async_grpo.config.resolved import ResolvedRewards
 from async_grpo.experience.alarms import StepAlarms
 from async_grpo.experience.config import BatchConfig
+from async_grpo.rewards.config import RewardConfig
 
 
 def constant(value: float, num_rewards: int = 258, **more) -> dict:
@@ -23,10 +25,21 @@ def test_a_few_rewards_are_no_evidence_in_however_many_steps():
     assert alarms.of_step([], constant(0.0, 50))
 
 
-@pytest.mark.parametrize(("value", "more"), [(1.0, {}), (1.1, {}), (0.1, {"best_reward": 0.1})])
-def test_a_constant_reward_that_is_the_best_possible_is_no_alarm(value, more):
-    alarms = StepAlarms(BatchConfig(failure_alarm=1.0))
-    assert not any(alarms.of_step([], constant(value, **more)) for _ in range(5))
+@pytest.mark.parametrize(
+    ("value", "best"), [(1.0, {}), (1.1, {}), (0.1, {"judge": 0.1}), (0.0, {"judge": 0.0})]
+)
+def test_a_constant_reward_that_is_the_best_possible_is_no_alarm(value, best):
+    alarms = StepAlarms(BatchConfig(failure_alarm=1.0), best)
+    assert not any(alarms.of_step([], constant(value)) for _ in range(5))
+
+
+def test_the_shipped_rewards_whose_best_is_not_one_declare_it():
+    def best(options: str) -> dict[str, float]:
+        config = RewardConfig(reward_fns="format,length,exact", reward_options=options)
+        return ResolvedRewards.of(config).facts(config, 0).best_rewards
+
+    assert best("") == {"format": 0.1, "length": 0.0, "exact": 1.0}
+    assert best("weight=0.5,schedule=cosine") == {"format": 0.5, "length": 2.0, "exact": 1.0}
 
 
 def test_calls_that_fail_are_an_alarm_at_once():

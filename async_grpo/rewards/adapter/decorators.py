@@ -120,3 +120,22 @@ def process_reward(adapter: Reward) -> Reward:
     """
     adapter.process = True  # type: ignore[attr-defined]  # a declaration on the user's function
     return adapter
+
+
+def best_reward(best: float | Callable[..., float]) -> Callable[[Reward], Reward]:
+    """Decorator: the highest reward there is, if that is not 1: a number, or a function of the reward's options.
+
+    A reward that gives every sample less than that, and all the same, raises an alarm.
+
+    >>> @best_reward(lambda weight=0.1: weight)
+    ... def polite(sample, weight=0.1):
+    ...     return weight * ("please" in sample["completion"])
+    >>> polite.best_reward(weight=0.5)
+    0.5
+    """
+
+    def mark(reward: Reward) -> Reward:
+        reward.best_reward = best  # type: ignore[attr-defined]  # a declaration on the user's function
+        return reward
+
+    return mark

@@ -66,6 +66,12 @@ def is_process_reward(adapter: Any) -> bool:
     return getattr(adapter, "process", False) is True
 
 
+def best_reward_of(adapter: Any, options: Mapping[str, Any]) -> float:
+    """The highest reward that it gives with these options: what it declares (`@best_reward`), else 1."""
+    best = getattr(adapter, "best_reward", 1.0)
+    return float(best(**accepted_options(best, options, num_given=0)) if callable(best) else best)
+
+
 def is_judge(adapter: Any) -> bool:
     """Whether it is a judge, which needs no process. Raises ConfigurationError for the class of one."""
     if not all(callable(getattr(adapter, name, None)) for name in ("endpoint", "score")):
