@@ -138,13 +138,13 @@ class WeightPackage:
     """One version of the weights, with all that is needed to prove that it landed."""
 
     version: int
-    manifest: Manifest  # every tensor as sent
+    manifest: Manifest  # every tensor as sent (a self-test changes a few at a time and leaves the others)
     chunks: list[
         Any
     ]  # references to safetensors images, uint8; empty where weights travel outside the package
     canary_ids: np.ndarray  # (N,) int32, a fixed text
     canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
-    tolerance: float  # root mean square of canary differences that rounding explains
+    tolerance: float  # root mean square of canary differences that rounding explains, nats
 
 
 class EngineLink(Protocol):
@@ -174,7 +174,9 @@ class EngineControl(Protocol):
         """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
         ...
 
-    def pause(self) -> None: ...
+    def pause(self, version: int) -> None:
+        """Hold all requests; those that come from now on belong to `version`."""
+        ...
 
     def resume(self, version: int) -> None: ...
 

@@ -95,7 +95,7 @@ class RunController:
         ]
 
     async def keep_self_test(self, package: WeightPackage) -> None:
-        """What every late worker is tested with, as the first ones were."""
+        """The next of what every late worker is tested with, as the first ones were."""
         for workers in self._workers.values():
             workers.keep_self_test(package)
 

@@ -32,7 +32,7 @@ class RegisteredWorkers:
         self._links: dict[str, WorkerLink] = {}
         self._rewards: dict[str, str] = {}
         self._joining: set[str] = set()  # on their own way to the current weights: no sync may cross it
-        self._self_test: WeightPackage | None = None
+        self._self_test: list[WeightPackage] = []
         self._package: WeightPackage | None = None
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}  # for their progress, and silent so far
         self._settled = asyncio.Event()  # cleared while weights are being sent
@@ -62,10 +62,10 @@ class RegisteredWorkers:
         if self.is_frozen:
             self.registry.activate(info.worker_id)
         current = await self.current()
-        if self._self_test is None or not current:
+        if not self._self_test or not current:
             return []
         self._joining.add(info.worker_id)
-        return [self._self_test, *current]
+        return [*self._self_test, *current]
 
     async def activate(self, worker_id: str, version: int) -> bool:
         """A late worker has loaded `version`; False if that is no longer the current one (it must load again).
@@ -113,8 +113,8 @@ class RegisteredWorkers:
         return [(info, self._handles[info.worker_id]) for info in members]
 
     def keep_self_test(self, package: WeightPackage) -> None:
-        """What every late worker is tested with, as the first ones were."""
-        self._self_test = package
+        """The next of what every late worker is tested with, as the first ones were."""
+        self._self_test.append(package)
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """`landed` hold the weights of `package`: they may work, and no other worker may."""

@@ -27,7 +27,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
-from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Verification
 from async_grpo.training.accumulator import GradientAccumulator
@@ -43,7 +43,7 @@ from async_grpo.weights.nccl import NCCLPublisher
 from async_grpo.weights.publisher import Canary, Publisher
 
 log = logging.getLogger(__name__)
-CANARY_TOKENS = 64
+CANARY_TOKENS = 128
 BUDGET_FILE = "judge_budget.jsonl"
 
 
@@ -153,7 +153,7 @@ def _publisher(
     """Engines are reached from rank 0 alone (the others have no controller here, and take part in the gathering)."""
     length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
-    common = (named_full_tensors, canary, torch_dtype(settings.dtype))
+    common = (named_weights, canary, torch_dtype(settings.dtype))
     if settings.transport == "nccl":
         return NCCLPublisher(
             RayEngineControl(controller, config.sync_timeout_s) if controller else None,

@@ -91,8 +91,8 @@ class RayEngineControl:
         self._world_sizes = {info.worker_id: info.world_size for info, _ in members}
         return self._world_sizes
 
-    def pause(self) -> None:
-        self._each("pause")
+    def pause(self, version: int) -> None:
+        self._each("pause", version)
 
     def resume(self, version: int) -> None:
         self._each("resume", version)

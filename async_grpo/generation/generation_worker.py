@@ -252,9 +252,11 @@ class GenerationWorker:
         """Join the trainer's transfer group."""
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
-    async def pause(self) -> None:
+    async def pause(self, version: int) -> None:
+        """Hold all requests; those that come from now on are served, and salted, by `version`."""
         await self._update_lock.acquire()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
+        self.policy_version = version
 
     async def start_weight_update(self) -> None:
         self._finished = False

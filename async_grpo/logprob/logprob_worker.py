@@ -20,7 +20,7 @@ from torch import Tensor
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.modeling.load import load_causal_lm
-from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.modeling.policy import PolicyModel, named_weights
 
 
 @dataclass
@@ -195,15 +195,12 @@ class LogprobWorker:
 
 @torch.no_grad()
 def _copy_weights(policy: PolicyModel, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    missing = dict(named_full_tensors(policy))
+    """Tensors that do not come keep their values: whether all came that were sent, the receipt says."""
+    known = dict(named_weights(policy))
     for name, tensor in named_tensors:
-        if name not in missing or missing[name].shape != tensor.shape:
-            expected = tuple(missing[name].shape) if name in missing else "no such tensor, or it came twice"
+        if name not in known or known[name].shape != tensor.shape:
+            expected = tuple(known[name].shape) if name in known else "no such tensor, or it came twice"
             raise WeightsDidNotLand(
                 f"received {name} of shape {tuple(tensor.shape)}; the model expects {expected}"
             )
-        missing.pop(name).copy_(tensor)
-    if missing:
-        raise WeightsDidNotLand(
-            f"{len(missing)} tensors were not sent, {next(iter(missing))} the first of them"
-        )
+        known.pop(name).copy_(tensor)

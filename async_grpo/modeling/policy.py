@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
@@ -85,27 +86,39 @@ class PolicyModel(nn.Module):
         return next(self.parameters()).device
 
 
-def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every weight, in the model's order; a tied head appears once.
+def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, weight) of every weight, in the model's order; a tied head appears once.
 
-    Of a sharded policy this is a collective: every rank must exhaust the iterator in lockstep. One tensor is
-    gathered at a time. Unsharded tensors are the live weights, not copies. The value head is not among them:
-    engines and Hugging Face folders know no critic.
+    The live weights, not copies; of a sharded policy its shards (DTensors). The value head is not among them: engines
+    and Hugging Face folders know no critic.
     """
-    return _full_tensors(policy.model)
+    return _distinct(policy.model)
+
+
+def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """`named_weights`, each whole. Of a sharded policy this is a collective: every rank must exhaust the iterator in
+    lockstep; one tensor is gathered at a time.
+    """
+    return ((name, full_tensor(weight)) for name, weight in named_weights(policy))
 
 
 def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
     """The value head's `weight` (1, H) and `bias` (1,), whole; {} without one. A collective of a sharded policy."""
-    return {} if policy.value_head is None else dict(_full_tensors(policy.value_head))
+    if policy.value_head is None:
+        return {}
+    return {name: full_tensor(weight) for name, weight in _distinct(policy.value_head)}
 
 
-def _full_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def full_tensor(weight: Tensor) -> Tensor:
+    """The whole of a weight: of a sharded one it is gathered (a collective), another is returned as it is."""
+    detached = weight.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     # state_dict, not named_parameters: its hooks bring FSDP's shards back if a forward left them gathered
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        detached = tensor.detach()
-        yield name, detached.full_tensor() if hasattr(detached, "full_tensor") else detached
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor

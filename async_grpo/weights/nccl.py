@@ -8,49 +8,48 @@ workers has changed, it is built anew before the next sync, so a late worker joi
 import concurrent.futures
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
+from async_grpo.modeling.policy import full_tensor
 from async_grpo.protocols import EngineControl, TensorRecord, WeightPackage
 from async_grpo.weights.manifest import record
-from async_grpo.weights.package import SELF_TEST, prove_landed
-from async_grpo.weights.publisher import Canary, NamedFullTensors, TransactionalPublisher
+from async_grpo.weights.package import SELF_TEST, Differences
+from async_grpo.weights.publisher import Canary, NamedTensors, TransactionalPublisher
 
 
 class RecordingSource:
     """vLLM's `WeightSource` over a policy: yields full tensors in the wire dtype and notes each one on its way out."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        named_full_tensors: NamedFullTensors,
-        wire_dtype: torch.dtype,
-    ) -> None:
-        self._model, self._named_full_tensors, self._wire_dtype = model, named_full_tensors, wire_dtype
-        self._metadata: list[Any] | None = None
+    def __init__(self, model: nn.Module, named_weights: NamedTensors, wire_dtype: torch.dtype) -> None:
+        self._model, self._named_weights, self._wire_dtype = model, named_weights, wire_dtype
+        self.names: Collection[str] | None = None  # what to send; None: every tensor
         self.sent: dict[str, TensorRecord] = {}
 
     def metadata(self) -> list[Any]:
-        """Names, dtypes and full shapes; gathers once (a collective) and remembers."""
+        """Names, dtypes and full shapes of what will be sent; gathers nothing."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        if self._metadata is None:
-            named = self._named_full_tensors(self._model)
-            self._metadata = [
-                ParamMeta(name, self._wire_dtype, tuple(tensor.shape)) for name, tensor in named
-            ]
-        return self._metadata
+        return [
+            ParamMeta(name, self._wire_dtype, tuple(tensor.shape)) for name, tensor in self._named_tensors()
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sent = {}
-        for name, tensor in self._named_full_tensors(self._model):
-            wired = tensor.detach().to(self._wire_dtype).contiguous()
+        for name, tensor in self._named_tensors():
+            wired = full_tensor(tensor).to(self._wire_dtype).contiguous()
             self.sent[name] = record(wired)
             yield name, wired
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._named_weights(self._model):
+            if self.names is None or name in self.names:
+                yield name, tensor
 
 
 def vllm_trainer_engine(
@@ -76,7 +75,7 @@ class NCCLPublisher(TransactionalPublisher):
     def __init__(
         self,
         control: EngineControl | None,
-        named_full_tensors: NamedFullTensors,
+        named_weights: NamedTensors,
         canary: Canary,
         wire_dtype: torch.dtype,
         *,
@@ -85,33 +84,32 @@ class NCCLPublisher(TransactionalPublisher):
         tolerance: float | None = None,
         make_engine: Callable[[EngineControl | None, RecordingSource, int, int], Any] = vllm_trainer_engine,
     ) -> None:
-        super().__init__(named_full_tensors, canary, wire_dtype, tolerance)
+        super().__init__(named_weights, canary, wire_dtype, tolerance)
         self._control, self._rank, self._timeout_s, self._make_engine = control, rank, timeout_s, make_engine
         self._source: RecordingSource | None = None
         self._engine: Any = None
         self._members: Mapping[str, int] | None = None
 
-    def _send(self, model: nn.Module, version: int) -> float:
-        expected = self._canary.logprobs(model, self._canary.token_ids)
-        source = self._source = self._source or RecordingSource(
-            model, self._named_full_tensors, self._wire_dtype
-        )
+    def _send(
+        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None = None
+    ) -> Differences:
+        self._source = self._source or RecordingSource(model, self._named_weights, self._wire_dtype)
+        self._source.names = names
         if self._control is None:
-            self._engine = self._engine or self._make_engine(None, source, 0, self._rank)
+            self._engine = self._engine or self._make_engine(None, self._source, 0, self._rank)
             self._engine.send_weights()  # takes part in the gathering, sends nothing
-            return 0.0
-        self._connect(self._control.begin(), source)
-        self._control.pause()
-        self._within_deadline(
-            self._engine.send_weights
-        )  # if it fails the engines stay paused: the run is over
-        self._control.resume(version)
-        package = WeightPackage(version, source.sent, [], self._canary.token_ids, expected, self._tolerance)
+            return {}
+        self._connect(self._control.begin(), self._source)
+        self._control.pause(draft.version)
+        # If this fails the engines stay paused: the run is over
+        self._within_deadline(self._engine.send_weights)
+        self._control.resume(draft.version)
+        package = replace(draft, manifest=self._source.sent)
         receipts = self._control.receipts(package)
-        error = prove_landed(package, receipts)
-        if version != SELF_TEST:
+        differences = self._prove(package, receipts)
+        if draft.version != SELF_TEST:
             self._control.commit(package, list(receipts))
-        return error
+        return differences
 
     def _connect(self, members: Mapping[str, int], source: RecordingSource) -> None:
         if self._members != members:

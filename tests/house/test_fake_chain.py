@@ -16,7 +16,7 @@ from async_grpo.errors import RunFailed, WeightsDidNotLand
 from async_grpo.experience.config import NO_FACTS, BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.modeling.load import load_causal_lm
-from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors, named_weights
 from async_grpo.testing import (
     FakeEngine,
     FakeVerification,
@@ -114,7 +114,7 @@ class Chain:
                 policy, optimizer, scheduler, Objective(AlgorithmConfig()), ranks
             ),
             source=InProcessExperience(self.loop, self.controller),
-            publisher=Publisher(self.link, named_full_tensors, canary, torch.float32),
+            publisher=Publisher(self.link, named_weights, canary, torch.float32),
             metrics=self.lines,
             checkpoints=CheckpointWriter(self.folder / "out", self.folder, ranks),
             ranks=ranks,
@@ -127,7 +127,8 @@ def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
     chain = Chain(tmp_path)
     lines = chain.train()
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
-    assert chain.link.delivered == [-2, 0, 1, 2, 3]  # the self-test, the first weights, and each step's
+    # The self-test (as they are, outside the layers, each of two layers), the first weights, and each step's
+    assert chain.link.delivered == [-2] * 4 + [0, 1, 2, 3]
     for line in lines:
         assert line["samples_in_batch"] == line["num_reward_ok"] == GROUPS * MEMBERS
         assert line["grad_norm"] > 0 and math.isfinite(line["avg_loss"]) and line["staleness_max"] <= 1

@@ -29,8 +29,8 @@ class Control:
     def begin(self) -> Mapping[str, int]:
         return self.members
 
-    def pause(self) -> None:
-        self.log.append("pause")
+    def pause(self, version: int) -> None:
+        self.log.append(f"pause {version}")
 
     def resume(self, version: int) -> None:
         self.log.append(f"resume {version}")
@@ -73,8 +73,9 @@ def publisher(control: Control | None, make_engine=ScriptedEngine, rank: int = 0
 def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
     control = Control({"g0": 2, "g1": 1})
     publisher(control).publish(TwoLayers(), 0, self_test=True)
-    sync = ["pause", "send"]
-    assert control.log == ["group of 4", *sync, f"resume {SELF_TEST}", *sync, "resume 0", "commit 0 g0,g1"]
+    unchanged = changed = [f"pause {SELF_TEST}", "send", f"resume {SELF_TEST}"]
+    weights = ["pause 0", "send", "resume 0", "commit 0 g0,g1"]
+    assert control.log == ["group of 4", *unchanged, *changed, *weights]
 
 
 def test_the_group_is_built_anew_when_its_membership_has_changed():
@@ -106,7 +107,7 @@ def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():
     control = Control({"g0": 1})
     with pytest.raises(DeadlineExceeded, match="NCCL transfer did not end within 0 s"):
         publisher(control, Stuck, timeout_s=0.2).publish(TwoLayers(), 0)
-    assert control.log[-1] == "pause"  # nobody resumes an engine that still sits in the transfer
+    assert control.log[-1] == "pause 0"  # nobody resumes an engine that still sits in the transfer
 
 
 def test_a_transfer_that_never_ends_does_not_keep_the_process_alive():
@@ -137,7 +138,7 @@ def test_other_ranks_take_part_in_every_gathering_and_send_nothing():
         None, gathering, canary, torch.float32, rank=1, timeout_s=5.0, make_engine=ScriptedEngine
     )
     assert silent.publish(TwoLayers(), 0, self_test=True)["canary_error"] == 0.0
-    assert len(gathered) == 8
+    assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
 
 
 def test_the_source_says_beforehand_what_it_will_yield():

@@ -16,8 +16,8 @@ from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.manifest import check_received, record, tensor_digest
 from async_grpo.weights.memfd import shared_bytes
 from async_grpo.weights.package import SELF_TEST
-from async_grpo.weights.perturbation import perturbed
 from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.self_test import perturbed
 
 
 @settings(max_examples=100, deadline=None)
@@ -124,8 +124,10 @@ def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     publisher(link).publish(model, 0, self_test=True)
     assert link.log == [
-        ("deliver", SELF_TEST, 1),
+        ("deliver", SELF_TEST, 1),  # the weights as they are
         ("commit", SELF_TEST, ["g0"]),  # kept for workers that join late
+        ("deliver", SELF_TEST, 1),  # every tensor changed
+        ("commit", SELF_TEST, ["g0"]),
         ("deliver", 0, 1),
         ("commit", 0, ["g0"]),
     ]
@@ -173,14 +175,14 @@ def test_other_ranks_gather_along_but_send_nothing():
 
     silent = Publisher(None, gathering, Canary(Canary.text(40, 32), logprobs), torch.float32)
     silent.publish(TwoLayers(), 0, self_test=True)
-    assert len(gathered) == 8  # the self-test's four and the real four
+    assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
 
 
 def test_the_perturbation_changes_every_tensor_visibly_and_puts_it_back():
     model = TwoLayers()
     nn.init.zeros_(model.first.bias)
     before = [p.clone() for p in model.parameters()]
-    with perturbed(model):
+    with perturbed(dict(named(model))):
         for original, parameter in zip(before, model.parameters(), strict=True):
             assert (parameter - original).abs().mean() > 0.05
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -1,0 +1,153 @@
+"""The self-test and the canary in bfloat16, over widths and depths: healthy engines pass, each tensor lost shows.
+
+The engine is transformers' own forward in bfloat16, another order of evaluation than the trainer's. Its models are
+fresh ones (weights of std 0.02, biases 0), as narrow or deep as makes queries, keys and their biases hard to see.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from watched_link import WatchedLink
+
+from async_grpo.errors import WeightsDidNotLand
+from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.protocols import Manifest, Receipt, WeightPackage
+from async_grpo.training.canary import canary_logprobs
+from async_grpo.weights.manifest import record
+from async_grpo.weights.publisher import Canary, Publisher
+
+VOCAB, TOKENS = 256, 128
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for one another on a busy machine take minutes for what takes seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fresh_model(layers: int, hidden: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    heads = max(2, hidden // 128)
+    shape = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    config = Qwen2Config(vocab_size=VOCAB, tie_word_embeddings=hidden < 2048, **shape, **attention)
+    return Qwen2ForCausalLM(config).to(torch.bfloat16)
+
+
+class Engine(WatchedLink):
+    """A bfloat16 model of transformers'; `bias` is added to all that it computes."""
+
+    def __init__(self, layers: int, hidden: int, watched: tuple[int, ...] = ()) -> None:
+        self.model, self.bias = fresh_model(layers, hidden), 0.0
+        self.weights = dict(self.model.named_parameters())
+        super().__init__(self.update, self.logprobs, self.weights, watched)
+
+    @torch.no_grad()
+    def update(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+        for name, tensor in tensors.items():
+            self.weights[name].copy_(tensor)
+        return {name: record(tensor) for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def logprobs(self, ids: np.ndarray) -> np.ndarray:
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        rows = self.model(tokens[None]).logits[0].float().log_softmax(-1)
+        chosen = rows[:-1].gather(-1, tokens[1:, None])[:, 0].numpy()
+        return np.concatenate([np.zeros(1, np.float32), chosen]) + np.float32(self.bias)
+
+
+def publisher(engine: Engine) -> Publisher:
+    canary = Canary(Canary.text(VOCAB, TOKENS), canary_logprobs)
+    return Publisher(engine, named_weights, canary, torch.bfloat16)
+
+
+def policy_of(layers: int, hidden: int) -> PolicyModel:
+    return PolicyModel(fresh_model(layers, hidden))
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "watched"),
+    [(12, 256, (0, 7, 12)), (48, 256, (48,)), (4, 1024, (0, 4)), (2, 2048, (0, 2))],
+)
+def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(layers, hidden, watched):
+    """Group 0 lies outside the layers. Before, all tensors were changed at once by noise of at least 0.1."""
+    engine = Engine(layers, hidden, watched)
+    metrics = publisher(engine).publish(policy_of(layers, hidden), 0, self_test=True)
+    assert len(engine.healthy) == layers + 1 and max(engine.healthy) < 0.75
+    assert len(engine.lost) == sum(2 + (hidden >= 2048) if group == 0 else 12 for group in watched)
+    assert min(engine.lost.values()) > 1.5
+    assert metrics["canary_error"] < 0.1
+
+
+def test_a_lost_tensor_ends_the_start():
+    class Lossy(Engine):
+        def update(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+            lost = "model.layers.1.self_attn.k_proj.bias"
+            receipt = super().update({**tensors, lost: self.weights[lost].clone()})
+            return {name: receipt[name] for name in tensors} | (
+                {lost: record(tensors[lost])} if lost in tensors else {}
+            )
+
+    with pytest.raises(WeightsDidNotLand, match="received the start-up self-test bit by bit"):
+        publisher(Lossy(2, 256)).publish(policy_of(2, 256), 0, self_test=True)
+
+
+def change(model: PolicyModel, size: float) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(size * torch.randn(parameter.shape).to(parameter.dtype))
+
+
+def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_measured():
+    engine, policy = Engine(2, 256), policy_of(2, 256)
+    sender = publisher(engine)
+    sender.publish(policy, 0, self_test=True)
+    rounding = engine.tolerances[-1] / 3
+    assert rounding < 0.01  # the tolerance was 0.3 before
+    change(policy, 0.002)
+    sender.publish(policy, 1)
+    engine.bias = 4 * rounding
+    with pytest.raises(WeightsDidNotLand, match="policy version 2 bit by bit"):
+        sender.publish(policy, 2)
+
+
+def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync():
+    engine, policy = Engine(2, 256), policy_of(2, 256)
+    engine.bias = 0.02
+    sender = publisher(engine)
+    sender.publish(policy, 0)
+    sender._rounding = 0.002  # 0.02 would be ten times too much
+    change(policy, 0.002)
+    assert sender.publish(policy, 1)["canary_error"] > 0.02
+
+
+def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
+    class Stale(Engine):
+        def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
+            if package.version < 1:
+                return super().deliver(package)
+            return {"g0": (package.manifest, self.logprobs(package.canary_ids))}
+
+    engine, policy = Stale(2, 256), policy_of(2, 256)
+    sender = publisher(engine)
+    sender.publish(policy, 0, self_test=True)
+    sender.publish(policy, 1)  # the same weights: nothing to see
+    change(policy, 0.01)
+    with pytest.raises(WeightsDidNotLand, match="policy version 2"):
+        sender.publish(policy, 2)
+
+
+def test_a_tolerance_that_is_given_is_the_one_that_counts():
+    engine = Engine(2, 256)
+    canary = Canary(Canary.text(VOCAB, TOKENS), canary_logprobs)
+    Publisher(engine, named_weights, canary, torch.bfloat16, tolerance=0.5).publish(
+        policy_of(2, 256), 0, self_test=True
+    )
+    assert set(engine.tolerances) == {0.5}
