@@ -166,14 +166,14 @@ def _trainer_command(config: LocalConfig) -> list[str]:
 
 
 def as_arguments(config: Any, fields_of: type) -> list[str]:
-    """
+    """The options, of those that are fields of `fields_of`, in which a configuration differs from its defaults.
+
     >>> as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig)
     ['--enforce-eager', '--mode=logprob', '--model-path=.']
     """
     arguments = []
-    preset = RECIPES.get(
-        getattr(config, "recipe", None), {}
-    )  # a value may differ from it by being the default
+    # A value may differ from the recipe's by being the default
+    preset = RECIPES.get(getattr(config, "recipe", None) or "", {})
     for field in dataclasses.fields(fields_of):
         value = getattr(config, field.name)
         if value is None or (value == field.default and field.name not in preset):
