@@ -147,6 +147,10 @@ def clip_cov(
     Bounds of the clip: 1 and 1 as in the authors' recipe, which keeps it for extreme tokens only (verl: 0.2).
     Change the seed from step to step. Metric: `selected_frac`.
     """
+    if not cov_low < cov_high:
+        raise ConfigurationError(
+            f"clip_cov chooses among tokens with cov_low {cov_low} < covariance < cov_high {cov_high}: there are none"
+        )
     if selected is None:
         scores = clip_cov_scores(
             batch,
