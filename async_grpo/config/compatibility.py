@@ -394,23 +394,24 @@ REWARDS = (
 
 def check_values(config: Any) -> None:
     """Raise ConfigurationError for settings that can be seen to be wrong without looking anything up."""
-    _check(VALUES, config)
+    refuse_broken(VALUES, config)
 
 
 def check_methods(config: "RunConfig") -> None:
     """Raise ConfigurationError for settings that the run's estimator, loss, schedule or transport cannot use."""
     _ = config.estimator_settings, config.loss_settings  # raise for what is no option of theirs
-    _check(METHODS, config)
+    refuse_broken(METHODS, config)
 
 
 def check_rewards(config: "RunConfig", rewards: ResolvedRewards) -> None:
     """Raise ConfigurationError for settings that cannot be meant with these rewards."""
     check_options(rewards.everyone, config.options_by_name)
-    _check(REWARDS, config, rewards)
+    refuse_broken(REWARDS, config, rewards)
     _ = config.combination  # raises for weights that come to nothing
 
 
-def _check(rules: Iterable[Rule], *facts: Any) -> None:
+def refuse_broken(rules: Iterable[Rule], *facts: Any) -> None:
+    """Raise ConfigurationError for the first rule that is broken; those that merely warn are printed, on rank 0."""
     for rule in rules:
         if (message := rule.message(*facts)) is None:
             continue

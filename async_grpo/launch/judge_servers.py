@@ -8,12 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_grpo.config.compatibility import idle, refuse_broken
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, Section, option
 from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, JUDGE_SLEEP_S, JUDGE_URLS
 from async_grpo.rewards.judges.server import JudgeServer
 
 log = logging.getLogger(__name__)
+RULES = (
+    idle(
+        "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization judge_idle_sleep_s",
+        lambda c: c.judge_model is None,
+        "without --judge-model",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +34,11 @@ class LocalJudge(Section):
     judge_replicas: int = option(
         1, "Servers of the judge, between which calls are balanced.", "Judge", range=POSITIVE
     )
-    judge_runner: str = option("auto", "vLLM's runner of the judge: auto, generate or pooling.", "Judge")
+    judge_runner: str = option(
+        "auto", "vLLM's runner of the judge.", "Judge", choices=("auto", "generate", "pooling")
+    )
     judge_max_model_len: int | None = option(
-        None, "Longest prompt and reply of the judge, in tokens.", "Judge"
+        None, "Longest prompt and reply of the judge, in tokens.", "Judge", range=POSITIVE
     )
     judge_gpus: str | None = option(
         None,
@@ -41,20 +51,18 @@ class LocalJudge(Section):
         "Judge",
         range=POSITIVE_SHARE,
     )
-    judge_sleep_s: float | None = option(
+    judge_idle_sleep_s: float | None = option(
         None,
         "The servers give their GPU memory back after so many seconds without a call, until the next.",
         "Judge",
         range=POSITIVE,
+        was="judge_sleep_s",
     )
 
     def check_judge(self, visible: Sequence[str]) -> None:
         """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
+        refuse_broken(RULES, self)
         if self.judge_model is None:
-            named = [name for name in ("judge_gpus", "judge_gpu_memory_utilization", "judge_sleep_s")
-                     if getattr(self, name) is not None]  # fmt: skip
-            if named:
-                raise ConfigurationError(f"--{named[0].replace('_', '-')} without --judge-model does nothing")
             return
         if not Path(self.judge_model).is_dir():
             raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
@@ -105,7 +113,7 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         "max-model-len": config.judge_max_model_len,
         "gpu-memory-utilization": config.judge_gpu_memory_utilization,
     }
-    idle_sleep = config.judge_sleep_s is not None
+    idle_sleep = config.judge_idle_sleep_s is not None
     with JudgeServer(
         config.judge_model,
         log_folder=log_folder,
@@ -121,7 +129,7 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         yield {
             JUDGE_URLS: ",".join(server.urls),
             JUDGE_MODEL_ID: folder_id(config.judge_model),
-            **({JUDGE_SLEEP_S: str(config.judge_sleep_s)} if idle_sleep else {}),
+            **({JUDGE_SLEEP_S: str(config.judge_idle_sleep_s)} if idle_sleep else {}),
         }
 
 

@@ -21,7 +21,10 @@ from async_grpo.launch.local_run import LocalConfig
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_before_the_house.json").read_text())
 
-RENAMED: dict[str, str] = {"no_positive_resampling": "retire_solved_above"}  # option -> its new name
+RENAMED = {  # option -> its new name
+    "no_positive_resampling": "retire_solved_above",
+    "judge_sleep_s": "judge_idle_sleep_s",
+}
 NEW_DEFAULTS: dict[tuple[str, str], object] = {  # (command, option) -> the default it has now
     # It was the policy's rate, 2e-6: far too slow for a head that begins at zero
     ("trainer", "critic_learning_rate"): 1e-5,

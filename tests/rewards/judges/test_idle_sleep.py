@@ -194,9 +194,9 @@ def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(monke
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"judge_sleep_s": 5.0}, "--judge-sleep-s without --judge-model does nothing"),
+        ({"judge_idle_sleep_s": 5.0}, "--judge-idle-sleep-s 5.0 does nothing without --judge-model"),
         ({"judge_model": "/no/such"}, "/no/such: there is no such folder"),
-        ({"judge_model": str(MODEL), "judge_replicas": 0}, "--judge-replicas must be at least 1"),
+        ({"judge_model": str(MODEL), "judge_replicas": 0}, "--judge-replicas must be above 0"),
         ({"judge_model": str(MODEL), "judge_gpus": "4,5"}, "one GPU for each of the 1 servers"),
         (
             {"judge_model": str(MODEL), "judge_gpus": "0"},
@@ -206,8 +206,11 @@ def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(monke
             {"judge_model": str(MODEL), "judge_gpus": "4,", "judge_replicas": 2},
             "'' is none of the visible GPUs",
         ),
-        ({"judge_model": str(MODEL), "judge_sleep_s": 0.0}, "--judge-sleep-s must be above 0"),
-        ({"judge_model": str(MODEL), "judge_gpu_memory_utilization": 1.5}, "a share above 0, not 1.5"),
+        ({"judge_model": str(MODEL), "judge_idle_sleep_s": 0.0}, "--judge-idle-sleep-s must be above 0"),
+        (
+            {"judge_model": str(MODEL), "judge_gpu_memory_utilization": 1.5},
+            "a share above 0 and at most 1, not 1.5",
+        ),
     ],
 )
 def test_settings_of_the_judge_that_cannot_work_are_refused(options, said, monkeypatch):
