@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     called = COMMANDS.get(arguments[0]) if arguments else None
     if called and called.config is None:
-        getattr(import_module(called.module), called.run)(arguments[1:], f"async-grpo {arguments[0]}")
+        getattr(_imported(called.module), called.run)(arguments[1:], f"async-grpo {arguments[0]}")
         return
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:
     """The command as a function for typer; `arguments`, of which it is the first, are put in the one known spelling."""
-    module = import_module(command.module)
+    module = _imported(command.module)
     config_class, run = getattr(module, str(command.config)), getattr(module, command.run)
 
     def put_in_order() -> None:
@@ -106,6 +107,21 @@ def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:
     if command.argument:
         _give_without_dash(function, command.argument)
     return function
+
+
+def _imported(name: str) -> ModuleType:
+    """The module; exits with the cause in one line where a library below it is missing or broken."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        broken = "torchvision" in str(cause)  # built for another torch, and nothing here needs it
+        way_out = (
+            "pip uninstall torchvision torchaudio torchcodec" if broken else "see README.md on installing"
+        )
+        raise SystemExit(f"error: {name} cannot be imported: {cause}: {way_out}") from error
 
 
 def _give_without_dash(function: Callable[..., None], name: str) -> None:

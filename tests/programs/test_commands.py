@@ -15,7 +15,7 @@ import pytest
 
 import async_grpo
 from async_grpo.__main__ import COMMANDS, main
-from async_grpo.launch import environment
+from async_grpo.launch import environment, local_run
 from async_grpo.metrics.writer import ConsoleHandler, console_line
 from async_grpo.options.command_line import set_up_logging
 from async_grpo.programs import trainer
@@ -53,6 +53,19 @@ def test_the_version_is_that_of_the_package(capsys):
 def test_every_command_has_a_help(capsys, command):
     code, text = run(capsys, *command, "--help")
     assert code == 0 and f"async-grpo {command[0]}" in text
+
+
+def test_a_broken_torchvision_is_named_with_the_way_out(monkeypatch):
+    """What pip takes from PyPI beside a CPU build of torch breaks the import of transformers."""
+
+    def fail(name):
+        raise ModuleNotFoundError("Could not import module 'PreTrainedModel'") from RuntimeError(
+            "operator torchvision::nms does not exist"
+        )
+
+    monkeypatch.setattr("async_grpo.__main__.import_module", fail)
+    with pytest.raises(SystemExit, match="torchvision::nms does not exist: pip uninstall torchvision"):
+        main(["demo"])
 
 
 def test_a_registry_file_in_the_working_folder_is_used_and_the_shipped_one_elsewhere(
@@ -165,3 +178,18 @@ def imports_of(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
+def test_an_interrupted_run_says_what_it_does_and_where_its_results_are(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
+    said = []
+    monkeypatch.setattr(local_run, "_run", interrupted)
+    monkeypatch.setattr(local_run.log, "warning", lambda text, *values: said.append(text % values))
+    config = local_run.LocalConfig(
+        model_name_or_path="m", data_path="d", reward_fns="exact", output_dir=str(tmp_path)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        local_run.start(config)
+    assert "SIGTERM: ending trainer, workers and Ray" in said[0] and str(tmp_path) in said[0]
