@@ -28,7 +28,8 @@ from ray.exceptions import RayError
 from async_grpo.errors import RunFailed, WorkerLost
 
 POLL_S = 10.0  # longest silence of a healthy actor
-BATCHING_DELAY_S = 0.008  # how long a message waits for company: it costs about 0.5 ms of CPU on each side
+# How long a message waits for company: it costs about 0.5 ms of CPU on each side, and a sample has seconds
+ANSWER_DELAY_S, CALL_DELAY_S = 0.02, 0.01
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ITEM, ANSWER, ERROR = range(
@@ -62,7 +63,7 @@ class ChannelServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(caller.ready.wait(), POLL_S)
             if caller.tasks:  # others may be about to finish
-                await asyncio.sleep(BATCHING_DELAY_S)
+                await asyncio.sleep(ANSWER_DELAY_S)
         answers, caller.answers = caller.answers, []
         return answers
 
@@ -228,7 +229,7 @@ class Channel:
                 self._is_polling = False
                 for entry in answers:
                     self._resolve(*entry)
-                await asyncio.sleep(BATCHING_DELAY_S)  # who got an answer may have the next question
+                await asyncio.sleep(CALL_DELAY_S)  # who got an answer may have the next question
         except (RayError, TimeoutError) as error:
             silent = f"did not answer for {POLL_S + GRACE_S:.0f} s"
             self._fail(

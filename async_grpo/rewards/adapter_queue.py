@@ -130,17 +130,16 @@ class AdapterQueue:
         """Give what waits to the workers that have room."""
         waiting_alone = []
         while self._queue:
-            job = heapq.heappop(self._queue)
-            if job.outcome.done():  # whoever wanted it has gone
-                continue
-            slot = self._slot_alone(job) if job.alone else self._slot_with_room()
+            job, slot = self._queue[0], None
+            if not job.outcome.done():  # else its caller has gone
+                slot = self._slot_alone(job) if job.alone else self._slot_with_room()
+                if slot is None and not job.alone:
+                    break
+            heapq.heappop(self._queue)
             if slot is not None:
                 self._give(slot, job)
-            elif job.alone:
+            elif not job.outcome.done():
                 waiting_alone.append(job)  # the others need not wait with it
-            else:
-                heapq.heappush(self._queue, job)
-                break
         for job in waiting_alone:
             heapq.heappush(self._queue, job)
 
