@@ -25,9 +25,9 @@ from async_grpo.experience.groups import mean_reward, num_scored, reward_sample
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.staleness import StalenessBudget
 from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
-from async_grpo.experience.step_metrics import readable_samples, reward_stats, step_stats
+from async_grpo.experience.step_metrics import readable_samples, refuse_unscored, reward_stats, step_stats
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import Completion, Group, MicroBatch, Prompt, RewardStatus, Sample, StepEnd
+from async_grpo.types import Completion, Group, MicroBatch, Prompt, Sample, StepEnd
 
 
 class ExperienceBatcher:
@@ -48,12 +48,8 @@ class ExperienceBatcher:
         self.config, self.facts, self.num_ranks = config, facts, num_ranks
         self.advantages = GroupAdvantages(config, facts)
         self.failures = FailurePolicy(facts.failure_policies, config.min_valid_samples)
-        self.generation, self.verification, self.reference, self.proximal = (
-            generation,
-            verification,
-            reference,
-            proximal,
-        )
+        self.generation, self.verification = generation, verification
+        self.reference, self.proximal = reference, proximal
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness)
         self._alarms = StepAlarms(config, facts.best_rewards)
@@ -234,7 +230,7 @@ class ExperienceBatcher:
                     case MicroBatchRound(micro_batches):
                         messages = micro_batches
                     case StepComplete():
-                        self._refuse_unscored(event)
+                        refuse_unscored(event.step, event.groups)
                         end = self._supervise(self._step_end(event), f"the end of step {event.step}")
                         messages = [end] * self.num_ranks
                 for queue, message in zip(self._queues, messages, strict=True):
@@ -245,18 +241,6 @@ class ExperienceBatcher:
         if self.advantages.group_local:
             return self.steps.offer(group)
         return await asyncio.to_thread(self.steps.offer, group)
-
-    def _refuse_unscored(self, closed: StepComplete) -> None:
-        """A whole step without a single reward is no accident: going on would train nothing and end "well"."""
-        samples = [sample for group in closed.groups for sample in group.samples]
-        if not any(sample.verdict.status is RewardStatus.OK for sample in samples):
-            reasons = [
-                result.reason for sample in samples for result in sample.verdict.results if result.reason
-            ]
-            raise RunFailed(
-                f"not one of the {len(samples)} samples of step {closed.step} could be scored; the first reason: "
-                f"{reasons[0] if reasons else samples[0].verdict.status.value}"
-            )
 
     async def _step_end(self, closed: StepComplete) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.errors import RunFailed
 from async_grpo.experience.groups import num_scored
 from async_grpo.types import Group, RewardStatus, Sample
 
@@ -32,6 +33,21 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
         **{f"num_reward_{status.value}": statuses[status] for status in RewardStatus},
         **{name: mean(values) for name, values in sorted(components.items())},
     }
+
+
+def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
+    """A whole step without a single reward is no accident: going on would train nothing and end "well".
+
+    Raises:
+        RunFailed: with the first reason that an adapter gave.
+    """
+    verdicts = [sample.verdict for group in groups for sample in group.samples]
+    if not any(verdict.status is RewardStatus.OK for verdict in verdicts):
+        reasons = [result.reason for verdict in verdicts for result in verdict.results if result.reason]
+        raise RunFailed(
+            f"not one of the {len(verdicts)} samples of step {step} could be scored; the first reason: "
+            f"{reasons[0] if reasons else verdicts[0].status.value}"
+        )
 
 
 def step_stats(
