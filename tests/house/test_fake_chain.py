@@ -1,6 +1,7 @@
 """The whole chain without vLLM, Ray or torchrun, in one process: controller, verifiers, trainer and weight publishing."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from async_grpo.experience.config import NO_FACTS, BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, named_weights
+from async_grpo.protocols import Verification
+from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import (
     FakeEngine,
     FakeVerification,
@@ -68,6 +71,18 @@ class Lines(list):
     write = list.append
 
 
+class PoolVerification:
+    """`Verification` by a `VerifierPool` of this machine, with one reward in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "own.py").write_text("def length(sample):\n    return float(len(sample['completion']))\n")
+        self.pool = VerifierPool.from_registry(f"{folder / 'own.py'}:length")
+        self.start, self.verify, self.close = self.pool.start, self.pool.verify, self.pool.close
+
+    async def take_stats(self) -> dict[str, Any]:
+        return {"verifiers": self.pool.take_stats()}
+
+
 class Chain:
     """A controller in a thread with some engines, and a trainer in this one."""
 
@@ -87,13 +102,9 @@ class Chain:
 
         return self.loop.run(start())
 
-    def train(self, verification: Any = None) -> Lines:
+    def train(self, verification: Callable[[], Verification] = FakeVerification) -> Lines:
         questions = [Question(np.array([5 + n, 6], np.int32), {"input": f"q{n}"}) for n in range(4)]
-        self.loop.run(
-            self.controller.start_batcher(
-                CONFIG, NO_FACTS, 1, questions, lambda: verification or FakeVerification()
-            )
-        )
+        self.loop.run(self.controller.start_batcher(CONFIG, NO_FACTS, 1, questions, verification))
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
                 self._trainer(ranks).run()
@@ -125,7 +136,7 @@ class Chain:
 
 def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
     chain = Chain(tmp_path)
-    lines = chain.train()
+    lines = chain.train(lambda: PoolVerification(tmp_path))
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
     # The self-test (as they are, outside the layers, each of two layers), the first weights, and each step's
     assert chain.link.delivered == [-2] * 4 + [0, 1, 2, 3]
@@ -134,6 +145,9 @@ def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
         assert line["grad_norm"] > 0 and math.isfinite(line["avg_loss"]) and line["staleness_max"] <= 1
         assert line["canary_error"] < 1e-5
     assert lines[0]["staleness_mean"] == 0
+    assert (
+        sum(stats["ok"] for line in lines for stats in line["verifiers"].values()) == STEPS * GROUPS * MEMBERS
+    )
     assert (chain.folder / "out" / "hf_format").exists()
 
 
@@ -175,4 +189,4 @@ def test_an_error_of_the_verifiers_ends_the_training_by_name(tmp_path):
         raise ZeroDivisionError("in the verifier")
 
     with pytest.raises(RunFailed, match="ZeroDivisionError: in the verifier"):
-        Chain(tmp_path).train(FakeVerification(broken))
+        Chain(tmp_path).train(lambda: FakeVerification(broken))
