@@ -2,7 +2,7 @@
 
 rank 0 makes        RunController, which makes VerifierActor (one per adapter and more); they end with rank 0's job
 a dispatcher makes  GenerationActor or LogprobActor; it ends with the dispatcher
-the cluster's       RateLimitActor, made by whoever needs it first
+the cluster's       RateLimitActor, made by the first process that needs it
 
 Each is a few lines around a class with logic, in a module of its own.
 """

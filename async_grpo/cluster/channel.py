@@ -178,7 +178,7 @@ class Channel:
         return call_id, future
 
     def _cancel(self, call_id: int) -> None:
-        """Nobody waits for the call any more, if it has not been answered."""
+        """The caller has gone; the actor is told, unless it has answered."""
         if future := self._pending.pop(call_id, None):
             future.cancel()
             self._cancelled.append(call_id)

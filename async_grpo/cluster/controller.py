@@ -86,7 +86,7 @@ class RunController:
     # What a weight sync calls -----------------------------------------------------------------------------------
 
     async def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: nobody joins meanwhile. Returns those who follow the policy, and their handles."""
+        """Weights are about to be sent: no worker joins meanwhile. Returns those to send them to, with handles."""
         return [
             member
             for workers in self._workers.values()
@@ -152,7 +152,7 @@ class RunController:
         return await self.batcher.evaluate(questions, count)
 
     async def stop(self) -> None:
-        """End what works for a step that nobody will train on; rewards are closed, and what they cost is on disk."""
+        """End the rollouts for steps that will not be trained; rewards are closed, and what they cost is on disk."""
         if self._batcher is not None:
             await self._batcher.close()
         if self._verification is not None:

@@ -104,7 +104,7 @@ class RegisteredWorkers:
     # Weights ----------------------------------------------------------------------------------------------------
 
     def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: nobody joins meanwhile. Returns those who get them, with their handles.
+        """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles.
 
         A worker that is joining is left out: it loads the current package by itself, and again if this comes first.
         """
@@ -162,5 +162,5 @@ class LeasedWorker:
         self._workers.registry.release(self._lease.lease_id, sequences)
 
     def fence(self, lost: WorkerLost) -> None:
-        """The worker is gone: nobody gets it any more."""
+        """The worker is gone: it gets no more work."""
         self._workers.deregister(self._lease.worker_id, str(lost))

@@ -125,7 +125,7 @@ def start_batcher(
 
 
 def end_rewards(controller: Any) -> None:
-    """End what works for a step that nobody will train on; rewards are closed, and what they have cost is on disk."""
+    """End the rollouts for steps that will not be trained; rewards are closed, and what they cost is on disk."""
     try:
         answer(controller.stop.remote(), SHUTDOWN_TIMEOUT_S)
     except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them

@@ -181,7 +181,7 @@ class LogprobWorker:
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]
 
     def _serving_ended(self, task: asyncio.Task[None]) -> None:
-        """The loop only ends by `close`; should it fail, nobody may be left waiting for it."""
+        """The loop only ends by `close`; should it fail, no caller may be left waiting for it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._closed = True
             self._fail(WorkerLost(f"the logprob server's loop failed: {error!r}"), *self._batch, *self._queue)
