@@ -34,6 +34,7 @@ from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process
 from async_grpo.rewards.isolation.child import Reward, run_plain
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, RewardStatus
+from tests.helpers.answers import answer_of
 from tests.helpers.one_worker import OneWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,13 @@ def test_numbers_dicts_and_triples_are_answers(returned, reward, extra):
         ((1.0, "a", "b", "c"), "the adapter returned a tuple"),
         ([1.0, "q", "e"], "the adapter returned a list"),
         ({"score": "high"}, "reward='high'"),
+        ({"score": None}, "reward=None"),
+        ("1.0", "returned a str, not a number or a dict"),
+        ({}, "no `reward`"),
+        ({"points": 1.0}, "no `reward`, only ['points']"),
+        ({"reward": float("inf")}, "reward=inf"),
+        ({"reward": 1.0, "part": -float("inf")}, "part=-inf"),
+        ({"reward": [1.0]}, "reward=[1.0]"),
         (((1.0, "q", "e"), "q", None), ""),
     ],
 )
@@ -81,6 +89,10 @@ def test_what_is_no_finite_number_is_no_answer(returned, reason):
     answer = read_answer(returned, {})
     assert reason in answer["reason"]
     assert (answer["status"], answer["reward"]) == (("ok", 1.0) if reason == "" else ("failed", None))
+
+
+def test_a_number_too_large_for_a_float_is_a_failure_of_its_sample():
+    assert "OverflowError" in answer_of(lambda sample: {"reward": 10**400}, {}, {})["reason"]
 
 
 def test_query_and_explanation_go_into_the_reason_alone_and_not_at_any_length():
