@@ -27,7 +27,7 @@ from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
-from async_grpo.types import AdapterResult, Verdict
+from async_grpo.types import AdapterResult
 
 SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
 
@@ -35,8 +35,15 @@ SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its m
 class VerifierActor(ChannelServer):
     """Some killable processes of one adapter, on any node. Each is a slot, called by `score SLOT` and the like."""
 
-    def __init__(self, source: RewardRegistrySource, adapter: str, config: RewardConfig) -> None:
+    def __init__(
+        self,
+        source: RewardRegistrySource,
+        adapter: str,
+        config: RewardConfig,
+        environment: Mapping[str, str],
+    ) -> None:
         self._source, self._adapter, self._config = source, adapter, config
+        self._environment = environment
         self._slots: dict[int, AdapterProcess] = {}
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open, "close": self._close}
         self.serve(self._methods)
@@ -47,6 +54,7 @@ class VerifierActor(ChannelServer):
             self._source,
             self._adapter,
             self._config.options_by_name,
+            environment=self._environment,
             memory_limit_bytes=self._config.memory_limit_bytes,
         )
         self._slots[slot] = process
@@ -59,7 +67,12 @@ class VerifierActor(ChannelServer):
 
 
 class RunVerification:
-    """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges."""
+    """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
+
+    Args:
+        secrets: environment variables with the judges' keys, for this process.
+        environment: variables for the rewards' processes, which see an allow-list and none of this process's others.
+    """
 
     def __init__(
         self,
@@ -67,44 +80,39 @@ class RunVerification:
         config: RewardConfig,
         budget_path: str | None = None,
         secrets: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        # The judges' keys: adapters' processes get an allow-list of variables
         os.environ.update(secrets or {})
+        self._environment = dict(environment or {})
         self._source, self._config, self._budget_path = source, config, budget_path
         self._adapters = resolve(source, config.all_names)
         self._limits = config.limits
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep = idle_sleep_of_the_run()
-        self._surroundings = self._make_surroundings()
+        self._middleware = self._make_middleware()
         self._pool = self._make_pool()
+        self.verify, self.post_process = self._pool.verify, self._pool.post_process
 
     async def start(self) -> None:
         """Make all workers of the training."""
         try:
             await self._pool.start()
         except BaseException:
-            await self._surroundings.close()
+            if self._middleware is not None:
+                await self._middleware.close()
             raise
-
-    async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
-        """See `VerifierPool.verify`."""
-        return await self._pool.verify(sample, evaluation=evaluation)
-
-    async def post_process(
-        self, samples: Sequence[dict], verdicts: Sequence[Verdict], *, evaluation: bool = False
-    ) -> list[Verdict]:
-        """See `VerifierPool.post_process`."""
-        return await self._pool.post_process(samples, verdicts, evaluation=evaluation)
 
     async def take_stats(self) -> dict[str, Any]:
         """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
-        return {"verifiers": self._pool.take_stats(), **self._surroundings.stats()}
+        of_calls = self._middleware.stats() if self._middleware is not None else {}
+        return {"verifiers": self._pool.take_stats(), **of_calls}
 
     async def close(self) -> None:
         """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
         await self._pool.close()
-        await self._surroundings.close()
+        if self._middleware is not None:
+            await self._middleware.close()
         await self._rate_limiter.close()
         if self._idle_sleep is not None:
             await self._idle_sleep.close()
@@ -125,14 +133,17 @@ class RunVerification:
             },
             combination=config.combination,
             fallbacks=config.fallbacks,
-            middleware=self._surroundings,
+            middleware=self._middleware,
             timeout_s=config.reward_timeout_s,
         )
 
-    def _make_surroundings(self) -> CallMiddleware:
+    def _make_middleware(self) -> CallMiddleware | None:
+        """Cache and budget, where there are any: what is not asked for stands in no call's way."""
         config = self._config
         judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
+        if not config.verdict_cache and not paid:
+            return None
         return CallMiddleware(
             versions=self._versions() if config.verdict_cache else {},
             cache=VerdictCache(config.verdict_cache, max_bytes=config.cache_max_bytes)
@@ -170,7 +181,7 @@ class RunVerification:
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
-            host = _VerifierHost(self._source, adapter, self._config)
+            host = _VerifierHost(self._source, adapter, self._config, self._environment)
             hosts.append(host)
         slot = _VerifierSlot(host, min(set(range(SLOTS_PER_ACTOR)) - host.slots))
         await slot.open()
@@ -185,9 +196,15 @@ class RunVerification:
 class _VerifierHost:
     """A `VerifierActor` as the pool sees it."""
 
-    def __init__(self, source: RewardRegistrySource, adapter: str, config: RewardConfig) -> None:
+    def __init__(
+        self,
+        source: RewardRegistrySource,
+        adapter: str,
+        config: RewardConfig,
+        environment: Mapping[str, str],
+    ) -> None:
         self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(
-            source, adapter, config
+            source, adapter, config, environment
         )
         self.channel = Channel(self.actor, f"verifier of {adapter}")
         self.slots: set[int] = set()

@@ -212,7 +212,8 @@ def _verification(prepared: Prepared) -> Callable[[], Verification]:
     config, rewards = prepared.config, prepared.rewards
     assert rewards is not None
     budget_path = None if config.judge_budget is None else str(config.output_path / BUDGET_FILE)
-    return partial(RunVerification, rewards.source, config, budget_path, rewards.secrets())
+    environment = config.reward_environment()
+    return partial(RunVerification, rewards.source, config, budget_path, rewards.secrets(), environment)
 
 
 def _write_params(prepared: Prepared, ranks: Ranks) -> None:

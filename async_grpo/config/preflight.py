@@ -81,7 +81,7 @@ def prepare(config: RunConfig) -> Prepared:
     _check_overlong(config, guaranteed)
     rewards = _checked_rewards(config, both) if config.reward_fns else None
     if rewards is not None:
-        rewards.secrets()  # a missing key ends the run here
+        rewards.secrets(), config.reward_environment()  # a missing key ends the run here
     settings = SharedRunSettings(
         run_name=config.run_name,
         model_fingerprint=model_fingerprint(model),

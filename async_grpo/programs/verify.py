@@ -50,6 +50,9 @@ class VerifyConfig:
     reward_options: str = option(
         "", "Keyword options for the rewards that name them: weight=0.2,...", "Bench"
     )
+    reward_env: str = option(
+        "", "Comma list of environment variables that the rewards' processes get as well.", "Bench"
+    )
     workers: int = option(2, "Processes for each reward.", "Bench")
     timeout_s: float = option(30.0, "Longest scoring of one row.", "Bench")
     repeat: int = option(
@@ -88,7 +91,7 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     )
     registry = registry_file(config.reward_registry)
     options = parse_assignments(config.reward_options, "reward-options")
-    workers = LocalWorkers.from_registry(config.reward_fns, registry, options)
+    workers = LocalWorkers.from_registry(config.reward_fns, registry, options, config.reward_env)
     summary = check_file(config.file)
     for path, modules in modules_beside(registry, workers.source).items():
         console.print(
@@ -109,7 +112,9 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     ]
     if config.check:
         for name in workers.adapters:
-            problems = _check(console, workers.source, name, right_rows.by_adapter[name], options)
+            problems = _check(
+                console, workers.source, name, right_rows.by_adapter[name], options, workers.environment
+            )
             broken += [f"{name} did not pass its check"] if problems else []
     if broken:
         raise RunFailed("; ".join(broken))
@@ -185,10 +190,13 @@ def _check(
     adapter: str,
     samples: Sequence[dict[str, Any]],
     options: dict[str, Any],
+    environment: dict[str, str],
 ) -> list[str]:
     """Print and return what is wrong with the reward, whatever it is given."""
     try:
-        problems = check_adapter(source, adapter, samples, options) if samples else []
+        problems = (
+            check_adapter(source, adapter, samples, options, environment=environment) if samples else []
+        )
         said = "passed" if samples else "skipped, it calls no row right"
     except ConfigurationError as error:
         problems, said = [], f"skipped: {error}"

@@ -17,6 +17,7 @@ from async_grpo.options.fields import (
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 from async_grpo.rewards.combine import MODES, Combination
 from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.isolation.spawn import named_environment
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
@@ -37,6 +38,11 @@ class RewardConfig(Section):
     )
     reward_options: str = option(
         "", "Keyword options for the rewards that name them: weight=0.2,...", "Rewards"
+    )
+    reward_env: str = option(
+        "",
+        "Comma list of environment variables that the rewards' processes get as well: MY_API_KEY,...",
+        "Rewards",
     )
     verifiers_per_reward: int = option(4, "Worker processes for each reward.", "Rewards", range=POSITIVE)
     verifiers: str = option("", "The same by name: math_verify=8,code=16.", "Rewards")
@@ -152,6 +158,10 @@ class RewardConfig(Section):
     def options_by_name(self) -> dict[str, Any]:
         """The rewards' keyword options."""
         return parse_assignments(self.reward_options, "reward-options")
+
+    def reward_environment(self) -> dict[str, str]:
+        """The variables of `--reward-env`, from this process. Raises ConfigurationError where one is not set."""
+        return named_environment(parse_names(self.reward_env))
 
     @property
     def verifiers_by_name(self) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class VerifierPool:
         registry: str | Path | None = None,
         *,
         reward_options: Mapping[str, Any] | None = None,
+        reward_env: str | Sequence[str] = (),
         **settings: Any,
     ) -> Self:
         """A pool of this machine alone, without a trainer, a run or Ray.
@@ -106,12 +107,14 @@ class VerifierPool:
             adapters: rewards and judges of the registry file, or FILE.py:NAME.
             registry: the registry file; default: `reward_registry.py` here, or else the one that is shipped.
             reward_options: keyword options; a reward receives those that it names.
+            reward_env: environment variables of this process that the rewards' processes get as well.
             settings: further arguments of this class.
 
         Raises:
-            ConfigurationError: the registry file cannot be used, or a name or an option is unknown.
+            ConfigurationError: the registry file cannot be used, a name or an option is unknown, or a variable is
+                not set.
         """
-        workers = LocalWorkers.from_registry(adapters, registry, reward_options)
+        workers = LocalWorkers.from_registry(adapters, registry, reward_options, reward_env)
         return cls(workers.adapters, workers.make, **settings)
 
     @property

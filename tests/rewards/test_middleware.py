@@ -240,7 +240,7 @@ def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_re
 async def test_the_size_of_the_cache_reaches_it(tmp_path):
     made = config(reward_fns="rule", verdict_cache=str(tmp_path / "c.sqlite"), verdict_cache_mb=0.01)
     source = RewardRegistrySource.from_text("page_of_plans", PAGE)
-    around = RunVerification(source, made)._make_surroundings()
+    around = RunVerification(source, made)._make_middleware()
     sample = {"completion": "x" * 100}
     for number in range(1, 1002):  # it prunes after every thousand
         await around("rule", {**sample, "n": number}, "train", Judge(delay_s=0))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import RewardStatus
@@ -38,6 +40,10 @@ def sees(sample):
     """The columns that it gets are what TRL's data set has."""
     assert sample["sample_text"] == sample["input"] + sample["completion"]
     return float(sample["completion"] == sample["answer"]) + sample["completion_token_ids"][0]
+
+def key(sample):
+    assert "OTHER_KEY" not in os.environ, "it was not asked for"
+    return float(os.environ["MY_KEY"])
 
 def way(sample):
     calls = [f"{os.path.basename(frame.filename)} {frame.name}" for frame in traceback.extract_stack()]
@@ -142,6 +148,36 @@ def test_a_trl_reward_whose_pool_cannot_start_says_why_and_leaves_no_thread(regi
         with pytest.raises(ConfigurationError, match="unknown reward function missing"):
             reward(["q"], ["a"])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rewards")]
+
+
+async def test_a_reward_gets_the_variables_that_it_is_to_have_and_no_others(registry, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "42.5")
+    monkeypatch.setenv("OTHER_KEY", "43.5")
+    async with VerifierPool.from_registry("key", registry, reward_env="MY_KEY") as pool:
+        assert (await pool.verify({"completion": ""})).reward == 42.5
+    async with VerifierPool.from_registry("key", registry) as pool:
+        assert "KeyError: 'MY_KEY'" in (await pool.verify({"completion": ""})).results[0].reason
+    with pytest.raises(
+        ConfigurationError, match="--reward-env MY_KEY,NO_KEY: this process has no variable NO_KEY"
+    ):
+        VerifierPool.from_registry("key", registry, reward_env="MY_KEY,NO_KEY")
+
+
+async def test_a_runs_verifiers_get_the_variables_as_an_argument_and_its_parameters_hold_the_names(
+    registry, monkeypatch
+):
+    pytest.importorskip("ray")
+    from async_grpo.cluster.reward_actors import VerifierActor
+
+    monkeypatch.setenv("MY_KEY", "42.5")
+    config = RewardConfig(reward_fns="key", reward_registry=str(registry), reward_env="MY_KEY")
+    environment = config.reward_environment()
+    assert "42.5" not in repr(config) and environment == {"MY_KEY": "42.5"}
+    monkeypatch.delenv("MY_KEY")  # as on another node
+    actor = VerifierActor(RewardRegistrySource.from_file(registry), "key", config, environment)
+    await actor._open(0)
+    assert (await actor._methods["score 0"]({"completion": ""}, 20.0)).reward == 42.5
+    await actor._close(0)
 
 
 async def test_the_way_of_a_verdict_is_short(registry, monkeypatch):

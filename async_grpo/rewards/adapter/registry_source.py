@@ -7,7 +7,7 @@ A reward is named by its key on the page of rewards, or by its file:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def parse_names(names: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
 
 
-def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[str, Callable[..., Any]]:
+def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[str, Any]:
     """The rewards of these names, by what they are known by.
 
     Raises:

@@ -1,7 +1,8 @@
 """What every reward must keep to, tried out on samples with right completions, in processes as a run uses them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
@@ -39,6 +40,7 @@ def check_adapter(
     samples: Sequence[dict[str, Any]],
     options: Mapping[str, Any] | None = None,
     *,
+    environment: Mapping[str, str] | None = None,
     timeout_s: float = 20.0,
 ) -> list[str]:
     """What is wrong with a reward, in words; empty if nothing is.
@@ -48,7 +50,7 @@ def check_adapter(
     and in another process; and, where it looks at whole groups, do so for these samples.
 
     Args:
-        source, adapter, options: as for `AdapterProcess`.
+        source, adapter, options, environment: as for `AdapterProcess`.
         samples: data rows with a `completion` that is right.
 
     Raises:
@@ -56,19 +58,13 @@ def check_adapter(
     """
     if not samples:
         raise ConfigurationError("a reward is checked on samples with right completions: give at least one")
-    return asyncio.run(
-        _check(source, adapter, [sample_of(row) for row in samples], dict(options or {}), timeout_s)
-    )
+    make_process = process_maker(source, options, environment=environment)
+    one_process = partial(_one_process, adapter, make_process, timeout_s)
+    return asyncio.run(_check([sample_of(row) for row in samples], one_process))
 
 
-async def _check(
-    source: RewardRegistrySource,
-    adapter: str,
-    samples: list[dict[str, Any]],
-    options: dict[str, Any],
-    timeout_s: float,
-) -> list[str]:
-    one, other = (_one_process(source, adapter, options, timeout_s) for _ in range(2))
+async def _check(samples: list[dict[str, Any]], one_process: Callable[[], AdapterQueue]) -> list[str]:
+    one, other = one_process(), one_process()
     try:
         try:
             await asyncio.gather(one.start(), other.start())
@@ -95,10 +91,8 @@ class _IsJudge(ConfigurationError):
 
 
 def _one_process(
-    source: RewardRegistrySource, adapter: str, options: Mapping[str, Any], timeout_s: float
+    adapter: str, make_process: Callable[[str], Awaitable[AdapterProcess]], timeout_s: float
 ) -> AdapterQueue:
-    make_process = process_maker(source, options)
-
     async def make(name: str) -> AdapterProcess:
         process = await make_process(name)
         if process.traits.is_judge:

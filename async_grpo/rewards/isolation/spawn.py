@@ -12,11 +12,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import async_grpo
-from async_grpo.errors import WorkerLost
+from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.processes.process_tree import TOO_MANY
 
 REAP_S = 10.0  # for a killed process to end
@@ -109,3 +109,19 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     package_root = str(Path(async_grpo.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package_root, forwarded.get("PYTHONPATH")]))
     return forwarded | FIXED_VARIABLES | dict(extra or {}) | {"PYTHONPATH": path}
+
+
+def named_environment(names: Iterable[str]) -> dict[str, str]:
+    """These variables of this process, for rewards that ask a service and need its key (`--reward-env`).
+
+    The values are handed to the rewards' processes as arguments and kept nowhere else.
+
+    Raises:
+        ConfigurationError: one is not set.
+    """
+    names = list(names)
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigurationError(
+            f"--reward-env {','.join(names)}: this process has no variable {', '.join(missing)}; set it, or leave it out"
+        )
+    return {name: os.environ[name] for name in names}
