@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from async_grpo.config.compatibility import check_methods, check_rewards, early_at_gate
+from async_grpo.config.compatibility import check_methods
 from async_grpo.config.resolved import ResolvedRewards
+from async_grpo.config.reward_rules import check_rewards, early_at_gate
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.config.compatibility import idle, refuse_broken
+from async_grpo.config.rules import idle, refuse_broken
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, Section, option
 from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, JUDGE_SLEEP_S, JUDGE_URLS

@@ -120,7 +120,7 @@ def registry_names(reference: str) -> tuple[str, ...]:
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             value = getattr(node, "value", None)
             items = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
-            return tuple(item.value for item in items if isinstance(item, ast.Constant))
+            return tuple(str(item.value) for item in items if isinstance(item, ast.Constant))
     raise LookupError(f"{module} has no {name}")
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.losses import POLICY_LOSSES
-from async_grpo.config.compatibility import check_methods, check_rewards
+from async_grpo.config.compatibility import check_methods
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.resolved import ResolvedRewards
+from async_grpo.config.reward_rules import check_rewards
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
@@ -319,4 +320,4 @@ def test_a_kl_is_paid_in_the_reward_or_in_the_loss_and_never_in_both():
 def test_what_the_batcher_is_told_of_the_rewards():
     made = config(advantage_estimator="gae", reward_weights="steps=2", on_reward_failure="vote=refill")
     facts = check(made, {"steps": steps, "vote": vote}).facts(made, 17)
-    assert facts == RunFacts(17, ("steps",), True, {"steps": 2.0}, {"vote": "refill"})
+    assert facts == RunFacts(17, ("steps",), True, {"steps": 2.0}, {"vote": "refill"}, facts.best_rewards)
