@@ -28,8 +28,14 @@ that takes many samples at a time `@batch`.
 from enum import Enum
 from typing import Any
 
-from async_grpo.rewards.adapter.decorators import best_reward, post_process, process_reward, warmed_by
-from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge, judge_urls
+from async_grpo.rewards.adapter.decorators import (
+    best_reward,
+    cacheable,
+    post_process,
+    process_reward,
+    warmed_by,
+)
+from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge
 
 
 class RewardType(str, Enum):
@@ -51,6 +57,7 @@ class RewardType(str, Enum):
     HTTP_SCORER = "http_scorer"
 
 
+@cacheable
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
 def math_verify(sample: dict, **options) -> dict:
     """The answer equals `answer` for the library math-verify: the most lenient of the three."""
@@ -66,6 +73,7 @@ def mathd(sample: dict, **options) -> dict:
     return score(sample)
 
 
+@cacheable
 @warmed_by({"completion": r"\boxed{2x}", "answer": "x+x"})
 def sympy(sample: dict, **options) -> dict:
     r"""The last \boxed{} has the value of `answer`, by symbolic computation."""
@@ -97,6 +105,7 @@ def format(sample: dict, weight: float = 0.1) -> dict:
     return score(sample, weight)
 
 
+@cacheable
 def code(
     sample: dict,
     test_seconds: float = 4.0,
@@ -181,10 +190,10 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.LENGTH: length,
     RewardType.MAJORITY: majority,
     RewardType.JSON_SCHEMA: json_schema,
-    # Remote judges: settings, not functions. `--judge-model` starts a server for the first three and sets JUDGE_URLS; it
-    # does not speak the protocol of the last one.
-    RewardType.LLM_JUDGE: LLMJudge(url=judge_urls(), model="judge"),
-    RewardType.GENERATIVE_RM: GenerativeRM(url=judge_urls(), model="judge", yes_no=True),
-    RewardType.REWARD_MODEL: RewardModelJudge(url=judge_urls(), model="judge"),
-    RewardType.HTTP_SCORER: HTTPScorer(url=judge_urls("http://127.0.0.1:8080", "HTTP_SCORER_URLS")),
+    # Remote judges: settings, not functions. Without a `url` they are asked where the run says: the first three by
+    # --judge-urls or at the servers of --judge-model, the last one, which speaks another protocol, by --http-scorer-urls.
+    RewardType.LLM_JUDGE: LLMJudge(model="judge"),
+    RewardType.GENERATIVE_RM: GenerativeRM(model="judge", yes_no=True),
+    RewardType.REWARD_MODEL: RewardModelJudge(model="judge"),
+    RewardType.HTTP_SCORER: HTTPScorer(),
 }

@@ -24,8 +24,7 @@ from ray.cluster_utils import Cluster
 
 from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
-from async_grpo.rewards.http.limits import Limits
-from async_grpo.rewards.http.meter import CATCH_UP_FACTOR
+from async_grpo.rewards.http.limits import CATCH_UP_FACTOR, Limits
 
 NODES, PROCESSES = 2, 4
 MAX_TOKENS = 200

@@ -1,10 +1,10 @@
 """`RemoteRateLimiter`: limits that hold over all processes and nodes of a cluster, kept by one `RateLimitActor`.
 
-    traffic = RemoteRateLimiter()                       # in each process; the first one makes the actor
-    client = EndpointClient("judge", endpoint, traffic)
+    rate_limiter = RemoteRateLimiter()                  # in each process; the first one makes the actor
+    client = EndpointClient("judge", endpoint, rate_limiter)
 
 The actor is the cluster's, not a run's: a judge does not care which run asks. It ends with the process that made it,
-and whoever asks next makes another. The new one begins without a burst, so that the rates hold across the change, but it
+and the next call makes another. The new one begins without a burst, so that the rates hold across the change, but it
 does not know the permits that are out: until they are over, more than `concurrency` calls may run.
 
 Permits that travel for different times start their calls at other intervals than they were given at. One that took
@@ -14,11 +14,11 @@ stalls for a second does not start a second's worth of calls at once.
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import uuid
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel, ChannelServer
@@ -55,13 +55,18 @@ class RateLimitActor(ChannelServer):
     ) -> float | None:
         """When (on the actor's clock) the ticket got its permit; None: it was withdrawn, or its caller seemed gone."""
         holder = self._holder(caller_id)
-        wait = asyncio.ensure_future(self._limiter.acquire(key, limits, tokens=tokens, phase=phase))
-        holder.waits[ticket] = wait
-        wait.add_done_callback(functools.partial(holder.settle, ticket, key))
+        waiting = self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
+        wait = holder.waits[ticket] = asyncio.ensure_future(waiting)
         await asyncio.wait({wait})
-        if not wait.cancelled():
-            wait.result()  # limits that contradict those in use raise here
-        return holder.permits[ticket].given_at if ticket in holder.permits else None
+        del holder.waits[ticket]
+        if wait.cancelled():
+            return None
+        permit = wait.result()  # limits that contradict those in use raise here
+        if holder.gone:
+            self._limiter.refund(key, permit)
+            return None
+        holder.permits[ticket] = key, permit
+        return asyncio.get_running_loop().time()
 
     async def _withdraw(self, caller_id: str, ticket: int) -> None:
         """The caller does not wait any more. A permit that is on its way to it is released when it arrives."""
@@ -70,13 +75,12 @@ class RateLimitActor(ChannelServer):
 
     async def _refund(self, caller_id: str, ticket: int) -> None:
         if held := self._holder(caller_id).permits.pop(ticket, None):
-            self._limiter.refund(held.key, held.permit)
+            self._limiter.refund(*held)
 
     async def _release(self, caller_id: str, ticket: int, used_tokens: float | None) -> None:
-        if held := self._holder(caller_id).permits.pop(
-            ticket, None
-        ):  # else its caller was silent for too long
-            await self._limiter.release(held.key, held.permit, used_tokens=used_tokens)
+        # None: its caller was silent for too long
+        if held := self._holder(caller_id).permits.pop(ticket, None):
+            await self._limiter.release(*held, used_tokens=used_tokens)
 
     async def _heartbeat(self, caller_id: str) -> None:
         self._holder(caller_id)
@@ -89,7 +93,7 @@ class RateLimitActor(ChannelServer):
             await self._leave(silent)
 
     async def _leave(self, caller_id: str) -> None:
-        """Everything of a caller is given back. What it was granted in this very moment comes back through `settle`."""
+        """Everything of a caller is given back; what it was granted in this very moment `_acquire` gives back."""
         holder = self._holders.pop(caller_id, None)
         if holder is None:
             return
@@ -97,43 +101,26 @@ class RateLimitActor(ChannelServer):
         for wait in holder.waits.values():
             wait.cancel()
         for held in holder.permits.values():
-            await self._limiter.release(held.key, held.permit)
+            await self._limiter.release(*held)
         holder.permits.clear()
 
     async def _stats(self) -> dict[str, Any]:
         return self._limiter.stats()
 
     def _holder(self, caller_id: str) -> "_Holder":
-        holder = self._holders.setdefault(caller_id, _Holder(self._limiter))
+        holder = self._holders.setdefault(caller_id, _Holder())
         holder.heard_at = asyncio.get_running_loop().time()
         return holder
 
 
-class _Held(NamedTuple):
-    key: str
-    permit: int  # the limiter's
-    given_at: float
-
-
+@dataclass
 class _Holder:
     """What one `RemoteRateLimiter` waits for and holds, by its ticket."""
 
-    def __init__(self, limiter: Limiter) -> None:
-        self._limiter = limiter
-        self.heard_at = 0.0
-        self.waits: dict[int, asyncio.Future[int]] = {}
-        self.permits: dict[int, _Held] = {}
-        self.gone = False
-
-    def settle(self, ticket: int, key: str, wait: asyncio.Future[int]) -> None:
-        """The wait is over."""
-        self.waits.pop(ticket, None)
-        if wait.cancelled() or wait.exception():
-            return
-        if self.gone:
-            self._limiter.refund(key, wait.result())
-        else:
-            self.permits[ticket] = _Held(key, wait.result(), asyncio.get_running_loop().time())
+    heard_at: float = 0.0
+    waits: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    permits: dict[int, tuple[str, int]] = field(default_factory=dict)  # key, and the limiter's number
+    gone: bool = False
 
 
 class RemoteRateLimiter:
@@ -150,7 +137,7 @@ class RemoteRateLimiter:
         self._tickets = itertools.count(1)
         self._held: dict[int, tuple[str, Channel]] = {}
         self._channel: Channel | None = None
-        self._travels = DelayEstimator()
+        self._delays = DelayEstimator()
         self._heartbeat_task: asyncio.Task | None = None
         self._background_tasks: set[asyncio.Task] = set()
 
@@ -168,7 +155,7 @@ class RemoteRateLimiter:
                 self._run_in_background(self._withdraw(channel, ticket, call))
                 raise
             except WorkerLost as lost:
-                log.warning("the traffic control is made anew: %s", lost)
+                log.warning("the rate limiter is made anew: %s", lost)
                 await asyncio.sleep(PAUSE_S)
                 continue
             if given_at is None:
@@ -211,20 +198,20 @@ class RemoteRateLimiter:
             resumed = self._channel is not None
             options = dict(name=self._name, namespace=NAMESPACE, get_if_exists=True)
             actor = zero_cpu_actor(RateLimitActor, **options).remote(resumed, self._silence_s)
-            self._channel, self._travels = Channel(actor, "traffic control"), DelayEstimator()
+            self._channel, self._delays = Channel(actor, "rate limiter"), DelayEstimator()
             if self._heartbeat_task:
                 self._heartbeat_task.cancel()
             self._heartbeat_task = asyncio.ensure_future(self._heartbeat(self._channel))
         return self._channel
 
     async def _heartbeat(self, channel: Channel) -> None:
-        with contextlib.suppress(WorkerLost):  # whoever acquires next makes another
+        with contextlib.suppress(WorkerLost):  # the next `acquire` makes another
             while True:
                 await channel.call("beat", self._caller_id)
                 await asyncio.sleep(self._beat_s)
 
     def _is_late(self, given_at: float, limits: Limits) -> bool:
-        extra_delay_s = self._travels.extra_delay_s(given_at, asyncio.get_running_loop().time())
+        extra_delay_s = self._delays.extra_delay_s(given_at, asyncio.get_running_loop().time())
         rated = limits.requests_per_minute is not None or limits.tokens_per_minute is not None
         return rated and extra_delay_s > limits.slack_s
 
@@ -233,13 +220,13 @@ class RemoteRateLimiter:
         if await call is not None:
             await channel.call("refund", self._caller_id, ticket)
 
-    def _run_in_background(self, errand: Any) -> None:
-        """What nobody waits for. A lost actor has forgotten what it is about."""
-        task = asyncio.ensure_future(errand)
+    def _run_in_background(self, call: Any) -> None:
+        """Without waiting for the answer. A lost actor has forgotten what it is about."""
+        task = asyncio.ensure_future(call)
         self._background_tasks.add(task)
         task.add_done_callback(self._ran)
 
     def _ran(self, task: asyncio.Task) -> None:
         self._background_tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerLost):
-            log.error("the traffic control refused what it was told: %s: %s", type(error).__name__, error)
+            log.error("the rate limiter refused what it was told: %s: %s", type(error).__name__, error)

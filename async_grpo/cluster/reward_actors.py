@@ -4,6 +4,7 @@ Judges need no process: they run in the controller's own, and share the cluster'
 """
 
 import dataclasses
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -15,20 +16,20 @@ from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
-from async_grpo.rewards.adapter.traits import is_judge
+from async_grpo.rewards.adapter.traits import is_cacheable, is_judge
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judge_worker import JudgeWorker
-from async_grpo.rewards.judges.idle_sleep import idle_sleep_of_the_run
-from async_grpo.rewards.judges.remote_judge import is_run_judge
+from async_grpo.rewards.judges.idle_sleep import IdleSleep
 from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
 from async_grpo.types import AdapterResult
 
+log = logging.getLogger(__name__)
 SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
 
 
@@ -85,11 +86,16 @@ class RunVerification:
         os.environ.update(secrets or {})
         self._environment = dict(environment or {})
         self._source, self._config, self._budget_path = source, config, budget_path
-        self._adapters = resolve(source, config.all_names)
+        self._judge_addresses = addresses = config.judge_addresses
+        self._adapters = {
+            name: addresses.give(one) for name, one in resolve(source, config.all_names).items()
+        }
         self._limits = config.limits
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._rate_limiter = RemoteRateLimiter()
-        self._idle_sleep = idle_sleep_of_the_run()
+        self._idle_sleep: IdleSleep | None = None
+        if addresses.judge_urls and addresses.idle_sleep_s is not None:
+            self._idle_sleep = IdleSleep(addresses.judge_urls, addresses.idle_sleep_s)
         self._middleware = self._make_middleware()
         self._pool = self._make_pool()
         self.verify, self.post_process = self._pool.verify, self._pool.post_process
@@ -156,14 +162,16 @@ class RunVerification:
         )
 
     def _versions(self) -> dict[str, str]:
-        """By which the cache tells answers apart."""
-        options = self._config.options_by_name
-        return {
-            name: version_of_judge(adapter, self._source.digest_of(name))
-            if is_judge(adapter)
-            else version_of(self._source.digest_of(name), options)
-            for name, adapter in self._adapters.items()
-        }
+        """Of the rewards whose answers the cache keeps: by them it tells answers apart."""
+        versions, options = {}, self._config.options_by_name
+        for name, adapter in self._adapters.items():
+            digest = self._source.digest_of(name)
+            if is_judge(adapter):
+                versions[name] = version_of_judge(adapter, digest, self._judge_addresses)
+            elif is_cacheable(adapter):
+                versions[name] = version_of(digest, options)
+        log.info("the verdict cache keeps the answers of %s", ", ".join(versions) or "no reward of this run")
+        return versions
 
     async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
         if is_judge(judge := self._adapters[adapter]):
@@ -176,7 +184,7 @@ class RunVerification:
                 endpoint,
                 self._rate_limiter,
                 phase,
-                self._idle_sleep if is_run_judge(judge) else None,
+                self._idle_sleep if self._judge_addresses.are_asked_by(judge) else None,
             )
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)

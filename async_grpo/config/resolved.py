@@ -30,7 +30,8 @@ class ResolvedRewards:
             ConfigurationError: a file cannot be read, or a name is unknown; says which are known.
         """
         source = read_registry(config)
-        everyone = resolve(source, config.all_names)
+        addresses = config.judge_addresses
+        everyone = {name: addresses.give(one) for name, one in resolve(source, config.all_names).items()}
         return cls(source, {name: everyone[name] for name in config.adapters}, everyone)
 
     def _with(self, trait: str) -> list[str]:

@@ -19,6 +19,8 @@ class StepAlarms:
     >>> alarms = StepAlarms(BatchConfig(failure_alarm=0.1))
     >>> alarms.of_step([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}})
     ['judge: 3 of 4 calls failed (HTTP 500)']
+    >>> alarms.of_step([], {"judge": {"ok": 4, "breakers_opened": 1}})
+    ['judge: a server of it went out of service 1 time(s)']
     """
 
     def __init__(self, limits: BatchConfig, best_rewards: Mapping[str, float] | None = None) -> None:
@@ -34,6 +36,8 @@ class StepAlarms:
         alarms = _about_samples(groups, self._limits)
         for name, stats in verifiers.items():
             alarms += [*_about_failures(name, stats, self._limits), *self._about_constant(name, stats)]
+            if opened := stats.get("breakers_opened", 0):
+                alarms.append(f"{name}: a server of it went out of service {opened} time(s)")
         return alarms
 
     def _about_constant(self, name: str, stats: Mapping[str, Any]) -> list[str]:

@@ -5,28 +5,39 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.config.rules import idle, refuse_broken
+from async_grpo.config.rules import Rule, idle, refuse_broken
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, Section, option
-from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, JUDGE_SLEEP_S, JUDGE_URLS
+from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
+from async_grpo.rewards.config import RewardConfig
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.judges.server import JudgeServer
 
 log = logging.getLogger(__name__)
 RULES = (
     idle(
-        "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization judge_idle_sleep_s",
+        "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization",
         lambda c: c.judge_model is None,
         "without --judge-model",
+    ),
+    idle(
+        "judge_idle_sleep_s",
+        lambda c: c.judge_model is None and not c.judge_urls,
+        "without --judge-model or --judge-urls",
+    ),
+    Rule(
+        "judge_urls",
+        lambda c: c.judge_model is not None and c.judge_urls,
+        "stands beside --judge-model: the judges are asked at one of them, leave the other out",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalJudge(Section):
-    """A model that `async-grpo run` serves for the judges on the page of rewards."""
+class LocalJudge(RewardConfig):
+    """A model that `async-grpo run` serves for the judges of the registry file."""
 
     judge_model: str | None = option(
         None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model.", "Judge"
@@ -51,13 +62,12 @@ class LocalJudge(Section):
         "Judge",
         range=POSITIVE_SHARE,
     )
-    judge_idle_sleep_s: float | None = option(
-        None,
-        "The servers give their GPU memory back after so many seconds without a call, until the next.",
-        "Judge",
-        range=POSITIVE,
-        was="judge_sleep_s",
-    )
+
+    @property
+    def judge_addresses(self) -> JudgeAddresses:
+        """As of any run; of servers that will be started it is only known that they will be here."""
+        addresses = super().judge_addresses
+        return replace(addresses, judge_urls=("http://127.0.0.1",)) if self.judge_model else addresses
 
     def check_judge(self, visible: Sequence[str]) -> None:
         """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
@@ -99,7 +109,7 @@ class LocalJudge(Section):
 
 @contextmanager
 def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
-    """The judge's servers, if there are to be any; yields the variables by which judges find them.
+    """The judge's servers, if there are to be any; yields the options by which the run's judges find them.
 
     Raises:
         ConfigurationError: the servers cannot work so.
@@ -126,11 +136,7 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
     ) as server:
         if idle_sleep:
             server.sleep()  # or those who share its GPUs would find no room when they start
-        yield {
-            JUDGE_URLS: ",".join(server.urls),
-            JUDGE_MODEL_ID: folder_id(config.judge_model),
-            **({JUDGE_SLEEP_S: str(config.judge_idle_sleep_s)} if idle_sleep else {}),
-        }
+        yield {"judge_urls": ",".join(server.urls), "judge_model_id": folder_id(config.judge_model)}
 
 
 def folder_id(folder: str | os.PathLike[str]) -> str:

@@ -95,9 +95,9 @@ def start(config: LocalConfig) -> None:
     """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
     supervisor = Supervisor(config.output_path / "logs")
     judge = serving(config, gpus(), config.output_path / "logs", config.enforce_eager)
-    with signals_as_exceptions(), temporary_folder() as scratch, judge as variables:
+    with signals_as_exceptions(), temporary_folder() as scratch, judge as found:
         try:
-            _run(config, supervisor, scratch, variables)
+            _run(config, supervisor, scratch, found)
         except KeyboardInterrupt as interrupt:
             log.warning(
                 "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
@@ -109,7 +109,7 @@ def start(config: LocalConfig) -> None:
 
 
 def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
-    environment = run_environment(config.ray_address, config.nproc_per_node) | judge
+    environment = run_environment(config.ray_address, config.nproc_per_node)
     if not config.ray_address:
         log.info("starting a private Ray")
         command = ray_command(environment["RAY_ADDRESS"], scratch)
@@ -124,7 +124,8 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict
         )
         for number, worker in enumerate(_workers(config))
     ]
-    trainer = supervisor.start("trainer", _trainer_command(config), environment, console=True)
+    found = [f"--{name.replace('_', '-')}={value}" for name, value in judge.items()]
+    trainer = supervisor.start("trainer", [*_trainer_command(config), *found], environment, console=True)
     code = supervisor.wait(trainer)
     if code != 0:
         if REFUSED.search(log_excerpt(trainer)):

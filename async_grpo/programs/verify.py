@@ -24,6 +24,7 @@ from async_grpo.rewards.bench.adapter_check import check_adapter
 from async_grpo.rewards.bench.completions import CompletionRow, FileSummary, check_file, read_rows
 from async_grpo.rewards.bench.score_rows import score_rows
 from async_grpo.rewards.bench.scorecard import Report
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, Verdict
@@ -53,6 +54,10 @@ class VerifyConfig:
     reward_env: str = option(
         "", "Comma list of environment variables that the rewards' processes get as well.", "Bench"
     )
+    judge_urls: str = option(
+        "", "Where the judges without an url of their own are asked: URL,URL,...", "Bench"
+    )
+    http_scorer_urls: str = option("", "The same for http_scorer.", "Bench")
     workers: int = option(2, "Processes for each reward.", "Bench")
     timeout_s: float = option(30.0, "Longest scoring of one row.", "Bench")
     repeat: int = option(
@@ -91,7 +96,8 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     )
     registry = registry_file(config.reward_registry)
     options = parse_assignments(config.reward_options, "reward-options")
-    workers = LocalWorkers.from_registry(config.reward_fns, registry, options, config.reward_env)
+    addresses = JudgeAddresses.of(config.judge_urls, config.http_scorer_urls)
+    workers = LocalWorkers.from_registry(config.reward_fns, registry, options, config.reward_env, addresses)
     summary = check_file(config.file)
     for path, modules in modules_beside(registry, workers.source).items():
         console.print(

@@ -20,6 +20,7 @@ import heapq
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -70,6 +71,14 @@ class AdapterQueue:
     @property
     def num_workers(self) -> int:
         return len(self._maker.workers)
+
+    def take_request_counts(self) -> dict[str, int]:
+        """Since the last call, of its workers that ask over the network (`JudgeWorker.take_stats`): their sums."""
+        counts: Counter[str] = Counter()
+        for worker in self._maker.workers:
+            if take_stats := getattr(worker, "take_stats", None):
+                counts.update(take_stats())
+        return dict(counts)
 
     async def start(self) -> None:
         """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +66,7 @@ class Budget:
             raise ConfigurationError(f"the limit of the budget must be a number of 0 or more, not {limit}")
         self._policy, self._limit = policy, math.inf if limit is None else limit
         self._reserved = 0.0
-        self._spent: Counter[str] = Counter()  # by judge, in units of currency
+        self._spent: defaultdict[str, float] = defaultdict(float)  # by judge, in units of currency
         self._calls: Counter[str] = Counter()
         self._refused = 0
         self._paused = self._unrecorded = False

@@ -18,6 +18,7 @@ from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 from async_grpo.rewards.combine import MODES, Combination
 from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.isolation.spawn import named_environment
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
@@ -99,6 +100,23 @@ class RewardConfig(Section):
         choices=("pause", "fallback"),
     )
 
+    judge_urls: str = option(
+        "", "Where the judges are asked whose entry says no url: URL,URL,... (equal replicas).", "Judge"
+    )
+    http_scorer_urls: str = option(
+        "", "The same for http_scorer; by default where examples/http_scorer_server.py listens.", "Judge"
+    )
+    judge_model_id: str | None = option(
+        None, "By which the verdict cache knows the model behind --judge-urls, whatever their ports.", "Judge"
+    )
+    judge_idle_sleep_s: float | None = option(
+        None,
+        "The servers give their GPU memory back after so many seconds without a call, until the next.",
+        "Judge",
+        range=POSITIVE,
+        was="judge_sleep_s",
+    )
+
     def __post_init__(self) -> None:
         """Raise ConfigurationError for what can never work, whatever the rewards are."""
         super().__post_init__()
@@ -170,6 +188,12 @@ class RewardConfig(Section):
     def num_verifiers(self, adapter: str) -> int:
         """Worker processes of a reward that has processes."""
         return int(self.verifiers_by_name.get(adapter, self.verifiers_per_reward))
+
+    @property
+    def judge_addresses(self) -> JudgeAddresses:
+        """Where the judges without a `url` of their own are asked."""
+        known = {"model_id": self.judge_model_id, "idle_sleep_s": self.judge_idle_sleep_s}
+        return JudgeAddresses.of(self.judge_urls, self.http_scorer_urls, **known)
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -16,6 +16,7 @@ from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.isolation.spawn import named_environment
 from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.verifier_worker import VerifierWorker
 
 
@@ -26,6 +27,7 @@ class LocalWorkers:
         options: keyword options; a reward receives those that it names.
         adapters: what the rewards are known by.
         reward_env: environment variables of this process that the rewards' processes get as well.
+        judge_addresses: of the judges whose entry says no `url`.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class LocalWorkers:
         options: Mapping[str, Any] | None,
         adapters: Sequence[str],
         reward_env: str | Sequence[str] = (),
+        judge_addresses: JudgeAddresses | None = None,
     ) -> None:
+        self._judge_addresses = judge_addresses or JudgeAddresses()
         self.adapters, self.look_at_groups = tuple(adapters), False
         self.source, self._rate_limiter = source, Limiter()
         self.environment = named_environment(parse_names(reward_env))
@@ -47,6 +51,7 @@ class LocalWorkers:
         registry: str | Path | None = None,
         options: Mapping[str, Any] | None = None,
         reward_env: str | Sequence[str] = (),
+        judge_addresses: JudgeAddresses | None = None,
     ) -> Self:
         """Workers for rewards of a registry file, or of files of their own (FILE.py:NAME).
 
@@ -57,7 +62,7 @@ class LocalWorkers:
         source = RewardRegistrySource.from_file(registry_file(registry)).with_files(named)
         if options or not named:
             check_options(resolve(source, named), options or {})
-        return cls(source, options, [display_name(name) for name in named], reward_env)
+        return cls(source, options, [display_name(name) for name in named], reward_env, judge_addresses)
 
     async def make(self, adapter: str) -> VerifierWorker:
         # The registry file is first imported in a process of its own, whatever it does
@@ -66,5 +71,5 @@ class LocalWorkers:
         if not process.traits.is_judge:
             return process
         await process.close()
-        judge = resolve(self.source, [adapter])[adapter]
+        judge: Any = self._judge_addresses.give(resolve(self.source, [adapter])[adapter])
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")

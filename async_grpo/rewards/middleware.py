@@ -1,4 +1,4 @@
-"""What stands around every call of a reward: the cache first, then the budget. (Limits are kept by the workers.)"""
+"""`CallMiddleware`: every call of a reward asks the cache first, then the budget. (Limits are kept by the workers.)"""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,10 +19,10 @@ Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
 
 
 class CallMiddleware:
-    """`around` of a VerifierPool. What costs nothing is never paid, and what may not be paid is never asked.
+    """`middleware` of a VerifierPool. What costs nothing is never paid, and what may not be paid is never asked.
 
     Args:
-        versions: of the adapters, as the cache tells their answers apart.
+        versions: of the adapters whose answers the cache keeps, as it tells them apart.
         estimates: what a call of a paid judge costs at most, by adapter, for a sample.
     """
 
@@ -38,7 +38,7 @@ class CallMiddleware:
         self._estimates = dict(estimates or {})
 
     async def __call__(self, name: str, sample: dict[str, Any], phase: str, score: Score) -> AdapterResult:
-        if self._cache is None:
+        if self._cache is None or name not in self._versions:
             return await self._paid(name, sample, score)
 
         paid: list[AdapterResult] = []

@@ -15,6 +15,7 @@ from typing import Any, Self
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.trl_reward import TRLReward
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts, VerifierWorker
@@ -99,6 +100,7 @@ class VerifierPool:
         *,
         reward_options: Mapping[str, Any] | None = None,
         reward_env: str | Sequence[str] = (),
+        judge_addresses: JudgeAddresses | None = None,
         **settings: Any,
     ) -> Self:
         """A pool of this machine alone, without a trainer, a run or Ray.
@@ -108,13 +110,14 @@ class VerifierPool:
             registry: the registry file; default: `reward_registry.py` here, or else the one that is shipped.
             reward_options: keyword options; a reward receives those that it names.
             reward_env: environment variables of this process that the rewards' processes get as well.
+            judge_addresses: of the judges whose entry says no `url`.
             settings: further arguments of this class.
 
         Raises:
             ConfigurationError: the registry file cannot be used, a name or an option is unknown, or a variable is
                 not set.
         """
-        workers = LocalWorkers.from_registry(adapters, registry, reward_options, reward_env)
+        workers = LocalWorkers.from_registry(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)
 
     @property
@@ -196,11 +199,13 @@ class VerifierPool:
         }
 
     def take_stats(self) -> dict[str, dict[str, Any]]:
-        """`stats`, and begin anew: for one line per step."""
+        """`stats`, and begin anew: for one line per step. Judges add the counts of their requests."""
         stats = self.stats()
-        for queues in self._queues.values():
-            for queue in queues.values():
+        for phase, queues in self._queues.items():
+            for name, queue in queues.items():
                 queue.stats.reset()
+                for count, value in queue.take_request_counts().items():
+                    stats[name if phase == TRAINING else f"{name} (evaluation)"][count] = value
         return stats
 
     async def _started(self, phase: str) -> None:

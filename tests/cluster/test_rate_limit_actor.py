@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.limits import Limits
-from async_grpo.rewards.http.meter import CATCH_UP_FACTOR
+from async_grpo.rewards.http.limits import CATCH_UP_FACTOR, Limits
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster.actors import zero_cpu_actor  # noqa: E402 - after the check that ray is there

@@ -193,7 +193,7 @@ def one_too_many(value: Any, unasked: Any, *, later_s: float = 0.0) -> Behaviour
 
 def cut_gzip(value: Any) -> Behaviour:
     """A complete reply whose compressed body breaks off."""
-    return raw(message(200, gzip.compress(json.dumps(value).encode())[:-9], content_encoding="gzip"))
+    return raw(message(200, gzip.compress(json.dumps(value).encode())[:-16], content_encoding="gzip"))
 
 
 def html() -> Behaviour:

@@ -140,9 +140,10 @@ def test_what_a_call_costs_at_most_is_its_longest_reply():
 
 
 PAGE = """
-from async_grpo.rewards.adapter.decorators import post_process
+from async_grpo.rewards.adapter.decorators import cacheable, post_process
 from async_grpo.rewards.judges import LLMJudge
 
+@cacheable
 def rule(sample, weight=1.0):
     return weight
 
@@ -235,6 +236,19 @@ def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_re
     else:
         with pytest.raises(ConfigurationError, match=said):
             checked(made)
+
+
+async def test_the_cache_keeps_judges_and_what_is_declared_cacheable_and_nothing_else(tmp_path):
+    """A reward may count its calls or look at the group: without a word of its author none of its answers is kept."""
+    made = config(reward_fns="rule,vote,paid", verdict_cache=str(tmp_path / "c.sqlite"))
+    around = RunVerification(RewardRegistrySource.from_text("page_of_plans", PAGE), made)._make_middleware()
+    asked = {}
+    for name in ("rule", "vote", "paid"):
+        judge = asked[name] = Judge(cost=0.0)
+        for _ in range(2):
+            await around(name, {**SAMPLE, "prompt": "2+2?"}, "train", judge)
+    await around.close()
+    assert {name: judge.calls for name, judge in asked.items()} == {"rule": 1, "vote": 2, "paid": 1}
 
 
 async def test_the_size_of_the_cache_reaches_it(tmp_path):

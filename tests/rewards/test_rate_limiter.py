@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.limits import Limits
-from async_grpo.rewards.http.meter import CATCH_UP_FACTOR, CATCH_UP_S, Meter
+from async_grpo.rewards.http.limits import CATCH_UP_FACTOR, CATCH_UP_S, Limits, Meter
 from async_grpo.rewards.http.rate_limiter import Limiter
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import subprocess
 import sys
 from fractions import Fraction
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.cluster.ray_session import forwarded_environment
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
 from async_grpo.rewards.adapter.traits import accepted_options, check_options
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.judges import JudgeAddresses
 from async_grpo.types import RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
 from tests.helpers.answers import answer_of
@@ -82,23 +83,30 @@ def test_every_reward_type_has_its_adapter():
     assert REWARD_ADAPTERS["mathd"] is REWARD_ADAPTERS[RewardType.MATHD]  # type: ignore[index]
 
 
-def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch):
-    def urls() -> dict[str, tuple[str, ...]]:
-        adapters = resolve(RewardRegistrySource.from_text("page_of_judges", PAGE.read_text()), NAMES[-4:])
-        return {name: adapter.urls for name, adapter in adapters.items()}
+def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)
+    page = RewardRegistrySource.from_text("page_of_judges", PAGE.read_text())
+
+    def urls(addresses: JudgeAddresses) -> dict[str, tuple[str, ...]]:
+        return {name: addresses.give(one).urls for name, one in resolve(page, NAMES[-4:]).items()}
 
     for variable in ("JUDGE_URLS", "HTTP_SCORER_URLS"):
         monkeypatch.delenv(variable, raising=False)
     server = (ROOT / "examples" / "http_scorer_server.py").read_text()
-    assert (
-        urls()["http_scorer"] == ("http://127.0.0.1:8080",) and '"--port", type=int, default=8080' in server
-    )
-    monkeypatch.setenv("JUDGE_URLS", "http://127.0.0.1:1")
-    monkeypatch.setenv("HTTP_SCORER_URLS", "http://127.0.0.1:2,http://127.0.0.1:3")
-    sys.modules.pop("page_of_judges")  # it reads the variables when it is imported
+    assert resolve(page, ["http_scorer"])["http_scorer"].endpoint().urls == ("http://127.0.0.1:8080",)
+    assert '"--port", type=int, default=8080' in server
     of_the_run = dict.fromkeys(NAMES[-4:-1], ("http://127.0.0.1:1",))
-    assert urls() == {**of_the_run, "http_scorer": ("http://127.0.0.1:2", "http://127.0.0.1:3")}
-    assert set(forwarded_environment()) >= {"JUDGE_URLS", "HTTP_SCORER_URLS"}
+    scorers = {"http_scorer": ("http://127.0.0.1:2", "http://127.0.0.1:3")}
+    given = "http://127.0.0.1:1", "http://127.0.0.1:2, http://127.0.0.1:3"
+    assert urls(JudgeAddresses.of(*given)) == {**of_the_run, **scorers} and not caplog.text
+    with pytest.raises(
+        ConfigurationError, match="LLMJudge has no address: give --judge-urls, .*--judge-model"
+    ):
+        urls(JudgeAddresses.of())
+    monkeypatch.setenv("JUDGE_URLS", given[0])  # the old way, for one release
+    monkeypatch.setenv("HTTP_SCORER_URLS", given[1])
+    assert urls(JudgeAddresses.of()) == {**of_the_run, **scorers}
+    assert "JUDGE_URLS in the environment is not read after this release: give --judge-urls" in caplog.text
 
 
 EXAMPLES = {

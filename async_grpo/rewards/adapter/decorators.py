@@ -48,6 +48,19 @@ def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward],
     return mark
 
 
+def cacheable(reward: Reward) -> Reward:
+    """Decorator: the verdict cache may keep the reward's answers. To be given to one that is costly, and pure: it says
+    the same about the same sample each time, whatever it has seen before. (Judges need no such mark.)
+
+    >>> @cacheable
+    ... def proof_checker(sample): ...
+    >>> proof_checker.cacheable
+    True
+    """
+    reward.cacheable = True  # type: ignore[attr-defined]
+    return reward
+
+
 def post_process(function: PostProcess) -> Callable[[Reward], Reward]:
     """Decorator: `function` sees all answers to one prompt together, and may change them. A class has a method
     `post_process_scores` instead.

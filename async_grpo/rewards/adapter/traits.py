@@ -72,6 +72,11 @@ def best_reward_of(adapter: Any, options: Mapping[str, Any]) -> float:
     return float(best(**accepted_options(best, options, num_given=0)) if callable(best) else best)
 
 
+def is_cacheable(adapter: Any) -> bool:
+    """Whether the verdict cache may keep its answers: judges', and of rewards that are declared so (`@cacheable`)."""
+    return is_judge(adapter) or getattr(adapter, "cacheable", False) is True
+
+
 def is_judge(adapter: Any) -> bool:
     """Whether it is a judge, which needs no process. Raises ConfigurationError for the class of one."""
     if not all(callable(getattr(adapter, name, None)) for name in ("endpoint", "score")):

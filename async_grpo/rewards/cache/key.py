@@ -3,14 +3,13 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.judges.remote_judge import JUDGE_MODEL_ID, is_run_judge
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
 VOLATILE_COLUMNS = frozenset({"group_id"})  # no property of the text that is judged
 DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
@@ -36,9 +35,9 @@ def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
 
 
 def version_of(*settings: Any) -> str:
-    """A digest of whatever a reward's answers depend on: of user code, the sha256 of its page and its options.
+    """A digest of whatever a reward's answers depend on: of user code, the sha256 of its registry file and its options.
 
-    The library's own rewards and judges count as well, so that an upgrade asks anew. What a page imports beside them
+    The library's own rewards and judges count as well, so that an upgrade asks anew. What a file imports beside them
     does not: after the upgrade of such a package, `async-grpo cache --prune-adapter` forgets the old answers.
 
     Raises:
@@ -50,12 +49,13 @@ def version_of(*settings: Any) -> str:
     return _digest([_library(), *settings])
 
 
-def version_of_judge(judge: Any, code: str = "") -> str:
+def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | None = None) -> str:
     """A digest of a judge's class and settings; how it is asked (limits, time-outs, keys, prices, the order of its
     replicas) makes no difference.
 
     Args:
         code: the sha256 of the user's text; it counts if the class is defined there.
+        addresses: where the run's judges are asked; by its `model_id` their model counts, and not their addresses.
 
     Raises:
         ConfigurationError: a setting is no plain value.
@@ -69,8 +69,8 @@ def version_of_judge(judge: Any, code: str = "") -> str:
         settings = dict(vars(judge))
     settings = {name: value for name, value in settings.items() if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
-        if JUDGE_MODEL_ID in os.environ and is_run_judge(judge):
-            settings[name] = os.environ[JUDGE_MODEL_ID]  # our own servers have other ports in each run
+        if addresses and addresses.model_id and addresses.are_asked_by(judge):
+            settings[name] = addresses.model_id  # our own servers have other ports in each run
             continue
         settings[name] = sorted([settings[name]] if isinstance(settings[name], str) else settings[name])
     ours = kind.__module__.startswith("async_grpo.")

@@ -1,7 +1,8 @@
 """Asking servers that are slow, overloaded, broken or hostile, within limits that hold for the whole cluster.
 
-traffic, meter, limits  permits: concurrency, requests and tokens per minute
-http_client             one call: attempts (`retry`), replicas and their `breaker`, `hedging`
-endpoint                where and how patiently; the errors
-exchange, replies       one request on the wire, and its body
+http_client              one call: attempts, permits, hedges
+endpoint, deadline       where and how patiently; the errors
+exchange                 one request on the wire, and its reply
+replicas                 which address is asked; circuit breakers
+rate_limiter, limits     permits: concurrency, requests and tokens per minute
 """

@@ -7,23 +7,24 @@ to its callers stands here: a bound on the decompressed size, strict JSON, and a
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import time
 import urllib.request
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from async_grpo.rewards.http.endpoint import BadReply, JudgeUnavailable
-from async_grpo.rewards.http.responses import excerpt, json_object, read_body
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
 COME_LATER = (425, 429)  # 425 Too Early (RFC 8470), 429 Too Many Requests (RFC 6585)
 ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0
+EXCERPT_CHARACTERS = 200
 HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json",
@@ -105,7 +106,6 @@ class Exchange:
                 connector=_Connector(limit=0),
                 headers={**HEADERS, "Authorization": f"Bearer {self._key}"} if self._key else HEADERS,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # `read_body` does, and never holds more than is allowed
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=None
                 ),  # one per read lets a slow loris live
@@ -149,9 +149,11 @@ class _Connector(aiohttp.TCPConnector):
     """Never uses a connection again on which something came after the reply: aiohttp looks only when it is put back."""
 
     async def connect(self, *arguments: Any, **options: Any) -> Any:
-        while (connection := await super().connect(*arguments, **options)).protocol.should_close:
+        while True:
+            connection = await super().connect(*arguments, **options)
+            if connection.protocol is None or not connection.protocol.should_close:
+                return connection
             connection.close()
-        return connection
 
 
 def outcome_of(status: int) -> str:
@@ -200,8 +202,16 @@ def _seconds_until(date: str, now: float) -> float:
 
 
 async def _body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    encoding = response.headers.get("content-encoding", "")
-    return await read_body(response.content.iter_any(), encoding, max_bytes)
+    """The decompressed body; aiohttp decompresses a chunk at a time, so that no more than this and one chunk is held."""
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", "gzip", "deflate"):
+        raise BadReply(f"the reply is encoded as {encoding[:40]!r}, which was not asked for")
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk[: max_bytes + 1 - len(body)]
+        if len(body) > max_bytes:
+            raise BadReply(f"the reply is larger than {max_bytes} bytes")
+    return bytes(body)
 
 
 def _cause(error: Exception) -> str:
@@ -225,3 +235,47 @@ def _host(location: str) -> str:
         return excerpt((urlsplit(location).hostname or "another path of itself").encode())
     except ValueError:
         return "an impossible address"
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`, every number finite.
+
+    >>> json_object(b'{"score": 0.5}')
+    {'score': 0.5}
+    >>> json_object(b'{"score": NaN}')
+    Traceback (most recent call last):
+    ...
+    async_grpo.rewards.http.endpoint.BadReply: the reply is no JSON: NaN is no number
+
+    Raises:
+        BadReply: it holds something else.
+    """
+    try:
+        value = json.loads(body, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError) as error:  # also: not UTF-8, 5000 digits, 100000 brackets
+        raise BadReply(f"the reply is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadReply(f"the reply is no JSON object but a {type(value).__name__}")
+    return value
+
+
+def excerpt(body: bytes) -> str:
+    """The beginning, fit for a message.
+
+    >>> excerpt(b"<html>\\n\\x00hello")
+    '<html> hello'
+    """
+    text = body[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + " ..."
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is not finite")
+    return number

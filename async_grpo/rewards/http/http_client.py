@@ -32,9 +32,8 @@ from async_grpo.rewards.http.endpoint import (
     JudgeUnavailable,
 )
 from async_grpo.rewards.http.exchange import OUTCOMES, Exchange, RequestFailed
-from async_grpo.rewards.http.hedging import Latencies, first_answer
 from async_grpo.rewards.http.rate_limiter import RateLimiter
-from async_grpo.rewards.http.replicas import Lease, Replicas
+from async_grpo.rewards.http.replicas import Latencies, Lease, Replicas, first_answer
 
 HEALTHY = {
     "ok": True,
@@ -43,7 +42,7 @@ HEALTHY = {
     "cancelled": None,
 }  # the others are failures of the replica
 BAD_REPLIES = 2  # of one call: a third one would be bad, too
-UsedTokens = Callable[[dict[str, Any]], float]
+UsedTokens = Callable[[dict[str, Any]], float | None]  # None: the reply does not say
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +66,8 @@ class _Call:
         if self.used_tokens is None:
             return None
         try:
-            used = float(self.used_tokens(reply))
+            said = self.used_tokens(reply)
+            used = math.nan if said is None else float(said)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             log.debug("a reply without a count of its tokens: %r", error)
             return None

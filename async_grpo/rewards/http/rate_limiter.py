@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.limits import Limits
-from async_grpo.rewards.http.meter import Meter, Start
+from async_grpo.rewards.http.limits import Limits, Meter, Start
 
 
 class RateLimiter(Protocol):

@@ -2,11 +2,13 @@
 
     REWARD_ADAPTERS = {..., RewardType.JUDGE: LLMJudge(url="http://127.0.0.1:8000", model="judge")}
 
-    LLMJudge           a language model writes a score              llm, prompts, replies
+Without a `url` it is asked where the run says: `--judge-urls`, or the servers of `--judge-model`.
+
+    LLMJudge           a language model writes a score              llm, judge_prompts, judge_replies
     GenerativeRM       the same, or the probability of its "Yes"    generative
     RewardModelJudge   a discriminative reward model of vLLM        reward_model
     HTTPScorer         whatever speaks our JSON protocol            http_scorer
-    JudgeServer        starts vLLM for the first three              server (import it from there), keeper, vllm_program
+    JudgeServer        starts vLLM for the first three              server (import it from there), server_supervisor
 
 A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
 balancing are its client's business (`async_grpo.rewards.http.http_client`). A call either gives an answer or raises; no
@@ -19,7 +21,7 @@ from async_grpo.rewards.http.endpoint import Endpoint
 from async_grpo.rewards.judges.generative import GenerativeRM
 from async_grpo.rewards.judges.http_scorer import HTTPScorer
 from async_grpo.rewards.judges.llm import LLMJudge
-from async_grpo.rewards.judges.remote_judge import judge_urls
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses, judge_urls
 from async_grpo.rewards.judges.reward_model import RewardModelJudge
 
 if TYPE_CHECKING:
@@ -27,7 +29,15 @@ if TYPE_CHECKING:
     from async_grpo.rewards.http.http_client import EndpointClient
 
 
-__all__ = ["GenerativeRM", "HTTPScorer", "Judge", "LLMJudge", "RewardModelJudge", "judge_urls"]
+__all__ = [
+    "GenerativeRM",
+    "HTTPScorer",
+    "Judge",
+    "JudgeAddresses",
+    "LLMJudge",
+    "RewardModelJudge",
+    "judge_urls",
+]
 
 
 @runtime_checkable

@@ -27,7 +27,13 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply
 from async_grpo.rewards.judges.judge_prompts import as_text, column
 from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, fits, require
+from async_grpo.rewards.judges.remote_judge import (
+    CHARACTERS_PER_TOKEN,
+    JudgeAddresses,
+    RemoteJudge,
+    fits,
+    require,
+)
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.deadline import Deadline
@@ -60,6 +66,10 @@ class HTTPScorer(RemoteJudge):
     def default_path(self) -> str:
         """That of the protocol."""
         return "/score"
+
+    def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
+        """By `--http-scorer-urls`; by default where `examples/http_scorer_server.py` listens."""
+        return addresses.scorer_urls
 
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"

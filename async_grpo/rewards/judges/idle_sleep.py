@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +10,6 @@ import aiohttp
 
 from async_grpo.rewards.http.deadline import Deadline
 from async_grpo.rewards.http.endpoint import JudgeUnavailable
-from async_grpo.rewards.judges.remote_judge import JUDGE_SLEEP_S, judge_urls
 
 ANSWER_S, MOVE_S = 10.0, 120.0  # to say how it is, and to move the weights of a large model
 log = logging.getLogger(__name__)
@@ -116,9 +114,3 @@ def _look_at_its_error(waking: asyncio.Task[None]) -> None:
     """Or the event loop reports it as never retrieved, when all callers have given up."""
     if not waking.cancelled():
         waking.exception()
-
-
-def idle_sleep_of_the_run() -> IdleSleep | None:
-    """Of the judge's servers that the environment names, if they are to sleep."""
-    after_s = os.environ.get(JUDGE_SLEEP_S)
-    return IdleSleep(judge_urls(), float(after_s)) if after_s else None

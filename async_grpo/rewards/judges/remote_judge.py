@@ -1,8 +1,10 @@
 """`RemoteJudge`: the settings that all judges share, and how they become an endpoint; and what a call has cost."""
 
+import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,59 @@ from async_grpo.rewards.http.limits import Limits
 if TYPE_CHECKING:
     from async_grpo.rewards.http.http_client import EndpointClient
 
-# Set by `async-grpo run --judge-model`, or by the user, and known to every process of a run:
-JUDGE_URLS = "JUDGE_URLS"  # addresses of a judge's servers, comma separated
-JUDGE_MODEL_ID = "JUDGE_MODEL_ID"  # tells their model from others, for the verdict cache: addresses change
-JUDGE_SLEEP_S = "JUDGE_SLEEP_S"  # after which they are to sleep
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
+SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JudgeAddresses:
+    """Where the judges are asked whose entry in the registry file says no `url`, and what is known of those servers.
+
+    Args:
+        judge_urls: of equal replicas, for the judges that ask a model (`--judge-urls`).
+        scorer_urls: the same for `HTTPScorer` (`--http-scorer-urls`).
+        model_id: tells the servers' model from others, for the verdict cache: addresses change from run to run.
+        idle_sleep_s: the servers sleep after so many seconds without a call; None: they do not.
+    """
+
+    judge_urls: tuple[str, ...] = ()
+    scorer_urls: tuple[str, ...] = (SCORER_URL,)
+    model_id: str | None = None
+    idle_sleep_s: float | None = None
+
+    @classmethod
+    def of(cls, judge_urls: str = "", scorer_urls: str = "", **known: Any) -> "JudgeAddresses":
+        """From settings: comma lists of addresses, and the other arguments as they are.
+
+        Lists that are empty are read from the environment, with a warning, for one release.
+        """
+        given = {
+            "JUDGE_URLS": ("judge-urls", judge_urls),
+            "HTTP_SCORER_URLS": ("http-scorer-urls", scorer_urls),
+        }
+        found = []
+        for variable, (option, text) in given.items():
+            if not text and (text := os.environ.get(variable, "")):
+                log.warning(
+                    "%s in the environment is not read after this release: give --%s", variable, option
+                )
+            found.append(tuple(filter(None, map(str.strip, text.split(",")))))
+        return cls(found[0], found[1] or (SCORER_URL,), **known)
+
+    def give(self, adapter: Any) -> Any:
+        """The adapter, with an address if it is a judge that has none.
+
+        Raises:
+            ConfigurationError: there is none for it.
+        """
+        if not isinstance(adapter, RemoteJudge) or adapter.url is not None:
+            return adapter
+        return replace(adapter, url=adapter.run_urls(self))
+
+    def are_asked_by(self, judge: Any) -> bool:
+        """Whether the judge is asked at `judge_urls`."""
+        return bool(self.judge_urls) and getattr(judge, "urls", None) == self.judge_urls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +76,8 @@ class RemoteJudge:
     """Where a judge is asked, and how often.
 
     Args:
-        url: the server's base URL, or those of several replicas, between which calls are balanced.
+        url: the server's base URL, or those of several replicas, between which calls are balanced; None: where the run
+            says (`--judge-urls`, or the servers of `--judge-model`).
         path: of the request, appended to it; the default is the usual one.
         limits: of concurrency, requests and tokens; they hold for all processes of a run together.
         api_key_env: the *name* of the environment variable with the key; the key itself stands in no file.
@@ -38,7 +89,7 @@ class RemoteJudge:
         ConfigurationError: the settings cannot work.
     """
 
-    url: str | Sequence[str]
+    url: str | Sequence[str] | None = None
     path: str = ""
     limits: Limits = field(default_factory=Limits)
     api_key_env: str | None = None
@@ -48,28 +99,45 @@ class RemoteJudge:
     endpoint_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.url, str):
-            object.__setattr__(self, "url", tuple(self.url))
-        object.__setattr__(self, "path", self.path or self.default_path())
-        require(self.path.startswith("/"), f"path={self.path!r} must begin with a slash")
+        if self.url is not None:
+            urls = (self.url,) if isinstance(self.url, str) else tuple(self.url)
+            object.__setattr__(self, "url", self.url if isinstance(self.url, str) else urls)
+            object.__setattr__(self, "path", self.path or self.default_path())
+        require(not self.path or self.path.startswith("/"), f"path={self.path!r} must begin with a slash")
         try:
-            self.endpoint()
+            self._endpoint_at((SCORER_URL,) if self.url is None else self.urls)
         except TypeError as error:  # of the dataclass, for a name it does not know
             raise ConfigurationError(f"endpoint_options={dict(self.endpoint_options)}: {error}") from error
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The base URLs of all replicas."""
-        return (self.url,) if isinstance(self.url, str) else tuple(self.url)
+        """The base URLs of all replicas; none where the run says them."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
+
+    def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
+        """Where a run asks this judge if it has no `url`."""
+        require(
+            bool(addresses.judge_urls),
+            f"{type(self).__name__} has no address: give --judge-urls, let `async-grpo run --judge-model FOLDER` serve the "
+            "model, or write its url into the registry file",
+        )
+        return addresses.judge_urls
 
     def default_path(self) -> str:
         """Where the server expects the judge's requests."""
         raise NotImplementedError
 
     def endpoint(self) -> Endpoint:
-        """Where the judge's requests go, for the client that sends them."""
+        """Where the judge's requests go, for the client that sends them.
+
+        Raises:
+            ConfigurationError: it has no `url`, and no run has given it one.
+        """
+        return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
+
+    def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
         return Endpoint(
-            urls=self.urls,
+            urls=urls,
             limits=self.limits,
             api_key_env=self.api_key_env,
             timeout_s=self.timeout_s,
@@ -79,20 +147,14 @@ class RemoteJudge:
         )
 
 
-def judge_urls(default: str = "http://127.0.0.1:8000", variable: str = JUDGE_URLS) -> tuple[str, ...]:
-    """The addresses in the environment variable (comma separated), else the default.
+def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
+    """The old way to write a judge's `url` that the run decides: leave `url` out instead. Accepted for one release.
 
-    HTTP_SCORER_URLS is another one that reaches every process of a run.
-
-    >>> judge_urls("http://127.0.0.1:9") if JUDGE_URLS not in os.environ else ("http://127.0.0.1:9",)
-    ('http://127.0.0.1:9',)
+    The addresses in the environment variable (comma separated), else the default, else None.
     """
-    return tuple(os.environ.get(variable, default).split(","))
-
-
-def is_run_judge(judge: Any) -> bool:
-    """Whether the judge is asked at the servers that this run was told of in the environment."""
-    return JUDGE_URLS in os.environ and getattr(judge, "urls", None) == judge_urls()
+    warnings.warn("judge_urls() will go: leave the judge's url out", DeprecationWarning, stacklevel=2)
+    urls = os.environ.get(variable, default)
+    return tuple(urls.split(",")) if urls else None
 
 
 def require(condition: bool, message: str) -> None:

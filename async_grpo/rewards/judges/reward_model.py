@@ -148,6 +148,6 @@ def last_number(reply: Mapping[str, Any], name: str) -> float:
     value = items[0].get(name)
     while isinstance(value, list) and value:
         value = value[-1]
-    if not fits(value):
+    if not isinstance(value, int | float) or not fits(value):
         raise BadReply(f"the reward model's reply has no finite number in {name!r}: {quote(reply)}")
     return float(value)

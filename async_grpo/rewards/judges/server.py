@@ -84,7 +84,9 @@ class JudgeServer:
                 ),
                 "environment": vllm_program.environment(device, self._api_key) | further,
             }
-            for name, port, device in zip(self._names, self._ports, devices or [None] * replicas, strict=True)
+            for name, port, device in zip(
+                self._names, self._ports, devices or replicas * (None,), strict=True
+            )
         ]
         self._folder, self._restarts = Path(log_folder).absolute(), restarts
         self._deaths = self._folder / f"judge-deaths-{self._ports[0]}.jsonl"

@@ -31,11 +31,10 @@ from async_grpo.rewards.http.endpoint import (
     check_url,
 )
 from async_grpo.rewards.http.exchange import retry_after_s
-from async_grpo.rewards.http.hedging import ENOUGH, Latencies, first_answer
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
-from async_grpo.rewards.http.replicas import Replicas
+from async_grpo.rewards.http.replicas import ENOUGH, Latencies, Replicas, first_answer
 
 GRACE_S = 1.0  # how much later than its deadline a call may end, on a busy machine
 GOOD = reply({"score": 0.5})
@@ -152,9 +151,9 @@ RETRIED = {
     "a gzip bomb": (hostile.gzip_bomb(64), "bad_reply"),
     "data after the gzip": (
         hostile.endless(first=gzip.compress(b"{}"), head=GZIPPED_CHUNKS),
-        "bad_reply",
+        "connection",
     ),
-    "an unknown encoding": (reply({}, content_encoding="br"), "bad_reply"),
+    "an unknown encoding": (reply({}, content_encoding="br"), "connection"),
     "a gzip in a gzip": (reply({}, content_encoding="gzip, gzip"), "bad_reply"),
     "NaN": (hostile.raw(hostile.message(200, b'{"score": NaN}')), "bad_reply"),
     "Infinity": (hostile.raw(hostile.message(200, b'{"score": -Infinity}')), "bad_reply"),

@@ -19,8 +19,8 @@ from async_grpo.rewards.cache.verdicts import version_of_judge
 from async_grpo.rewards.http.deadline import Deadline, after
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
-from async_grpo.rewards.judges import LLMJudge
-from async_grpo.rewards.judges.idle_sleep import IdleSleep, idle_sleep_of_the_run
+from async_grpo.rewards.judges import JudgeAddresses, LLMJudge
+from async_grpo.rewards.judges.idle_sleep import IdleSleep
 from async_grpo.types import RewardStatus
 
 SAMPLE = {"input": "y", "answer": "x", "completion": "x", "sample_text": "y x"}
@@ -169,19 +169,10 @@ async def test_waking_longer_than_a_sample_may_take_costs_no_sample(server):
     await idle_sleep.close()
 
 
-def test_the_run_says_by_the_environment_who_sleeps(monkeypatch):
-    assert idle_sleep_of_the_run() is None
-    monkeypatch.setenv("JUDGE_URLS", "http://127.0.0.1:1,http://127.0.0.1:2")
-    monkeypatch.setenv("JUDGE_SLEEP_S", "30")
-    idle_sleep = idle_sleep_of_the_run()
-    assert idle_sleep._urls == ("http://127.0.0.1:1", "http://127.0.0.1:2") and idle_sleep._after_s == 30
-
-
-def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(monkeypatch, tmp_path):
+def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(tmp_path):
     def version(port: int, model: str) -> str:
-        monkeypatch.setenv("JUDGE_URLS", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("JUDGE_MODEL_ID", model)
-        return version_of_judge(LLMJudge(url=(f"http://127.0.0.1:{port}",), model="judge"))
+        addresses = JudgeAddresses.of(f"http://127.0.0.1:{port}", model_id=model)
+        return version_of_judge(addresses.give(LLMJudge(model="judge")), "", addresses)
 
     assert version(1, "a") == version(2, "a") != version(1, "b")
     (tmp_path / "config.json").write_text("{}")
@@ -194,9 +185,13 @@ def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(monke
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"judge_idle_sleep_s": 5.0}, "--judge-idle-sleep-s 5.0 does nothing without --judge-model"),
+        (
+            {"judge_idle_sleep_s": 5.0},
+            "--judge-idle-sleep-s 5.0 does nothing without --judge-model or --judge-urls",
+        ),
         ({"judge_model": "/no/such"}, "/no/such: there is no such folder"),
         ({"judge_model": str(MODEL), "judge_replicas": 0}, "--judge-replicas must be above 0"),
+        ({"judge_model": str(MODEL), "judge_urls": "http://a"}, "the judges are asked at one of them"),
         ({"judge_model": str(MODEL), "judge_gpus": "4,5"}, "one GPU for each of the 1 servers"),
         (
             {"judge_model": str(MODEL), "judge_gpus": "0"},
