@@ -174,7 +174,8 @@ class RunVerification:
         return versions
 
     async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
-        if is_judge(judge := self._adapters[adapter]):
+        judge: Any = self._adapters[adapter]
+        if is_judge(judge):
             endpoint = judge.endpoint()
             if limits := self._limits.get(adapter):
                 endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))

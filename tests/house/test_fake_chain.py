@@ -13,9 +13,10 @@ from tiny_policy import VOCAB, save_tiny_model
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.cluster.controller import RunController
-from async_grpo.errors import RunFailed, WeightsDidNotLand
+from async_grpo.errors import ConfigurationError, RunFailed, WeightsDidNotLand
 from async_grpo.experience.config import NO_FACTS, BatchConfig
 from async_grpo.experience.dataset import Question
+from async_grpo.generation.engines import engine_class
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, named_weights
 from async_grpo.protocols import Verification
@@ -65,6 +66,22 @@ CONFIG = BatchConfig(
 )
 
 
+OWN = """
+from async_grpo.testing import FakeEngine
+
+class Counting(FakeEngine):
+    asked = 0
+
+    async def complete(self, prompt_token_ids, count, greedy=False):
+        self.asked += count
+        async for completion in super().complete(prompt_token_ids, count, greedy):
+            yield completion
+
+def last(members, sequences, tokens):
+    return members[-1]
+"""
+
+
 class Lines(list):
     """`MetricsSink`."""
 
@@ -86,10 +103,16 @@ class PoolVerification:
 class Chain:
     """A controller in a thread with some engines, and a trainer in this one."""
 
-    def __init__(self, folder: Path, engines: int = 1, engine_class: type[FakeEngine] = FakeEngine) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engines: int = 1,
+        engine_class: type[FakeEngine] = FakeEngine,
+        scheduling: str = "least_loaded",
+    ) -> None:
         self.folder = save_tiny_model(folder / "model")
         self.loop, self.lines = LoopThread(), Lines()
-        self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect)
+        self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, scheduling)
         self.link = InProcessLink(self.loop, self.controller)
         self.workers = [self.join(f"g{number}", engine_class) for number in range(engines)]
 
@@ -182,6 +205,16 @@ def test_the_loss_of_an_engine_in_the_middle_of_its_groups_costs_no_sample(tmp_p
     assert chain.workers[0]._lost
     members, _ = chain.loop.run(chain.controller.roll_call())[0]["generation"]
     assert [info.worker_id for info in members] == ["g1"]
+
+
+def test_an_engine_and_a_scheduling_policy_of_the_user_s_own_are_one_file(tmp_path):
+    (own := tmp_path / "own.py").write_text(OWN)
+    chain = Chain(tmp_path, 2, engine_class(f"{own}:Counting"), f"{own}:last")
+    assert len(chain.train()) == STEPS
+    first, last = (worker.engine.asked for worker in chain.workers)
+    assert last >= MEMBERS * GROUPS and first + last == STEPS * GROUPS * MEMBERS
+    with pytest.raises(ConfigurationError, match="lacks start, complete, update, canary, progress"):
+        engine_class(f"{own}:last")
 
 
 def test_an_error_of_the_verifiers_ends_the_training_by_name(tmp_path):
