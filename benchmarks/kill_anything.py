@@ -51,9 +51,8 @@ VICTIMS = {
 MUST_GO_ON = ("verifier worker", "adapter process", "judge server")
 PAGE = """
 from async_grpo.rewards.judges import GenerativeRM
-from async_grpo.rewards.judges import judge_urls
 
-likes = GenerativeRM(url=judge_urls(), model="judge", yes_no=True, yes=("+",), no=("-",), min_mass=0.0)
+likes = GenerativeRM(model="judge", yes_no=True, yes=("+",), no=("-",), min_mass=0.0)
 """
 
 

@@ -17,7 +17,6 @@ DATA = ROOT / "sample-data"
 PAGE = textwrap.dedent(
     """
     from async_grpo.rewards.judges import GenerativeRM
-    from async_grpo.rewards.judges import judge_urls
 
     class Tidy:
         def __init__(self, ledger=""):
@@ -32,7 +31,7 @@ PAGE = textwrap.dedent(
                 file.write(f"{self.scored}\\n")
 
     likes = GenerativeRM(  # the tiny model knows signs, and hardly any words
-        url=judge_urls(), model="judge", yes_no=True, yes=("+",), no=("-",), min_mass=0.0,
+        model="judge", yes_no=True, yes=("+",), no=("-",), min_mass=0.0,
         price_per_million_tokens=(1.0, 2.0),
     )
     """

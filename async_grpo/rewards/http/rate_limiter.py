@@ -1,4 +1,4 @@
-"""RateLimiter control for remote judges: how many calls at once, how many per minute, how many tokens per minute.
+"""Limits on the calls of remote judges: how many calls at once, how many per minute, how many tokens per minute.
 
     permit = await limiter.acquire("judge", limits, tokens=800)     # waits its turn
     try: ...
@@ -16,6 +16,9 @@ Tokens are an estimate until the release: what was too much may be used at once,
 
 The price of the first promise is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are
 taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at once.
+
+Of the libraries that were looked at, aiolimiter is a bucket in one process, and pyrate-limiter counts what starts, over
+processes too: neither couples a slot with two rates, corrects an estimate afterwards, or lets two phases take turns.
 
 Order: first come, first served within a phase; phases that wait take turns, whatever their backlogs.
 """

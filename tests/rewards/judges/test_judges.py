@@ -19,7 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import hostile_server as hostile
 import pytest
+from hostile_server import HostileServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,9 +38,11 @@ from async_grpo.rewards.http.endpoint import (
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, Judge, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template, harmless
 from async_grpo.rewards.judges.reward_model import conversation
+from async_grpo.rewards.pool import VerifierPool
 
 ROOT = Path(__file__).resolve().parents[3]
 URL = "http://127.0.0.1:9"
@@ -826,3 +830,26 @@ async def test_a_scorer_that_is_killed_during_calls_fails_them_by_name():
         assert (
             all(isinstance(outcome, JudgeError) for outcome in outcomes) and time.monotonic() - began < 20.0
         )
+
+
+async def test_what_a_judges_requests_went_through_is_in_the_pools_statistics():
+    """A dead address beside a good one: retries and a breaker that opened, since the last look and by its name."""
+    answer = {"choices": [{"message": {"content": "Score: 5"}, "finish_reason": "stop"}]}
+    with hostile.dead_address() as dead:
+        async with HostileServer(hostile.reply(answer)) as server:
+            judge = llm(
+                url=[dead, server.url],
+                endpoint_options={**QUICK, "breaker_failures": 1, "breaker_reset_s": 60},
+            )
+
+            async def make(name: str) -> JudgeWorker:
+                return JudgeWorker(name, judge, judge.endpoint(), Limiter(), "train")
+
+            async with VerifierPool(["judge"], make) as pool:
+                verdicts = [await pool.verify({**SAMPLE, "n": n}) for n in range(4)]
+                assert [verdict.reward for verdict in verdicts] == [0.5] * 4
+                stats = pool.take_stats()["judge"]
+                assert stats["ok"] == 4 and stats["requests"] == 5 and stats["request_retries"] == 1
+                assert (stats["breakers_opened"], stats["breakers_open"], stats["hedges"]) == (1, 1, 0)
+                again = pool.take_stats()["judge"]
+                assert (again["requests"], again["breakers_opened"], again["breakers_open"]) == (0, 0, 1)
