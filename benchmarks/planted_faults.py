@@ -1,0 +1,112 @@
+"""Plants small faults in a copy of the checkout, one at a time, and says which the tests catch.
+
+    python -m benchmarks.planted_faults                 all of them, which takes some minutes
+    python -m benchmarks.planted_faults gspo "rloo"     those whose names hold one of these texts
+    python -m benchmarks.planted_faults --check         only whether each still has its place in the source
+
+The faults stand in `planted_faults.toml`. One is caught if one of its tests fails with it; that they pass without it is
+the business of `scripts/test`. The copy lies in a temporary folder and is imported from there; what is installed or
+lies in the checkout is not touched.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 400.0  # for the tests of one fault; a fault may make them wait
+
+
+@dataclass(frozen=True)
+class Fault:
+    """See `planted_faults.toml`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = [
+    Fault(**fields) for fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["fault"]
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="only faults whose names hold one of these texts")
+    parser.add_argument("--check", action="store_true", help="only look whether each fault has its place")
+    arguments = parser.parse_args()
+    chosen = [
+        fault for fault in FAULTS if not arguments.names or any(n in fault.name for n in arguments.names)
+    ]
+    misplaced = [fault.name for fault in chosen if source_of(ROOT, fault).read_text().count(fault.old) != 1]
+    if misplaced:
+        sys.exit(f"the source has moved on from {len(misplaced)} faults: {'; '.join(misplaced)}")
+    if arguments.check:
+        return
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = copied(Path(folder))
+        missed = [fault.name for fault in chosen if not is_caught(copy, fault)]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults are caught", *missed, sep="\n  missed: ")
+    sys.exit(bool(missed))
+
+
+def source_of(root: Path, fault: Fault) -> Path:
+    return root / "async_grpo" / fault.file
+
+
+def copied(folder: Path) -> Path:
+    """The files of the checkout that git knows, as they are on the disk now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink() or source.is_file():
+            shutil.copy2(source, target, follow_symlinks=False)
+    return folder
+
+
+def is_caught(copy: Path, fault: Fault) -> bool:
+    """Plant the fault, run its tests, take it out again."""
+    path = source_of(copy, fault)
+    text = path.read_text()
+    path.write_text(text.replace(fault.old, fault.new))
+    started = time.monotonic()
+    try:
+        told = run_tests(copy, fault.tests)
+    finally:
+        path.write_text(text)
+    print(f"{time.monotonic() - started:6.1f} s  {'caught' if told else 'MISSED'}  {fault.name}", flush=True)
+    return told
+
+
+def run_tests(copy: Path, tests: str) -> bool:
+    """Whether a test fails. Raises RuntimeError if none was run."""
+    command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {tests}"
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, shell=True, cwd=copy, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return True  # the fault made them wait for what does not come
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"the tests did not run: {command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 1
+
+
+if __name__ == "__main__":
+    main()
