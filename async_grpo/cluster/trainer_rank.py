@@ -97,20 +97,7 @@ def _run_loop(
     metrics: MetricsWriter | None,
 ) -> None:
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(_own_code(config)))
-    policy = PolicyModel(
-        load_causal_lm(config.model_name_or_path, "float32"),
-        chunk_tokens=config.logprob_chunk_size,
-        value_head=config.estimator.needs_critic,
-        value_trunk_gradient=config.critic_trunk_gradient,
-    )
-    if policy.value_head is not None:
-        load_value_head(policy, config.model_name_or_path)  # of an earlier run; a new one starts at zero
-    shard_policy(
-        policy.to(ranks.device),
-        ranks,
-        dtype=settings.dtype,
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
+    policy = _policy(config, settings, ranks)
     Trainer(
         policy=policy,
         accumulator=_accumulator(config, settings, policy, ranks),
@@ -130,6 +117,23 @@ def _run_loop(
         progress=Progress(),
         hook=experience,
     ).run()
+
+
+def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
+    policy = PolicyModel(
+        load_causal_lm(config.model_name_or_path, "float32"),
+        chunk_tokens=config.logprob_chunk_size,
+        value_head=config.estimator.needs_critic,
+        value_trunk_gradient=config.critic_trunk_gradient,
+    )
+    if policy.value_head is not None:
+        load_value_head(policy, config.model_name_or_path)  # of an earlier run; a new one starts at zero
+    return shard_policy(
+        policy.to(ranks.device),
+        ranks,
+        dtype=settings.dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
 
 
 def _accumulator(

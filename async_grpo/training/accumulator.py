@@ -167,14 +167,14 @@ def _metrics(
     }
     if "value_error" in means:
         report["explained_variance"] = explained_variance(means)
-    correction_logprobs = mismatch.get("mismatch_tokens_sum", 0.0)
+    compared = mismatch.get("mismatch_tokens_sum", 0.0)
     return {
         **losses,
         **means,
         **maxima,
         **report,
         "avg_pg_clip": means["clip_frac_low"] + means["clip_frac_high"],
-        "rejected_share": 1 - tokens / correction_logprobs if correction_logprobs else 0.0,
+        "rejected_share": 1 - tokens / compared if compared else 0.0,
         "num_non_masked_tokens": tokens,
         "total_non_masked_tokens": tokens,
         "num_non_masked_sequences": sequences,

@@ -11,8 +11,8 @@ class BatchTensors:
     """One packed row, (1, N) each; `mask` leaves out the first token of every sequence, which nothing predicts."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
-        def row(values: np.ndarray | None) -> Tensor | None:
-            return None if values is None else torch.tensor(values, device=device)[None]
+        def row(values: np.ndarray) -> Tensor:
+            return torch.tensor(values, device=device)[None]
 
         trained = batch.loss_mask.copy()
         trained[batch.cu_seqlens[:-1]] = False
@@ -25,5 +25,5 @@ class BatchTensors:
         self.group_tokens = row(batch.group_tokens[ids])
         self.advantages = row(batch.advantages)
         self.behaviour_logprobs = row(batch.behaviour_logprobs)
-        self.ref_logprobs = row(batch.ref_logprobs)
-        self.proximal_logprobs = row(batch.proximal_logprobs)
+        self.ref_logprobs = None if batch.ref_logprobs is None else row(batch.ref_logprobs)
+        self.proximal_logprobs = None if batch.proximal_logprobs is None else row(batch.proximal_logprobs)

@@ -31,7 +31,7 @@ class StepTerms:
     selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
     weight_mean: float | None = None  # of the importance weights
     group_tokens: Tensor | None = (
-        None  # of each token's group, in place of the micro-batch's own: without the rejected
+        None  # of each token's group without the rejected, in place of the batch's own
     )
 
 
@@ -115,9 +115,7 @@ class Objective:
             row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature, with_values=self.has_critic
         )
         logprobs, entropy, *values = (output[None] for output in outputs)
-        mask = self.correction.keep(
-            self.correction_logprobs(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
-        )
+        mask = self.correction.keep(logprobs, row)
         per_token, metrics = self._policy_loss(logprobs, row, mask, terms)
         policy_loss = self._total(per_token, mask, row)
         kl = self._kl(logprobs, row, mask)
@@ -125,7 +123,7 @@ class Objective:
             per_token = per_token + self.config.loss_kl_coef * kl
         if (
             self.config.entropy_coef
-        ):  # else its gradient, a product with the whole vocabulary, is never computed
+        ):  # else its gradient, a product with the whole vocabulary, is not computed
             per_token = per_token - self.config.entropy_coef * _where(mask, entropy)
         if self.has_critic:
             assert terms.returns is not None and terms.old_values is not None
@@ -142,11 +140,7 @@ class Objective:
         sums |= mismatch_sums(logprobs, row.behaviour_logprobs, row.mask, sequence_ids=row.sequence_ids)
         return Contribution(loss, sums, maxima, ratio_histogram(logprobs, row.behaviour_logprobs, row.mask))
 
-    def correction_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
-        """The policy whose distance to the engine is corrected: the proximal one if there is one, else the own."""
-        return logprobs.detach() if row.proximal_logprobs is None else row.proximal_logprobs
-
-    def old_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
+    def ratio_denominator_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
         """What the ratio is taken against; for a loss with a proximal policy of its own, the engine's."""
         if self.config.old_policy == "current":
             return logprobs.detach()
@@ -177,16 +171,10 @@ class Objective:
             options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
         if self.loss.needs_selection:
             options["selected"] = terms.selected
-        weights = self.correction.weights(
-            self.correction_logprobs(logprobs, row),
-            row.behaviour_logprobs,
-            mask,
-            row.sequence_ids,
-            terms.weight_mean,
-        )
+        weights = self.correction.weights(logprobs, row, mask, terms.weight_mean)
         per_token, metrics = self.loss(
             logprobs,
-            self.old_logprobs(logprobs, row),
+            self.ratio_denominator_logprobs(logprobs, row),
             row.advantages if terms.advantages is None else terms.advantages,
             mask,
             importance_weights=weights,

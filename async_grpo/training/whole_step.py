@@ -69,9 +69,7 @@ def _look(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> _Seen
     outputs = policy(row.input_ids, row.cu_seqlens, row.mask[0], temperature, with_values=with_values)
     release_gathered(policy)
     logprobs, _, *values = (output[None] for output in outputs)
-    mask = objective.correction.keep(
-        objective.correction_logprobs(logprobs, row), row.behaviour_logprobs, row.mask, row.sequence_ids
-    )
+    mask = objective.correction.keep(logprobs, row)
     return _Seen(row, logprobs, values[0] if values else None, mask, StepTerms())
 
 
@@ -126,15 +124,7 @@ def _count_kept(seen: Sequence[_Seen], ranks: Ranks) -> None:
 
 
 def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:
-    totals = [
-        objective.correction.totals(
-            objective.correction_logprobs(one.logprobs, one.row),
-            one.row.behaviour_logprobs,
-            one.mask,
-            one.row.sequence_ids,
-        )
-        for one in seen
-    ]
+    totals = [objective.correction.totals(one.logprobs, one.row, one.mask) for one in seen]
     total, count = ranks.sum([sum(column).item() for column in zip(*totals, strict=True)])
     for one in seen:
         one.terms = dataclasses.replace(one.terms, weight_mean=total / max(count, 1.0))
@@ -144,10 +134,12 @@ def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int
     """The tokens with the highest scores of all micro-batches of all ranks."""
     loss, options = objective.loss, {**objective.loss.options, **objective.loss_settings}
     inputs = [
-        (one.logprobs, objective.old_logprobs(one.logprobs, one.row), one.advantages, one.mask)
+        (one.logprobs, objective.ratio_denominator_logprobs(one.logprobs, one.row), one.advantages, one.mask)
         for one in seen
     ]
-    sums = _summed(sum(token_sums(LossBatch(*tensors)) for tensors in inputs).cpu(), ranks)
+    sums = _summed(
+        torch.stack([token_sums(LossBatch(*tensors)) for tensors in inputs]).sum(dim=0).cpu(), ranks
+    )
     scores = [
         loss.selection_scores(
             *tensors,

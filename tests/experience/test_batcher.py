@@ -315,6 +315,21 @@ async def test_a_solved_question_is_drawn_no_more():
     assert len(drawn) == 32
 
 
+async def test_what_retires_a_question_is_the_mean_reward_of_its_group_and_reaching_the_bound_is_enough():
+    """Groups of 0.25, 0.5, 0.75 and 1.0 (mean 0.625) and, for one question, of 0.5 and 1.0 (0.75)."""
+    generation = FakeGeneration(length=by_member)
+
+    def reward(sample: dict) -> float:
+        length = len(sample["completion"])
+        return (0.5 if length % 2 else 1.0) if sample["answer"] == "3" else length / 4
+
+    settings = config(num_training_batches=8, retire_solved_above=0.75, max_staleness=0)
+    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification(reward))
+    await batcher.start()
+    steps = await train(batcher, generation, 8)
+    assert steps[-1][1].stats["questions_retired"] == 1
+
+
 async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt():
     asked = []
 

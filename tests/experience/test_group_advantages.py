@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.config.resolved import ResolvedRewards
+from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Verdict
 
@@ -254,6 +257,26 @@ def test_what_counts_as_signal_is_what_the_estimator_reads():
     assert not rule(advantage_estimator="grpo").has_signal(solved)
     unjudged = group(sample(1, 1.0), sample(1, 0.0), baseline=Verdict(FAILED, None))
     assert not rule(advantage_estimator="remax").has_signal(unjudged)  # nothing to compare with
+
+
+def test_the_weights_of_the_command_line_reach_an_estimator_that_takes_rewards_apart():
+    """gdpo: 1 and 0 by one adapter, 0 and 1 by the other cancel, unless one weighs more."""
+
+    def two(first, second):
+        results = (AdapterResult("a", OK, first), AdapterResult("b", OK, second))
+        return Sample(Prompt(0, np.ones(1, np.int32), {}), completion(1), Verdict(OK, 1.0, results))
+
+    def by(**options):
+        config = RunConfig(
+            model_name_or_path="m", data_path="d", advantage_estimator="gdpo", reward_fns="a,b", **options
+        )
+        adapters = {"a": lambda sample: 0.0, "b": lambda sample: 0.0}
+        source = RewardRegistrySource.from_text("page_of_weights", "")
+        facts = ResolvedRewards(source, adapters, adapters).facts(config, 16)
+        return advantages(GroupAdvantages(config, facts), group(two(1.0, 0.0), two(0.0, 1.0)))
+
+    assert by() == [[0.0], [0.0]]
+    assert by(reward_weights="a=3")[0][0] > 0.5 > -0.5 > by(reward_weights="b=3")[0][0]
 
 
 def test_a_group_in_which_every_reward_failed_has_no_signal_whatever_the_greedy_completion_got():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_chain import GROUPS, MEMBERS, STEPS, Chain, PoolVerification, chain_config
 from tiny_policy import tiny_model
 
 from async_grpo.algorithm.advantages import get_estimator
@@ -13,6 +14,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.dataset import Question
+from async_grpo.generation.engines import engine_class
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.options.source_file import digests
 from async_grpo.testing import FakeGeneration, FakeVerification
@@ -107,6 +109,45 @@ def test_a_loss_is_one_file(own):
     _, once = train_a_step(run_config(policy_loss=name))
     _, twice = train_a_step(run_config(policy_loss=name, loss_options="scale=2"))
     assert once["grad_norm"] > 0 and twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-5)
+
+
+ENGINE = """
+from async_grpo.testing import FakeEngine
+
+class Counting(FakeEngine):
+    asked = 0
+
+    async def complete(self, prompt_token_ids, count, greedy=False):
+        self.asked += count
+        async for completion in super().complete(prompt_token_ids, count, greedy):
+            yield completion
+
+def last(members, sequences, tokens):
+    return members[-1]
+"""
+
+REWARD = """
+def shorter(sample):
+    return 1.0 / len(sample["completion_token_ids"])
+"""
+
+
+def test_an_engine_and_a_scheduling_policy_are_one_file(own, tmp_path):
+    scheduling = own(ENGINE, "last")
+    engine = scheduling.replace(":last", ":Counting")
+    chain = Chain(tmp_path, engines=2, engine=engine, config=chain_config(scheduling=scheduling))
+    lines = chain.train()
+    assert len(lines) == STEPS and all(line["grad_norm"] > 0 for line in lines)
+    first, last = (worker.engine.asked for worker in chain.workers)
+    assert last >= MEMBERS * GROUPS and first + last == STEPS * GROUPS * MEMBERS
+    with pytest.raises(ConfigurationError, match="lacks start, complete, update, canary, progress"):
+        engine_class(scheduling)
+
+
+def test_a_reward_is_one_file(own, tmp_path):
+    chain = Chain(tmp_path, config=chain_config(num_training_batches=1))
+    (line,) = chain.train(lambda: PoolVerification(own(REWARD, "shorter")))
+    assert line["num_reward_ok"] == line["samples_in_batch"] == 8 and line["grad_norm"] > 0
 
 
 def test_a_file_that_lacks_the_name_is_answered_with_what_it_has(own):

@@ -1,0 +1,79 @@
+"""What the options say is what a rank is made of: each one changed alone changes the step that it is about."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from fake_chain import SETTINGS, chain_config
+from tiny_policy import pack, random_sequence, save_tiny_model
+
+from async_grpo.cluster.trainer_rank import _accumulator, _policy
+from async_grpo.training.distributed import distributed_run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def a_step(model):
+    """The metrics of one step with these options, and the policy after it."""
+
+    def step(room=16, steps=1, **options):
+        config = chain_config(model_name_or_path=str(model), **options)
+        settings = dataclasses.replace(SETTINGS, guaranteed_completion_tokens=room)
+        rng = np.random.default_rng(3)
+        batch = pack([{**random_sequence(rng, 12), "group": n, "group_tokens": 5} for n in range(4)])
+        with distributed_run("cpu") as ranks:
+            policy = _policy(config, settings, ranks)
+            accumulator = _accumulator(config, settings, policy, ranks)
+            for _ in range(steps):
+                accumulator.add(batch)
+                metrics = accumulator.finish()
+            return metrics, {name: p.full_tensor().detach().clone() for name, p in policy.named_parameters()}
+
+    return step
+
+
+def change(one, other):
+    """The largest difference of any weight."""
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def test_constant_length_divides_by_the_longest_completion_that_there_is_room_for(a_step):
+    norms = [a_step(room, loss_aggregation="constant_length")[0]["grad_norm"] for room in (8, 16)]
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-5)
+    assert a_step(8)[0]["grad_norm"] == a_step(16)[0]["grad_norm"]  # the other aggregations do not
+
+
+def test_weight_decay_pulls_every_weight_towards_zero(a_step):
+    _, plain = a_step()
+    _, decayed = a_step(weight_decay=0.5)
+    for name, weight in plain.items():  # AdamW: weights lose lr * decay of themselves before the step
+        assert torch.allclose(decayed[name] - weight, -1e-3 * 0.5 * weight, atol=1e-5, rtol=2e-2), name
+
+
+def test_the_gradient_norm_is_clipped_to_what_the_option_says(a_step):
+    _, once = a_step(adam_epsilon=1.0)  # beside such an epsilon the size of the gradient counts
+    metrics, held = a_step(adam_epsilon=1.0, max_grad_norm=1e-3)
+    start = a_step(adam_epsilon=1.0, learning_rate=1e-30)[1]
+    assert metrics["grad_norm"] > 0.1  # as it was before clipping
+    assert change(held, start) < 0.05 * change(once, start)
+
+
+@pytest.mark.parametrize("into_the_trunk", [True, False])
+def test_the_values_train_the_trunk_unless_their_gradient_is_stopped(model, into_the_trunk):
+    config = chain_config(
+        model_name_or_path=str(model), advantage_estimator="gae", critic_trunk_gradient=into_the_trunk
+    )
+    with distributed_run("cpu") as ranks:
+        policy = _policy(config, SETTINGS, ranks)
+        torch.nn.init.ones_(policy.value_head.weight)  # at its initial zero nothing would reach the trunk
+        ids = torch.arange(6)
+        values = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 1.0, with_values=True)[2]
+        values.sum().backward()
+        grads = [p.grad.full_tensor() for p in policy.model.parameters() if p.grad is not None]
+        assert any(grad.count_nonzero() for grad in grads) == into_the_trunk
+        assert policy.value_head.weight.grad.full_tensor().count_nonzero()

@@ -1,0 +1,143 @@
+"""A whole run in one process, without vLLM, Ray or torchrun: controller, fake engines, verifiers, trainer, publisher."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_policy import VOCAB, save_tiny_model
+
+from async_grpo.cluster.controller import RunController
+from async_grpo.config.run import RunConfig
+from async_grpo.experience.config import NO_FACTS
+from async_grpo.experience.dataset import Question
+from async_grpo.generation.engines import engine_class
+from async_grpo.modeling.load import load_causal_lm
+from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.testing import (
+    FakeVerification,
+    InProcessExperience,
+    InProcessLink,
+    InProcessWorker,
+    LoopThread,
+)
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.distributed import distributed_run
+from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.training.sharding import shard_policy
+from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.weights.publisher import Canary, Publisher
+
+STEPS, GROUPS, MEMBERS = 3, 2, 4
+SETTINGS = SharedRunSettings(
+    run_name="chain",
+    model_fingerprint="",
+    vocab_size=VOCAB,
+    dtype="float32",
+    temperature=1.0,
+    stop_token_ids=(3,),
+    max_total_tokens=64,
+    max_completion_tokens=16,
+    samples_per_question=MEMBERS,
+    transport="object_store",
+    logprob_roles=(),
+    seed=0,
+)
+
+
+def chain_config(**changes: Any) -> RunConfig:
+    """Three steps of two groups of four."""
+    settings: dict[str, Any] = {
+        "model_name_or_path": "m",
+        "data_path": "d",
+        "num_training_batches": STEPS,
+        "batch_size": GROUPS,
+        "samples_per_question": MEMBERS,
+        "max_tokens_per_gpu": 256,
+        "max_generation_tokens": 16,
+        "experience_timeout_s": 20.0,
+        "infinite_sampler_seed": 0,
+        "learning_rate": 1e-3,
+        "num_warmup_steps": 0,
+    }
+    return RunConfig(**settings | changes)
+
+
+class Lines(list):
+    """`MetricsSink`."""
+
+    write = list.append
+
+
+class PoolVerification:
+    """`Verification` by a `VerifierPool` of this machine, with one reward in a process of its own."""
+
+    def __init__(self, reward: str) -> None:
+        self.pool = VerifierPool.from_registry(reward)
+        self.start, self.verify, self.close = self.pool.start, self.pool.verify, self.pool.close
+
+    async def take_stats(self) -> dict[str, Any]:
+        return {"verifiers": self.pool.take_stats()}
+
+
+class Chain:
+    """A controller in a thread with some engines, and a trainer in this one."""
+
+    def __init__(
+        self, folder: Path, engines: int = 1, engine: type | str = "fake", config: RunConfig | None = None
+    ) -> None:
+        self.folder, self.config = save_tiny_model(folder / "model"), config or chain_config()
+        self.loop, self.lines = LoopThread(), Lines()
+        self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, self.config.scheduling)
+        self.link = InProcessLink(self.loop, self.controller)
+        kind = engine_class(engine) if isinstance(engine, str) else engine
+        self.workers = [self.join(f"g{number}", kind) for number in range(engines)]
+
+    def join(self, worker_id: str, kind: Any) -> InProcessWorker:
+        async def start() -> InProcessWorker:
+            worker = InProcessWorker(kind.start(SimpleNamespace(model_path=self.folder), SETTINGS))
+            info = WorkerInfo(worker_id, "generation", 2 * MEMBERS, worker.engine.kv_cache_tokens)
+            await self.controller.register(info, worker, "")
+            return worker
+
+        return self.loop.run(start())
+
+    def train(self, verification: Callable[[], Any] = FakeVerification) -> Lines:
+        """The metrics lines of the run; questions have a `difficulty` of 1 or 2."""
+        questions = [
+            Question(
+                np.array([5 + n, 6], np.int32), {"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2}
+            )
+            for n in range(4)
+        ]
+        self.loop.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
+        try:
+            with distributed_run("cpu", timeout_s=30) as ranks:
+                self._trainer(ranks).run()
+        finally:
+            self.loop.run(self.controller.stop())
+        return self.lines
+
+    def _trainer(self, ranks: Any) -> Trainer:
+        policy = PolicyModel(load_causal_lm(self.folder, "float32"))
+        shard_policy(policy, ranks, dtype="float32", gradient_checkpointing=False)
+        optimizer, scheduler = build_policy_optimizer(policy, self.config, self.config.num_steps)
+        canary = Canary(Canary.text(VOCAB, 16), canary_logprobs)
+        return Trainer(
+            policy=policy,
+            accumulator=GradientAccumulator(policy, optimizer, scheduler, Objective(self.config), ranks),
+            source=InProcessExperience(self.loop, self.controller),
+            publisher=Publisher(self.link, named_weights, canary, torch.float32),
+            metrics=self.lines,
+            checkpoints=CheckpointWriter(self.folder / "out", self.folder, ranks),
+            ranks=ranks,
+            num_steps=self.config.num_steps,
+            progress=Progress(),
+        )
