@@ -169,7 +169,7 @@ def _trainer_command(config: LocalConfig) -> list[str]:
 def as_arguments(config: Any, fields_of: type) -> list[str]:
     """The options, of those that are fields of `fields_of`, in which a configuration differs from its defaults.
 
-    >>> as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig)
+    >>> sorted(as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig))
     ['--enforce-eager', '--mode=logprob', '--model-path=.']
     """
     arguments = []

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 SAMPLE_DATA = ROOT / "sample-data"
@@ -110,9 +112,12 @@ def test_format_tags_are_single_tokens_that_decoding_keeps() -> None:
 def test_an_impossible_model_ends_with_code_2_and_says_why(
     options: list[str], message: str, tmp_path: Path
 ) -> None:
-    result = build_small(tmp_path / "model", *options)
-    assert result.returncode == 2
-    assert message in re.sub(r"[\s│]+", " ", result.stderr)
+    app = typer.Typer()
+    app.command()(tiny_model.main)
+    train = ["--train", str(SAMPLE_DATA / "countdown_train.jsonl"), "--output", str(tmp_path / "model")]
+    result = CliRunner().invoke(app, [*train, *SMALL, *options], env={"COLUMNS": "1000"})
+    assert result.exit_code == 2
+    assert message in re.sub(r"[\s│]+", " ", result.output)
 
 
 NUMS = st.lists(st.integers(1, 9), min_size=2, max_size=3).map(tuple)
