@@ -14,7 +14,7 @@ from importlib.abc import ExecutionLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from async_grpo.errors import ConfigurationError
 
@@ -163,9 +163,9 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
         raise ConfigurationError(
             f"--{flag} {name!r} is unknown; known: {', '.join(registry)}; or FILE.py:NAME"
         )
-    found = load_object(name)
+    found: Any = load_object(name)
     if isinstance(entry, type) and isinstance(found, entry):
-        return found
+        return cast(Entry, found)
     if not callable(found):
         raise ConfigurationError(
             f"--{flag} {name}: {type(found).__name__} is neither an entry nor a function"
