@@ -3,7 +3,7 @@
     Generation, Verification, Logprobs                what the batcher asks for            (cluster/remote_services)
     ExperienceSource, WeightPublisher,
     MetricsSink, StepHook                             what the trainer's loop asks for     (cluster, weights, metrics)
-    EngineLink, EngineControl                         what the publishers ask for          (cluster/weight_sync)
+    Engines, EngineLink, EngineControl                what the publishers ask for          (cluster/weight_sync)
     Engine                                            what a generation worker runs        (generation/)
     WorkerLink                                        the way to one worker                (cluster/channel)
 
@@ -191,6 +191,18 @@ class EngineControl(Protocol):
     def update_weights(self, update_info: dict[str, Any]) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Engines(Protocol):
+    """The way from the trainer's rank 0 to all engines, for any transport."""
+
+    def link(self) -> EngineLink:
+        """For weights in packages."""
+        ...
+
+    def control(self) -> EngineControl:
+        """For a transfer that the trainer's own engine drives."""
+        ...
 
 
 # The engine's wall ---------------------------------------------------------------------------------------------------

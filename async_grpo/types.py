@@ -248,7 +248,7 @@ class SharedRunSettings:
     max_total_tokens: int  # prompt and completion together
     max_completion_tokens: int
     samples_per_question: int
-    transport: str  # how weights travel: "object_store" or "nccl"
+    transport: str  # how weights travel: see `weights.transports`
     logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
     seed: int
     char_ends: bool = False  # completions carry `char_ends`: for process rewards

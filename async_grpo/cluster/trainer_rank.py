@@ -20,7 +20,7 @@ from async_grpo.cluster.run_setup import (
     open_run,
     start_batcher,
 )
-from async_grpo.cluster.weight_sync import RayEngineControl, RayEngineLink
+from async_grpo.cluster.weight_sync import RayEngines
 from async_grpo.config.params import write_params
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig
@@ -29,7 +29,7 @@ from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
-from async_grpo.protocols import Verification
+from async_grpo.protocols import Verification, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
@@ -39,8 +39,8 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import SharedRunSettings
-from async_grpo.weights.nccl import NCCLPublisher
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.publisher import Canary
+from async_grpo.weights.transports import get_transport
 
 log = logging.getLogger(__name__)
 CANARY_TOKENS = 128
@@ -102,7 +102,7 @@ def _run_loop(
         policy=policy,
         accumulator=_accumulator(config, settings, policy, ranks),
         source=experience,
-        publisher=_publisher(config, policy, settings, ranks, controller),
+        publisher=_publisher(config, settings, ranks, controller),
         metrics=metrics,
         checkpoints=CheckpointWriter(
             config.output_path,
@@ -152,22 +152,14 @@ def _accumulator(
 
 
 def _publisher(
-    config: RunConfig, policy: PolicyModel, settings: SharedRunSettings, ranks: Ranks, controller: Any
-) -> Publisher | NCCLPublisher:
+    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, controller: Any
+) -> WeightPublisher:
     """Engines are reached from rank 0 alone (the others have no controller here, and take part in the gathering)."""
     length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
-    common = (named_weights, canary, torch_dtype(settings.dtype))
-    if settings.transport == "nccl":
-        return NCCLPublisher(
-            RayEngineControl(controller, config.sync_timeout_s) if controller else None,
-            *common,
-            rank=ranks.rank,
-            timeout_s=config.sync_timeout_s,
-            tolerance=config.canary_tolerance,
-        )
-    link = RayEngineLink(controller, config.sync_timeout_s) if controller else None
-    return Publisher(link, *common, tolerance=config.canary_tolerance)
+    engines = RayEngines(controller, config.sync_timeout_s) if controller else None
+    make = get_transport(settings.transport).make_publisher
+    return make(engines, named_weights, canary, torch_dtype(settings.dtype), ranks.rank, config)
 
 
 class Experience(RemoteExperience):

@@ -1,6 +1,7 @@
 """`RayEngineLink`: weight packages through Ray's object store to every registered worker, and their receipts back."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.cluster.controller import GENERATION
 from async_grpo.errors import WorkerLost
-from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.protocols import EngineControl, EngineLink, Receipt, WeightPackage
 from async_grpo.weights.package import SELF_TEST
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,20 @@ class RayEngineControl:
             raise WorkerLost(
                 f"a generation worker was lost in an NCCL weight sync: {_cause(error)}"
             ) from error
+
+
+@dataclass(frozen=True)
+class RayEngines:
+    """`Engines` over Ray; see `RayEngineLink` for the fields."""
+
+    controller: Any
+    timeout_s: float
+
+    def link(self) -> EngineLink:
+        return RayEngineLink(self.controller, self.timeout_s)
+
+    def control(self) -> EngineControl:
+        return RayEngineControl(self.controller, self.timeout_s)
 
 
 def _cause(error: Exception) -> str:

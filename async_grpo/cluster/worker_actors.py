@@ -7,7 +7,7 @@ import numpy as np
 import ray
 
 from async_grpo.cluster.channel import ChannelServer
-from async_grpo.errors import WeightsDidNotLand
+from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engines import engine_class
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
@@ -66,8 +66,18 @@ class GenerationActor(WorkerActor):
         return await self._engine.canary(token_ids)
 
     async def transfer(self, method: str, *args: Any) -> Any:
-        """One call of vLLM's weight-transfer interface, driven by the trainer's own engine (NCCL)."""
-        return await getattr(self._engine, method)(*args)
+        """One step of an update that the trainer's own engine drives (NCCL).
+
+        Raises:
+            ConfigurationError: the engine has no such steps.
+        """
+        steps = getattr(self._engine, "transfer", None)
+        if steps is None:
+            raise ConfigurationError(
+                f"{type(self._engine).__name__} can only be given weights in packages: choose another "
+                "--weight-transport, or an --engine with `transfer` steps as GenerationWorker has them"
+            )
+        return await getattr(steps, method)(*args)
 
     async def until_failure(self) -> str:
         """Waits for the engine to die; returns why."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.rules import Rule, idle, refuse_broken
 from async_grpo.training.config import DECAYS_TO_ZERO
+from async_grpo.weights.transports import get_transport
 
 if TYPE_CHECKING:
     from async_grpo.config.run import RunConfig
@@ -195,8 +196,8 @@ METHODS = (
     ),
     Rule(
         "weight_transport old_policy policy_loss",
-        lambda c: c.weight_transport == "nccl" and c.needs_proximal,
-        "do not go together: proximal logprob workers get their weights by --weight-transport object_store alone",
+        lambda c: c.needs_proximal and not get_transport(c.weight_transport).sends_packages,
+        "do not go together: proximal logprob workers need a --weight-transport that sends packages (object_store)",
     ),
 )
 

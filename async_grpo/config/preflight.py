@@ -19,7 +19,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.dataset import Question, check_longest, load_questions
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
+from async_grpo.options.source_file import absolute
 from async_grpo.types import SharedRunSettings
+from async_grpo.weights.transports import TRANSPORTS, get_transport
 
 SAMPLED_PROMPTS = 8  # decoded to see that the tokenizer is the model's
 
@@ -60,8 +62,11 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigurationError: the first thing that is wrong, with the way out.
     """
     check_methods(config)
-    if config.weight_transport == "nccl" and not torch.cuda.is_available():
-        raise ConfigurationError("--weight-transport nccl needs GPUs; object_store works everywhere")
+    if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
+        anywhere = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
+        raise ConfigurationError(
+            f"--weight-transport {config.weight_transport} needs GPUs; everywhere works {anywhere}"
+        )
     model = config.model_name_or_path
     vocab_size = load_config(model).get_text_config().vocab_size
     context = context_length(model)
@@ -93,7 +98,7 @@ def prepare(config: RunConfig) -> Prepared:
         max_total_tokens=longest_total(max(prompt_lengths)),
         max_completion_tokens=config.max_generation_tokens,
         samples_per_question=config.samples_per_question,
-        transport=config.weight_transport,
+        transport=absolute(config.weight_transport),
         logprob_roles=config.logprob_roles,
         seed=config.infinite_sampler_seed,
         char_ends=config.estimator.process,

@@ -4,7 +4,6 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 """
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -13,9 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 from vllm import SamplingParams
-from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,18 +21,14 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
-from async_grpo.options.fields import nearest
+from async_grpo.generation.engine_arguments import engine_arguments
+from async_grpo.generation.transfer_steps import TransferSteps
 from async_grpo.protocols import Manifest, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
 from async_grpo.weights.memfd import shared_bytes
-from async_grpo.weights.vllm_engine import NCCL, OBJECT_STORE, WORKER_EXTENSION
+from async_grpo.weights.vllm_engine import WORKER_EXTENSION
 
 # Of vLLM's arguments; another value would make engine and trainer two policies, or contradict an option of ours
-SET_BY_THE_RUN = {
-    *("model", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size"),
-    *("gpu_memory_utilization", "enable_prefix_caching", "enforce_eager", "logprobs_mode", "seed"),
-    *("weight_transfer_config", "worker_extension_cls", "hf_overrides", "enable_log_requests"),
-}
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
 
 
@@ -61,25 +54,6 @@ class TokenTimeline(StatLoggerBase):
         return [((slot + 0.5) * self.SLOT_S, tokens) for slot, tokens in sorted(taken.items())]
 
 
-def further_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """`--engine-options`, if vLLM's engine has such arguments and the run does not set them itself.
-
-    Raises:
-        ConfigurationError: it has none of that name, or the run says its value.
-    """
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigurationError(
-                f"--engine-options {name}={value}: vLLM's engine has no such argument{nearest(name, sorted(known))}"
-            )
-        if name in SET_BY_THE_RUN:
-            raise ConfigurationError(
-                f"--engine-options {name}={value}: the run sets {name} itself, from its other options; leave it out"
-            )
-    return given
-
-
 class GenerationWorker:
     """One engine. `complete` may be called as often as wanted at once; updates wait for nobody (pause, keep)."""
 
@@ -92,7 +66,9 @@ class GenerationWorker:
         self.policy_version = UNSYNCED
         self.paused_s = 0.0
         self._request_ids = itertools.count()
-        self._update_lock = asyncio.Lock()
+        self._updating = asyncio.Lock()
+        self._paused_at = 0.0
+        self.transfer = TransferSteps(self)
         self._broken_reason: str | None = None
         self._requests = 0  # unfinished, in the engine
         self._busy_since = 0.0
@@ -102,25 +78,7 @@ class GenerationWorker:
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
         """Load the model and start the engine (tens of seconds). Must run inside an event loop."""
         timeline = TokenTimeline()
-        backend = {"object_store": OBJECT_STORE, "nccl": NCCL}[settings.transport]
-        arguments = AsyncEngineArgs(
-            model=options.model_path,
-            skip_tokenizer_init=True,  # token ids in, token ids out: text is ours, made once at the end
-            dtype=settings.dtype,
-            max_model_len=settings.max_total_tokens,
-            max_num_seqs=options.max_num_seqs,
-            tensor_parallel_size=options.tensor_parallel_size,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            enable_prefix_caching=options.enable_prefix_caching,
-            enforce_eager=options.enforce_eager,
-            logprobs_mode="processed_logprobs",  # at the sampling temperature, as the trainer computes them
-            seed=settings.seed,
-            weight_transfer_config=WeightTransferConfig(backend=backend),
-            worker_extension_cls=cls.worker_extension,
-            hf_overrides={"head_dtype": "float32"} if settings.float32_head else {},
-            enable_log_requests=False,
-            **further_arguments(options.further_options),
-        )
+        arguments = engine_arguments(options, settings, cls.worker_extension)
         engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: timeline])
         return cls(engine, AutoTokenizer.from_pretrained(options.model_path), settings, timeline)
 
@@ -207,7 +165,9 @@ class GenerationWorker:
             versions=_versions(output, len(token_ids)),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
-            char_ends=char_ends(self.tokenizer, token_ids, text) if self.settings.char_ends else None,
+            char_ends=char_ends(self.tokenizer, token_ids.tolist(), text)
+            if self.settings.char_ends
+            else None,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
@@ -215,28 +175,45 @@ class GenerationWorker:
 
         After a failure the engine holds a mixture of two policies: it refuses every further request.
         """
-        async with self._update_lock:
-            paused_at = time.monotonic()
-            await self.engine.pause_generation(mode="keep", clear_cache=False)
-            self.policy_version = version  # whoever asks from now on waits, and is served by the new weights
-            try:
-                await self.engine.start_weight_update()
-                for number, chunk in enumerate(chunks):
-                    with shared_bytes(chunk, f"weights-{version}-{number}") as path:
-                        await self.engine.update_weights(WeightTransferUpdateRequest({"path": path}))
-                await self.engine.finish_weight_update(weight_version=str(version))
-                received = await self._receipt()
-            except BaseException as error:
-                self._broken_reason = (
-                    f"its update to policy version {version} failed: {error or type(error).__name__}"
-                )
-                raise
-            finally:
-                await self.engine.resume_generation()
-                self.paused_s += time.monotonic() - paused_at
-            return received
+        await self.pause(version)
+        try:
+            await self.engine.start_weight_update()
+            for number, chunk in enumerate(chunks):
+                with shared_bytes(chunk, f"weights-{version}-{number}") as path:
+                    await self.engine.update_weights(WeightTransferUpdateRequest({"path": path}))
+            await self.engine.finish_weight_update(weight_version=str(version))
+            return await self.receipt()
+        except BaseException as error:
+            self.break_down(f"its update to policy version {version} failed: {error or type(error).__name__}")
+            raise
+        finally:
+            await self.resume()
 
-    async def _receipt(self) -> Manifest:
+    async def pause(self, version: int) -> None:
+        """Hold all requests, for one update at a time. Those that come from now on wait, and are served by `version`:
+        they carry its salt, so that they neither find nor leave a prefix of other weights."""
+        await self._updating.acquire()
+        try:
+            self._paused_at = time.monotonic()
+            await self.engine.pause_generation(mode="keep", clear_cache=False)
+        except BaseException:
+            self._updating.release()
+            raise
+        self.policy_version = version
+
+    async def resume(self) -> None:
+        """Go on with the requests that `pause` held."""
+        try:
+            await self.engine.resume_generation()
+        finally:
+            self.paused_s += time.monotonic() - self._paused_at
+            self._updating.release()
+
+    def break_down(self, reason: str) -> None:
+        """Refuse every request from now on."""
+        self._broken_reason = reason
+
+    async def receipt(self) -> Manifest:
         """The receipts of all processes of the engine; they must be one and the same."""
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
@@ -245,42 +222,6 @@ class GenerationWorker:
             name: TensorRecord(dtype, tuple(shape), digest)
             for name, (dtype, shape, digest) in receipts[0].items()
         }
-
-    # The same update in single steps, for a transfer that the trainer's own engine drives (NCCL) ------------------
-
-    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's transfer group."""
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
-
-    async def pause(self, version: int) -> None:
-        """Hold all requests; those that come from now on are served, and salted, by `version`."""
-        await self._update_lock.acquire()
-        await self.engine.pause_generation(mode="keep", clear_cache=False)
-        self.policy_version = version
-
-    async def start_weight_update(self) -> None:
-        self._finished = False
-        await self.engine.start_weight_update()
-
-    async def receive_weights(self, update_info: dict[str, Any]) -> None:
-        await self.engine.update_weights(WeightTransferUpdateRequest(update_info))
-
-    async def finish_weight_update(self) -> None:
-        await self.engine.finish_weight_update()
-        self._finished = True
-
-    async def resume(self, version: int) -> None:
-        """Go on with `version`; an engine whose update did not finish resumes only to refuse its requests."""
-        if not self._finished:
-            self._broken_reason = "an update of its weights did not finish"
-        await self.engine.update_weight_version(str(version))
-        self.policy_version = version
-        await self.engine.resume_generation()
-        self._update_lock.release()
-
-    async def receipt(self, canary_ids: np.ndarray) -> tuple[Manifest, np.ndarray]:
-        """What the last update delivered, and the canary's log-probs under it."""
-        return await self._receipt(), await self.canary(canary_ids)
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first one is 0."""

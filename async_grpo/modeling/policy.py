@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing, check_packable
+from async_grpo.modeling.shards import full_tensor
 from async_grpo.modeling.value_head import ValueHead
 
 DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
@@ -107,12 +107,6 @@ def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
     if policy.value_head is None:
         return {}
     return {name: full_tensor(weight) for name, weight in _distinct(policy.value_head)}
-
-
-def full_tensor(weight: Tensor) -> Tensor:
-    """The whole of a weight: of a sharded one it is gathered (a collective), another is returned as it is."""
-    detached = weight.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,10 +17,10 @@ from async_grpo.algorithm.diagnostics import mismatch_report, mismatch_sums
 from async_grpo.algorithm.value_loss import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.modeling.shards import local_shard
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.norms import UpdateStatistics, tensor_norms
 from async_grpo.training.objective import Objective, StepTerms
-from async_grpo.training.sharding import local_shard
 from async_grpo.training.whole_step import step_terms
 from async_grpo.types import MicroBatch
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from async_grpo.modeling.shards import local_shard
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.sharding import local_shard
 
 
 def tensor_norms(tensors: Sequence[Tensor], ranks: Ranks) -> Tensor:

@@ -67,8 +67,3 @@ def release_gathered(policy: PolicyModel) -> None:
     """Let go of the root weights that a forward without a backward left gathered; nothing if not sharded."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a (possibly sharded) tensor: a view, so writing to it writes to the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

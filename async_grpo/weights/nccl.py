@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
-from async_grpo.modeling.policy import full_tensor
+from async_grpo.modeling.shards import full_tensor
 from async_grpo.protocols import EngineControl, TensorRecord, WeightPackage
 from async_grpo.weights.manifest import record
 from async_grpo.weights.package import SELF_TEST, Differences
@@ -140,7 +140,7 @@ class NCCLPublisher(TransactionalPublisher):
         except concurrent.futures.TimeoutError as error:
             raise DeadlineExceeded(
                 f"the NCCL transfer did not end within {self._timeout_s:.0f} s (--sync-timeout-s): a peer is gone or "
-                "unreachable; NCCL_DEBUG=INFO tells more, --weight-transport object_store needs no NCCL"
+                "unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
             ) from error
 
 

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from async_grpo.modeling.policy import full_tensor
+from async_grpo.modeling.shards import full_tensor
 from async_grpo.protocols import EngineLink, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.manifest import record
 from async_grpo.weights.package import SELF_TEST, Differences, prove_landed, rms
 from async_grpo.weights.self_test import perturbed, self_test_groups, self_test_tolerance
 
-NamedTensors = Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]
+NamedTensors = Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
 MIN_TOLERANCE = 5e-5
@@ -35,7 +35,7 @@ class Canary:
     """A fixed text whose log-probs tell two policies apart."""
 
     token_ids: np.ndarray  # (N,) int32
-    logprobs: Callable[[nn.Module, np.ndarray], np.ndarray]  # the trainer's; called on every rank
+    logprobs: Callable[[Any, np.ndarray], np.ndarray]  # the trainer's, of a model; called on every rank
 
     @staticmethod
     def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from async_grpo.modeling.shards import local_shard
 
 ROUNDINGS = (
     4.5  # units in the last place of the wire dtype by which a healthy engine may miss the canary's movement
@@ -49,7 +50,7 @@ def perturbed(weights: Mapping[str, torch.Tensor], seed: int = 0) -> Iterator[No
     An engine that loses one of the tensors then computes visibly other log-probs, whatever the learning rate would
     have hidden. The originals are kept aside: at start, before the optimizer's state exists, there is room for them.
     """
-    shards = [local(weight) for weight in weights.values()]
+    shards = [local_shard(weight) for weight in weights.values()]
     scales = [noise_scale(weight) for weight in weights.values()]
     originals = [shard.clone() for shard in shards]
     generator = torch.Generator().manual_seed(seed)
@@ -72,12 +73,7 @@ def noise_scale(weight: torch.Tensor) -> float:
     1.25 of a state of size 1: in a narrow fresh model queries and keys are so small that every token is attended to
     alike, and nothing about them could be seen. A rank goes by the size of its shard.
     """
-    shard = local(weight).detach().float()
+    shard = local_shard(weight).detach().float()
     size = float(shard.square().mean().sqrt()) if shard.numel() else 0.0
     wanted = 1.25 * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 1.5
     return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)
-
-
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter (the parameter itself when it is not sharded)."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -6,6 +6,7 @@ layers pack their weights when loading ends, and the layerwise reload re-packs o
 their own. A tied LM head receives none, so it would go on multiplying by its old packed copy.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +26,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.manifest import record
 
-OBJECT_STORE = "async_grpo_object_store"
-NCCL = "async_grpo_nccl"
 WORKER_EXTENSION = "async_grpo.weights.vllm_engine.WeightReceipts"
+
+# A round of the self-test sends one layer: vLLM would warn of every other one. What was lost, the receipt says.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class _RecordingModel:
     """Stands in for the model while weights are loaded: notes every tensor on its way in."""
 
-    def __init__(self, model: torch.nn.Module, received: dict[str, TensorRecord]) -> None:
+    def __init__(self, model: Any, received: dict[str, TensorRecord]) -> None:
         self._model, self._received = model, received
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -47,6 +49,9 @@ class _RecordingModel:
 
 class Receipts:
     """Mixin over a `WeightTransferEngine`: layerwise reload, the tied head, and the list of what arrived."""
+
+    model: Any  # the engine's; a `_RecordingModel` of it while weights are loaded
+    model_config: Any
 
     def start_weight_update(self) -> None:
         self.received: dict[str, TensorRecord] = {}
@@ -109,12 +114,14 @@ class NCCLEngine(Receipts, NCCLWeightTransferEngine):
 class WeightReceipts:
     """Methods added to vLLM's worker class, callable through `collective_rpc`."""
 
+    weight_transfer_engine: Any  # the worker's own
+
     def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """What the last update delivered to this worker, as plain values: name -> (dtype, shape, digest)."""
         received = self.weight_transfer_engine.received
         return {name: (r.dtype, r.shape, r.digest) for name, r in received.items()}
 
 
-for _name, _engine in ((OBJECT_STORE, ObjectStoreEngine), (NCCL, NCCLEngine)):
+for _name, _engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
     if _name not in WeightTransferEngineFactory._registry:  # the module may be imported twice in one process
         WeightTransferEngineFactory.register_engine(_name, _engine)

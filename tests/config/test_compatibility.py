@@ -41,7 +41,7 @@ IDLE = [  # options that have no effect together, and what the refusal says
     ({"lr_scheduler": "cosine", "num_training_batches": 10}, "which must lie beyond the warm-up"),
     ({"advantage_estimator": "gae", "zero_variance": "filter"}, "groups of equal rewards teach an estimator"),
     ({"advantage_estimator": "grpo_process", "kl_in_reward": True, "kl_coef": 0.1}, "use the KL in the loss"),
-    ({"weight_transport": "nccl", "old_policy": "proximal"}, "--weight-transport object_store alone"),
+    ({"weight_transport": "nccl", "old_policy": "proximal"}, "a --weight-transport that sends packages"),
 ]  # fmt: skip
 
 

@@ -33,7 +33,9 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.publisher import Canary, Publisher
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.publisher import Canary
+from async_grpo.weights.transports import get_transport
 
 STEPS, GROUPS, MEMBERS = 3, 2, 4
 SETTINGS = SharedRunSettings(
@@ -95,10 +97,15 @@ class Chain:
     ) -> None:
         self.folder, self.config = save_tiny_model(folder / "model"), config or chain_config()
         self.loop, self.lines = LoopThread(), Lines()
+        self.transport = SETTINGS.transport
         self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, self.config.scheduling)
-        self.link = InProcessLink(self.loop, self.controller)
+        self._link = InProcessLink(self.loop, self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
         self.workers = [self.join(f"g{number}", kind) for number in range(engines)]
+
+    def link(self) -> InProcessLink:
+        """`Engines`: the way for weights in packages."""
+        return self._link
 
     def join(self, worker_id: str, kind: Any) -> InProcessWorker:
         async def start() -> InProcessWorker:
@@ -134,7 +141,9 @@ class Chain:
             policy=policy,
             accumulator=GradientAccumulator(policy, optimizer, scheduler, Objective(self.config), ranks),
             source=InProcessExperience(self.loop, self.controller),
-            publisher=Publisher(self.link, named_weights, canary, torch.float32),
+            publisher=get_transport(self.transport).make_publisher(
+                self, named_weights, canary, torch.float32, ranks.rank, WeightConfig()
+            ),
             metrics=self.lines,
             checkpoints=CheckpointWriter(self.folder / "out", self.folder, ranks),
             ranks=ranks,

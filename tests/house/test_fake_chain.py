@@ -16,7 +16,7 @@ def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
     lines = chain.train(lambda: PoolVerification(f"{tmp_path / 'own.py'}:length"))
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
     # The self-test (as they are, outside the layers, each of two layers), the first weights, and each step's
-    assert chain.link.delivered == [-2] * 4 + [0, 1, 2, 3]
+    assert chain.link().delivered == [-2] * 4 + [0, 1, 2, 3]
     for line in lines:
         assert line["samples_in_batch"] == line["num_reward_ok"] == GROUPS * MEMBERS
         assert line["grad_norm"] > 0 and math.isfinite(line["avg_loss"]) and line["staleness_max"] <= 1
@@ -26,6 +26,53 @@ def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
         sum(stats["ok"] for line in lines for stats in line["verifiers"].values()) == STEPS * GROUPS * MEMBERS
     )
     assert (chain.folder / "out" / "hf_format").exists()
+
+
+FOLDER_TRANSPORT = """
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from async_grpo.weights.publisher import Publisher
+from async_grpo.weights.transports import Transport
+
+
+class FolderLink:
+    def __init__(self, link):
+        self._link, self.folder = link, Path(tempfile.mkdtemp(dir="FOLDER"))
+
+    def put(self, chunk):
+        path = self.folder / f"{len(list(self.folder.iterdir()))}.safetensors"
+        chunk.tofile(path)
+        return path
+
+    def deliver(self, package):
+        chunks = [np.fromfile(path, np.uint8) for path in package.chunks]
+        return self._link.deliver(replace(package, chunks=chunks))
+
+    def commit(self, package, landed):
+        self._link.commit(package, landed)
+
+
+def by_folder(engines, weights, canary, wire_dtype, rank, config):
+    return Publisher(FolderLink(engines.link()), weights, canary, wire_dtype)
+
+
+folder = Transport(by_folder)
+"""
+
+
+def test_a_transport_of_ones_own_is_one_file(tmp_path):
+    """safetensors files in a folder, named by FILE.py:NAME; nothing in the package knows of it."""
+    source = tmp_path / "by_folder.py"
+    source.write_text(FOLDER_TRANSPORT.replace("FOLDER", str(tmp_path)))
+    chain = Chain(tmp_path)
+    chain.transport = f"{source}:folder"
+    lines = chain.train()
+    assert [line["policy_version"] for line in lines] == [1, 2, 3] and lines[-1]["canary_error"] < 1e-5
+    assert len(list(tmp_path.rglob("*.safetensors"))) > 4
 
 
 def test_an_engine_that_loses_a_tensor_does_not_pass_the_self_test(tmp_path):

@@ -1,0 +1,84 @@
+"""How weights travel: a registry. A new way is a file of its own, and one entry here (or FILE.py:NAME).
+
+Light to import: the publishers themselves are imported where they are made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.options.source_file import find_entry
+from async_grpo.protocols import Engines, WeightPublisher
+
+if TYPE_CHECKING:
+    import torch
+
+    from async_grpo.weights.config import WeightConfig
+    from async_grpo.weights.publisher import Canary, NamedTensors
+
+MakePublisher = Callable[
+    ["Engines | None", "NamedTensors", "Canary", "torch.dtype", int, "WeightConfig"], WeightPublisher
+]
+"""(engines, on rank 0 alone; named weights; canary; wire dtype; this rank; the room's options) -> publisher."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """All that the rest of the library knows of one way for weights to travel."""
+
+    make_publisher: MakePublisher
+    engine_backend: str = "async_grpo_object_store"  # of vLLM's weight transfer; see `vllm_engine`
+    needs_gpu: bool = False
+    sends_packages: bool = (
+        True  # workers that join late, and proximal ones, can be given the weights at any time
+    )
+
+
+def _in_packages(
+    engines: "Engines | None",
+    weights: "NamedTensors",
+    canary: "Canary",
+    wire_dtype: "torch.dtype",
+    rank: int,
+    config: "WeightConfig",
+) -> WeightPublisher:
+    from async_grpo.weights.publisher import Publisher
+
+    link = engines.link() if engines else None
+    return Publisher(link, weights, canary, wire_dtype, tolerance=config.canary_tolerance)
+
+
+def _by_nccl(
+    engines: "Engines | None",
+    weights: "NamedTensors",
+    canary: "Canary",
+    wire_dtype: "torch.dtype",
+    rank: int,
+    config: "WeightConfig",
+) -> WeightPublisher:
+    from async_grpo.weights.nccl import NCCLPublisher
+
+    limits: dict[str, Any] = {"timeout_s": config.sync_timeout_s, "tolerance": config.canary_tolerance}
+    control = engines.control() if engines else None
+    return NCCLPublisher(control, weights, canary, wire_dtype, rank=rank, **limits)
+
+
+TRANSPORTS = {
+    "object_store": Transport(_in_packages),
+    "nccl": Transport(_by_nccl, engine_backend="async_grpo_nccl", needs_gpu=True, sends_packages=False),
+}
+
+
+def get_transport(name: str) -> Transport:
+    """The transport that `--weight-transport` names.
+
+    Raises:
+        ConfigurationError: there is no such transport.
+
+    >>> get_transport("nccl").needs_gpu
+    True
+    >>> get_transport("carrier_pigeon")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigurationError: --weight-transport 'carrier_pigeon' is unknown; known: object_store, nccl; ...
+    """
+    return find_entry(name, TRANSPORTS, Transport, "weight-transport")

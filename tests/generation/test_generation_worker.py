@@ -1,0 +1,159 @@
+"""`GenerationWorker` around a scripted vLLM engine: whose salt a request carries, what the engine is started with."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.torch import save
+
+pytest.importorskip("vllm")
+
+from async_grpo.errors import WorkerLost
+from async_grpo.generation.config import EngineConfig
+from async_grpo.generation.engine_arguments import engine_arguments
+from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline
+from async_grpo.types import SharedRunSettings
+from async_grpo.weights.transports import TRANSPORTS
+
+SETTINGS = SharedRunSettings(
+    run_name="t",
+    model_fingerprint="",
+    vocab_size=10,
+    dtype="float32",
+    temperature=1.0,
+    stop_token_ids=(1,),
+    max_total_tokens=16,
+    max_completion_tokens=4,
+    samples_per_question=1,
+    transport="object_store",
+    logprob_roles=(),
+    seed=0,
+)
+
+
+MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
+
+
+class ScriptedLLM:
+    """In place of vLLM's `AsyncLLM`: answers with one token, waits while it is paused, logs what it is asked."""
+
+    errored = False
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.log = fails, []
+        self.salts: list[str] = []
+        self.running = asyncio.Event()
+        self.running.set()
+
+    async def generate(self, prompt, params, request_id):
+        self.salts.append(prompt["cache_salt"])
+        await self.running.wait()
+        output = SimpleNamespace(
+            token_ids=[1],
+            finish_reason="stop",
+            logprobs=[{1: SimpleNamespace(logprob=-0.5)}],
+            weight_versions=[SimpleNamespace(version=prompt["cache_salt"], start=0, end=1)],
+        )
+        yield SimpleNamespace(outputs=[output])
+
+    async def collective_rpc(self, method):
+        return [{}]
+
+    async def pause_generation(self, mode, clear_cache):
+        self.running.clear()
+
+    async def resume_generation(self):
+        self.running.set()
+
+    def __getattr__(self, name):
+        async def step(*args, **kwargs):
+            self.log.append(name)
+            if name == self.fails:
+                raise RuntimeError(f"{name} failed")
+
+        return step
+
+
+def worker(fails: str = "") -> GenerationWorker:
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    return GenerationWorker(ScriptedLLM(fails), tokenizer, SETTINGS, TokenTimeline())
+
+
+async def one(worker: GenerationWorker):
+    (completion,) = [c async for c in worker.complete(np.array([2, 3], np.int32), 1)]
+    return completion
+
+
+async def update_in_one(worker: GenerationWorker, version: int, meanwhile) -> None:
+    async def at_the_chunk(request) -> None:
+        await meanwhile()
+
+    worker.engine.update_weights = at_the_chunk
+    await worker.update(version, [memoryview(save({}))])
+
+
+async def update_in_steps(worker: GenerationWorker, version: int, meanwhile) -> None:
+    steps = worker.transfer
+    await steps.pause(version)
+    await steps.start_weight_update()
+    await meanwhile()
+    await steps.finish_weight_update()
+    await steps.resume(version)
+
+
+@pytest.mark.parametrize("update", [update_in_one, update_in_steps])
+async def test_a_request_of_the_time_of_a_transfer_carries_the_salt_of_the_weights_that_serve_it(update):
+    """With the old salt it would find, and leave, prefixes of the old policy under the new one."""
+    engine = worker()
+    asked: list[asyncio.Task] = []
+
+    async def ask() -> None:
+        asked.append(asyncio.ensure_future(one(engine)))
+        await asyncio.sleep(0.01)
+
+    for version in (4, 5):
+        await update(engine, version, ask)
+    await one(engine)
+    completions = await asyncio.gather(*asked)
+    assert engine.engine.salts == ["4", "5", "5"]
+    assert [completion.versions.tolist() for completion in completions] == [[4], [5]]
+    assert 0.02 <= engine.progress()["paused_s"] < 1.0
+    assert engine.progress()["paused_s"] == 0.0  # of the time since the last call
+
+
+async def test_an_engine_whose_update_failed_refuses_every_request():
+    broken = worker(fails="start_weight_update")
+    with pytest.raises(RuntimeError, match="start_weight_update failed"):
+        await broken.update(7, [])
+    with pytest.raises(WorkerLost, match="its update to policy version 7 failed: start_weight_update failed"):
+        await one(broken)
+    assert broken.engine.running.is_set()  # resumed all the same
+
+
+async def test_an_engine_whose_transfer_did_not_finish_resumes_only_to_refuse():
+    engine = worker()
+    await engine.transfer.pause(3)
+    await engine.transfer.resume(3)
+    with pytest.raises(WorkerLost, match="an update of its weights did not finish"):
+        await one(engine)
+
+
+@pytest.mark.parametrize("float32_head", [True, False])
+def test_a_float32_head_of_the_run_reaches_vllm(float32_head):
+    settings = SharedRunSettings(**{**vars(SETTINGS), "float32_head": float32_head})
+    arguments = engine_arguments(EngineConfig(model_path=str(MODEL)), settings)
+    assert arguments.hf_overrides == ({"head_dtype": "float32"} if float32_head else {})
+    assert arguments.logprobs_mode == "processed_logprobs"
+
+
+def test_the_engine_side_of_every_transport_is_known_to_vllm():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for name, transport in TRANSPORTS.items():
+        settings = SharedRunSettings(**{**vars(SETTINGS), "transport": name})
+        backend = engine_arguments(
+            EngineConfig(model_path=str(MODEL)), settings
+        ).weight_transfer_config.backend
+        assert backend == transport.engine_backend and backend in WeightTransferEngineFactory._registry
