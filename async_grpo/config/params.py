@@ -22,9 +22,14 @@ FACTS = (
 
 
 def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
-    """Write the options of the run, the rewards as a list, and the `facts` of this start."""
+    """Write the options of the run, the rewards as a list, and the `facts` of this start.
+
+    `async-grpo run` writes first, and the trainer that it starts again: the launcher's own options are kept.
+    """
     assert set(facts) <= set(FACTS), (
         f"FACTS lacks {set(facts) - set(FACTS)}: the file could not be given back"
     )
-    params = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns)), **facts}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    options = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns))}
+    params = {**before, **options, **facts}
     path.write_text(json.dumps(params, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.config.params import write_params
 from async_grpo.config.preflight import prepare
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig, WorkerConfig
@@ -26,6 +27,7 @@ from async_grpo.launch.environment import (
 )
 from async_grpo.launch.judge_servers import LocalJudge, serving
 from async_grpo.metrics.run_folder import claim
+from async_grpo.metrics.writer import PARAMS_FILE
 from async_grpo.options.fields import POSITIVE, option
 from async_grpo.options.files import as_arguments as one_option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
@@ -93,6 +95,7 @@ def check(config: LocalConfig) -> None:
 
 def start(config: LocalConfig) -> None:
     """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
+    write_params(config.output_path / PARAMS_FILE, config, {})
     supervisor = Supervisor(config.output_path / "logs")
     judge = serving(config, gpus(), config.output_path / "logs", config.enforce_eager)
     with signals_as_exceptions(), temporary_folder() as scratch, judge as found:

@@ -91,6 +91,20 @@ def test_the_parameters_of_a_run_start_it_again(tmp_path):
     assert code == 0 and again == dataclasses.replace(first, output_dir="new")
 
 
+def test_the_parameters_of_a_local_run_tell_of_its_workers_as_well(tmp_path):
+    """The launcher writes the file, and the trainer, which knows less, writes it again."""
+    local = LocalConfig(
+        model_name_or_path=str(tmp_path), data_path="d", reward_fns="a", generation_workers=2, max_num_seqs=48
+    )
+    trainer = RunConfig(model_name_or_path=str(tmp_path), data_path="d", reward_fns="a")
+    for config, facts in ((local, {}), (trainer, {"WORLD_SIZE": 1})):
+        write_params(tmp_path / "training_params.json", config, facts)
+    again, code = parse(
+        str(tmp_path / "training_params.json"), config_class=LocalConfig, foreign=foreign_keys
+    )
+    assert code == 0 and again == local
+
+
 def test_a_renamed_option_is_accepted_with_a_warning(capsys):
     config, code = parse(*NEEDED, "--no-positive-resampling", "0.9")
     assert code == 0 and config.retire_solved_above == 0.9
