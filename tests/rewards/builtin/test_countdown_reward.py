@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from async_grpo.rewards.builtin.countdown import MAX_CHARACTERS, score, solves
 from async_grpo.rewards.builtin.format import score as format_score
+from benchmarks.fuzz_checkers import Arithmetic
 
 
 def completion(answer: str, thought: str = "hm") -> str:
@@ -94,80 +95,15 @@ def test_a_hostile_answer_is_never_executed(tmp_path):
     assert not trap.exists()
 
 
-# An independent reference: a recursive-descent parser over characters (the reward walks a syntax tree).
-
-
-class Reference:
-    def __init__(self, text: str) -> None:
-        self.tokens: list[int | str] = []
-        self.numbers: list[int] = []
-        self._tokenise(text)
-
-    def _tokenise(self, text: str) -> None:
-        position = 0
-        while position < len(text):
-            end = position
-            while end < len(text) and text[end] in "0123456789":
-                end += 1
-            if end > position:
-                word = text[position:end]
-                if len(word) > 12 or (len(word) > 1 and word[0] == "0"):
-                    raise ValueError
-                self.tokens.append(int(word))
-                position = end
-                continue
-            if text[position] not in "+-*/() " or text[position : position + 2] in ("**", "//"):
-                raise ValueError
-            if text[position] != " ":
-                self.tokens.append(text[position])
-            position += 1
-
-    def value(self) -> Fraction:
-        value = self._sum()
-        if self.tokens:
-            raise ValueError
-        return value
-
-    def _next(self, *choices: str) -> str | None:
-        if self.tokens and self.tokens[0] in choices:
-            return str(self.tokens.pop(0))
-        return None
-
-    def _sum(self) -> Fraction:
-        value = self._product()
-        while operator := self._next("+", "-"):
-            value = value + self._product() if operator == "+" else value - self._product()
-        return value
-
-    def _product(self) -> Fraction:
-        value = self._atom()
-        while operator := self._next("*", "/"):
-            value = value * self._atom() if operator == "*" else value / self._atom()
-        return value
-
-    def _atom(self) -> Fraction:
-        if not self.tokens:
-            raise ValueError
-        token = self.tokens.pop(0)
-        if isinstance(token, int):
-            self.numbers.append(token)
-            return Fraction(token)
-        if token == "-":
-            return -self._atom()
-        if token == "(":
-            value = self._sum()
-            if self._next(")"):
-                return value
-        raise ValueError
+# The independent reference is a recursive descent over characters; the reward walks a syntax tree.
 
 
 def reference_value(text: str, nums: list[int]) -> Fraction | None:
     try:
-        reference = Reference(text.strip())
-        value = reference.value()
+        reference = Arithmetic(text)
     except (ValueError, ZeroDivisionError):
         return None
-    return value if sorted(reference.numbers) == sorted(nums) else None
+    return reference.value if sorted(reference.numbers) == sorted(nums) and "\0" not in text else None
 
 
 @cache
