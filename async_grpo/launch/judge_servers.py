@@ -103,7 +103,7 @@ class LocalJudge(RewardConfig):
 
     @property
     def judge_gpus_alone(self) -> int:
-        """How many GPUs nobody else may use."""
+        """How many GPUs belong to the judge alone."""
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
 
 

@@ -43,7 +43,7 @@ class JudgeWorker:
         self._options = {"lane" if old else "phase": phase}
         self._taken: dict[str, int] = {}
         self._client = EndpointClient(name, endpoint, rate_limiter)
-        # More would only wait inside, where nobody sees the queue
+        # More would only wait inside, where no statistics show the queue
         self.capacity = min(JUDGE_CAPACITY, endpoint.limits.concurrency or JUDGE_CAPACITY)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:

@@ -1,6 +1,6 @@
 """Answers of rewards across runs, on disk.
 
-verdicts            VerdictCache: one call for each question, also for those asked at the same time
-key                 what makes two questions the same
-file, connection    the SQLite file: entries and pruning; locks, damage and full disks
+verdicts   VerdictCache: one call for each question, also for those asked at the same time
+key        what makes two questions the same
+file       the SQLite file: entries and pruning
 """

@@ -70,7 +70,7 @@ class Start:
 
 
 class Meter:
-    """One rate, for whoever asks `may_start` and then calls `start` in the same moment. Moments are seconds.
+    """One rate, for a caller that asks `may_start` and then calls `start` in the same moment. Moments are seconds.
 
     The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
     The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371): each call moves a virtual clock on by

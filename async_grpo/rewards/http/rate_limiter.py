@@ -174,7 +174,7 @@ class _Queue:
         return {"in_flight": len(self.permits), "waiting": waiting, "granted": self._granted}
 
     def _grant(self) -> None:
-        """Give permits to whoever may start now, and come back when the next one may."""
+        """Give permits to the calls that may start now, and come back when the next one may."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -182,7 +182,7 @@ class _Queue:
             turn, wait = next(iter(self._phases[phase].items()))
             now = _now()
             may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(wait.tokens, now))
-            if may_start > now:  # nobody overtakes the first in line, however small
+            if may_start > now:  # no other overtakes the first in line, however small
                 self._timer = asyncio.get_running_loop().call_at(may_start, self._grant)
                 return
             del self._phases[phase][turn]

@@ -30,7 +30,7 @@ class IdleSleep:
         self._urls, self._after_s = tuple(urls), after_s
         self._callers = 0
         self._asleep = True  # for all that is known
-        self._turn = asyncio.Lock()  # of whoever tells the servers something
+        self._turn = asyncio.Lock()  # to tell the servers something
         self._waking: asyncio.Task[None] | None = None
         self._dozing: asyncio.Task[None] | None = None
         self._falling_asleep: asyncio.Task[None] | None = None
@@ -51,7 +51,7 @@ class IdleSleep:
         try:
             if self._asleep or self._turn.locked():
                 if self._waking is None or self._waking.done():
-                    # Of nobody's own: a caller that gives up must not leave servers behind that are half awake
+                    # A task of its own: a caller that gives up must not leave servers behind that are half awake
                     self._waking = asyncio.ensure_future(self._wake_all())
                     self._waking.add_done_callback(_look_at_its_error)
                 with deadline.put_off():

@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on at the moment, all different."""
+    """Ports that no program listens on at the moment, all different."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probes = [socket.socket(family) for _ in range(count)]
     try:
