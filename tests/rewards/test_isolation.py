@@ -476,3 +476,20 @@ async def test_closing_ends_all_calls_in_flight(mark):
         with pytest.raises(WorkerLost, match="closed"):
             await process.score(sample, 20.0)
         assert not marked(mark)
+
+
+def test_a_reward_process_starts_and_scores_in_uvloop_which_ray_runs_actors_in():
+    """Its transports are no subclasses of asyncio's: what insists on them hangs in a run and nowhere else."""
+    uvloop = pytest.importorskip("uvloop")
+    source = RewardRegistrySource.from_text("in_uvloop", "REWARD_ADAPTERS = {'one': lambda sample: 1.0}")
+
+    async def score() -> AdapterResult:
+        process = AdapterProcess(source, "one")
+        await process.start()
+        try:
+            return await process.score({"completion": ""}, 10.0)
+        finally:
+            await process.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(asyncio.wait_for(score(), 30)).reward == 1.0

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.isolation.child import Answers, Message, Reward, build, reply_frame
@@ -44,8 +44,7 @@ class _Server(asyncio.Protocol):
         self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from async_grpo.errors import WorkerLost
 from async_grpo.rewards.adapter.traits import AdapterTraits
@@ -143,8 +143,7 @@ class ChildProcess(asyncio.Protocol):
             await asyncio.wait((self._burial,))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, in a Ray actor, is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         try:
