@@ -84,8 +84,8 @@ class AdapterQueue:
         """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""
         if self._closed:
             return
-        missing = range(self._num_workers - len(self._maker.workers))
-        makes = [self._run_in_background(self._maker.make(), "making a verifier") for _ in missing]
+        num_missing = self._num_workers - len(self._maker.workers)
+        makes = [self._run_in_background(self._maker.make(), "making a verifier") for _ in range(num_missing)]
         made = await asyncio.gather(*makes, return_exceptions=True)
         if self._closed:
             return
@@ -125,8 +125,6 @@ class AdapterQueue:
             await asyncio.wait(running, timeout=2 * self._timeouts.grace_s)
         await asyncio.gather(*(self._maker.close(worker) for worker in tuple(self._maker.workers)))
 
-    # Samples to workers -----------------------------------------------------------------------------------------------
-
     def _enqueue(self, job: Job) -> None:
         if self._broken_reason:
             self._fail(job, self._broken_reason)
@@ -153,14 +151,14 @@ class AdapterQueue:
             heapq.heappush(self._queue, job)
 
     def _slot_with_room(self) -> WorkerSlot | None:
-        return min((slot for slot in self._slots if slot.has_room), key=_num_calls, default=None)
+        return min((slot for slot in self._slots if slot.has_room), key=WorkerSlot.num_calls, default=None)
 
     def _slot_alone(self, job: Job) -> WorkerSlot | None:
         """A slot that serves nothing; where there is none, one is reserved, and given nothing else until then."""
         reserved = next((slot for slot in self._slots if slot.reserved is job), None)
         if reserved is None:
             free = (slot for slot in self._slots if not slot.vacant and not slot.is_reserved)
-            if (reserved := min(free, key=_num_calls, default=None)) is None:
+            if (reserved := min(free, key=WorkerSlot.num_calls, default=None)) is None:
                 return None
             reserved.reserved = job
         return None if reserved.calls or reserved.vacant else reserved
@@ -193,13 +191,9 @@ class AdapterQueue:
         call.deadline.cancel()
         call.deadline = asyncio.get_running_loop().call_later(self._timeouts.grace_s, self._ended, slot, call)
 
-    # Answers ----------------------------------------------------------------------------------------------------------
-
     def _ended(self, slot: WorkerSlot, call: Call) -> None:
         """The call has ended, or must count as if it had."""
-        error = _error_of(
-            call.task
-        )  # looked at in any case, or the event loop would report it as never retrieved
+        error = call.error  # asked for in any case, or the event loop reports it as never retrieved
         if call.ended:
             return
         call.ended = True
@@ -264,8 +258,6 @@ class AdapterQueue:
         if not job.outcome.done():
             job.fail(reason, self.stats)
 
-    # Workers ----------------------------------------------------------------------------------------------------------
-
     async def _replace(self, slot: WorkerSlot, worker: VerifierWorker, reason: str) -> None:
         logger.warning("a verifier worker of %r is replaced: %s", self.adapter, reason)
         self.stats.workers_lost += 1
@@ -305,11 +297,3 @@ class AdapterQueue:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _num_calls(slot: WorkerSlot) -> int:
-    return len(slot.calls)
-
-
-def _error_of(task: asyncio.Future[Any]) -> BaseException | None:
-    return task.exception() if task.done() and not task.cancelled() else None

@@ -26,6 +26,11 @@ class Call:
         self.taken_back = self.ended = False
         self.broken_reason = ""  # why its worker cannot be trusted any more
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised, if it has ended."""
+        return self.task.exception() if self.task.done() and not self.task.cancelled() else None
+
 
 class WorkerSlot:
     """A place for a worker: who has it, and how much that one is given."""
@@ -57,6 +62,9 @@ class WorkerSlot:
         if getattr(self.worker, "prefetch", False):
             prefetch = min(MAX_PREFETCH, int(PREFETCH_S / max(self._service_s, 1e-9)))
         return not self.vacant and not self.is_reserved and len(self.calls) < self.capacity + prefetch
+
+    def num_calls(self) -> int:
+        return len(self.calls)
 
     def is_ahead(self, call: Call) -> bool:
         """Whether the call waits for those before it: they are served in order."""

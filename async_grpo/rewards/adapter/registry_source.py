@@ -1,8 +1,8 @@
 """The user's rewards, as text: every process of a run imports this copy, whatever its disk holds.
 
-A reward is named by its key on the page of rewards, or by its file:
+A reward is named by its key in the registry file, or by a file of its own:
 
-    mathd                       REWARD_ADAPTERS["mathd"] of the page
+    mathd                       REWARD_ADAPTERS["mathd"] of the registry file
     rewards/shout.py:shout      the object `shout` of that file, which is then known as `shout`
 """
 
@@ -19,16 +19,16 @@ from async_grpo.rewards.adapter.traits import traits_of
 
 @dataclass(frozen=True)
 class RewardRegistrySource(ShippedModule):
-    """The page of rewards, and those that are named by their files. `digests` goes into the run's parameters."""
+    """The registry file, and the files of rewards that are named by theirs. `digests` goes into the run's parameters."""
 
     files: tuple[SourceFile, ...] = ()
 
     @classmethod
     def from_file(cls, path: str | Path) -> "RewardRegistrySource":
-        """Read a page such as `reward_registry.py`. Raises ConfigurationError if it cannot be read."""
+        """Read a registry file such as `reward_registry.py`. Raises ConfigurationError if it cannot be read."""
         path = Path(path)
         if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
-            raise ConfigurationError(f"the page of rewards {str(path)!r} cannot be a module: rename it")
+            raise ConfigurationError(f"the registry file {str(path)!r} cannot be a module: rename it")
         return cls.from_text(path.stem, read_source(path))
 
     @classmethod
@@ -83,7 +83,7 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
     """The rewards of these names, by what they are known by.
 
     Raises:
-        ConfigurationError: no name, an unknown one, or two that would be known by the same; a page without
+        ConfigurationError: no name, an unknown one, or two that would be known by the same; a registry file without
             `REWARD_ADAPTERS`; a file that the source does not carry (see `with_files`); an object that is no reward.
     """
     asked = parse_names(names)
@@ -94,15 +94,15 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
             f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
         )
     adapters = {name: files[name].object() for name in shown if name in files}
-    on_page = [name for name in shown if name not in files]
-    if on_page or not asked:
-        adapters |= _from_page(source, on_page)
+    in_registry = [name for name in shown if name not in files]
+    if in_registry or not asked:
+        adapters |= _from_registry(source, in_registry)
     for adapter in adapters.values():
         traits_of(adapter)  # raises for what cannot be called
     return {name: adapters[name] for name in shown}
 
 
-def _from_page(source: RewardRegistrySource, names: Sequence[str]) -> dict[str, Any]:
+def _from_registry(source: RewardRegistrySource, names: Sequence[str]) -> dict[str, Any]:
     registered = getattr(source.load(), "REWARD_ADAPTERS", None)
     if not isinstance(registered, dict):
         raise ConfigurationError(f"{source.module_name} defines no dict REWARD_ADAPTERS")
