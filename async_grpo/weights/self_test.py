@@ -13,9 +13,8 @@ import torch
 
 from async_grpo.modeling.shards import local_shard
 
-ROUNDINGS = (
-    4.5  # units in the last place of the wire dtype by which a healthy engine may miss the canary's movement
-)
+# Units in the last place of the wire dtype by which a healthy engine may miss the canary's movement
+ROUNDINGS = 4.5
 
 
 def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
@@ -38,7 +37,7 @@ def self_test_tolerance(moved: float, wire_dtype: torch.dtype, rounding: float) 
     and trainer differed before anything was changed.
 
     >>> round(self_test_tolerance(0.4, torch.bfloat16, 0.004), 4)
-    0.0109
+    0.0141
     """
     return max(ROUNDINGS * torch.finfo(wire_dtype).eps * moved, 1.5 * rounding)
 
