@@ -3,6 +3,7 @@
 `test_losses_brute_force` holds every loss against loops, `test_losses_sharding` against micro-batches and ranks.
 """
 
+import inspect
 import math
 
 import pytest
@@ -218,3 +219,12 @@ def test_a_setting_that_cannot_work_is_refused_before_any_batch(name, options, m
 def test_decoupled_without_proximal_log_probs_says_what_to_run():
     with pytest.raises(ValueError, match="proximal logprob worker"):
         evaluate("decoupled", random_inputs(0), torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [("gspo", (3e-4, 4e-4)), ("geo_mean", (0.4, 0.4)), ("ppo_clip", (0.2, 0.28)), ("cispo", (None, 4.0))],
+)
+def test_the_default_bounds_of_a_clip_are_those_of_its_paper(name, bounds):
+    defaults = inspect.signature(POLICY_LOSSES[name].function).parameters
+    assert (defaults["clip_low"].default, defaults["clip_high"].default) == bounds

@@ -244,6 +244,33 @@ async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):
     assert workers.registry.outstanding() == (0, 0)
 
 
+async def test_what_a_lost_worker_still_owed_is_generated_by_another_one():
+    asked: list[int] = []
+    fenced: list[str] = []
+
+    class Leased:
+        async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool) -> Any:
+            asked.append(count)
+            for number in range(count):
+                if number == 2 and len(asked) == 1:
+                    raise WorkerLost("g0 died")
+                yield completion(3)
+
+        def release(self, sequences: int = 1) -> None:
+            pass
+
+        def fence(self, lost: WorkerLost) -> None:
+            fenced.append(str(lost))
+
+    class Workers:
+        async def lease(self, sequences: int, tokens_each: int) -> Leased:
+            return Leased()
+
+    generation = RemoteGeneration(Workers())
+    completions = [one async for one in generation.generate(Prompt(0, np.array([1, 2]), {}), 8)]
+    assert (len(completions), asked, fenced) == (8, [8, 6], ["g0 died"])
+
+
 # The end ------------------------------------------------------------------------------------------------------------
 
 

@@ -125,6 +125,18 @@ async def test_a_caller_that_goes_away_leaves_the_queue():
     assert (await asyncio.wait_for(next_one, 1)).sequences == 1
 
 
+async def test_a_caller_that_goes_away_just_when_it_is_served_gives_the_lease_back():
+    registry = registry_of(info("a", max_sequences=4))
+    held = await registry.acquire(4, 10)
+    gone = asyncio.create_task(registry.acquire(4, 10))
+    assert await is_waiting(gone)
+    registry.release(held.lease_id, 4)  # grants it, and the caller has not heard of that yet
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert registry.outstanding() == (0, 0)
+
+
 async def test_a_policy_of_the_user_s_own_decides_who_gets_the_work(tmp_path):
     """And only among those with room: the last of a list is not the last worker."""
     (tmp_path / "own.py").write_text("def last(members, sequences, tokens):\n    return members[-1]\n")
