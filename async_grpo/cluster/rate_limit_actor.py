@@ -47,7 +47,7 @@ class RateLimitActor(ChannelServer):
     def __init__(self, resumed: bool = False, silence_s: float = SILENCE_S) -> None:
         self._limiter, self._silence_s = Limiter(resumed=resumed), silence_s
         self._holders: dict[str, _Holder] = {}
-        handlers = ("acquire", "withdraw", "refund", "release", "beat", "leave", "stats")
+        handlers = ("acquire", "withdraw", "refund", "release", "heartbeat", "leave", "stats")
         self.serve({name: getattr(self, f"_{name}") for name in handlers})
 
     async def _acquire(
@@ -207,7 +207,7 @@ class RemoteRateLimiter:
     async def _heartbeat(self, channel: Channel) -> None:
         with contextlib.suppress(WorkerLost):  # the next `acquire` makes another
             while True:
-                await channel.call("beat", self._caller_id)
+                await channel.call("heartbeat", self._caller_id)
                 await asyncio.sleep(self._beat_s)
 
     def _is_late(self, given_at: float, limits: Limits) -> bool:
