@@ -67,7 +67,10 @@ async def _check(samples: list[dict[str, Any]], one_process: Callable[[], Adapte
     one, other = one_process(), one_process()
     try:
         try:
-            await asyncio.gather(one.start(), other.start())
+            # Both to their end: to close one in the middle of ending its process would leave that uncollected
+            started = await asyncio.gather(one.start(), other.start(), return_exceptions=True)
+            for error in filter(None, started):
+                raise error
         except _IsJudge:
             raise
         except (ConfigurationError, WorkerLost) as error:

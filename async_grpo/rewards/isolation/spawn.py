@@ -1,6 +1,6 @@
 """Starts the program `child`, finds out how it ended, and ends it with everything that it started.
 
-pebble's pool of processes was tried for this and what stands above it. It kills a worker on a time-out and starts
+pebble 5.2's pool of processes was looked at for this and what stands above it. It kills a worker on a time-out and starts
 another, but not what the worker has started; a worker in an endless loop outlives a killed owner; all workers answer
 through one pipe with pickles, which one of them can spoil or abuse; and a process serves one call at a time.
 """
