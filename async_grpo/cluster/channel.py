@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from async_grpo.errors import RunFailed, WorkerLost
 
 POLL_S = 10.0  # longest silence of a healthy actor
-# How long a message waits for company: it costs about 0.5 ms of CPU on each side, and a sample has seconds
+# How long a message waits for company: messages are most of what is left of the cost, and a sample has seconds
 ANSWER_DELAY_S, CALL_DELAY_S = 0.02, 0.01
 GRACE_S = 30.0  # beyond that: an actor that loads weights or is short of CPU is not lost yet
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
