@@ -1,14 +1,10 @@
 """Runs code that came from a model. See `run` for what it does, `unit_test_runner` for why tests cannot be fooled.
 
     run                 Sandbox: a program with its input, or a module with tests against it, within limits
-    sandboxed_process   the owner's end of one process
-    fork_server         the process from which they are forked, the guardian of each, and what it does first
-    confine             what it gives up before it looks at the code, level by level
-    seccomp, landlock   two of these levels
+    fork_server         the process from which sandboxed ones are forked, and what each does first
+    confine, seccomp    what it gives up before it looks at the code, level by level
     solution_process    in one process: runs the tested code, answers questions about it
-    unit_test_runner    in another: runs the tests, asks the questions
-    proxy               an object of the tested code, as the tests see it
-    rpc                 the data between the two
+    unit_test_runner    in another: runs the tests, asks the questions; `rpc`: the data between the two
 
 What each level stops where it can be had (each is tried, none needs a privilege, and only the last needs the first):
 
@@ -26,7 +22,5 @@ What each level stops where it can be had (each is tried, none needs a privilege
 
 Without landlock, code can read what the account can read: the data set, and with it perhaps the expected answers. Keep
 those where the account cannot read, or watch the metric `files_hidden`. Not stopped anywhere: a covert channel, and a
-bug of the kernel; code from an adversary, not just from a model in training, belongs in a virtual machine. (No package
-that pip installs confines a process without a privilege or a container: bubblewrap and nsjail are programs of the system,
-libseccomp's binding needs its library there.)
+bug of the kernel; code from an adversary, not just from a model in training, belongs in a virtual machine.
 """

@@ -1,10 +1,4 @@
-"""Gives up, in the process that calls it, everything that computing an answer does not need.
-
-    uid          root becomes a user of its own that owns nothing (where that user can still read the interpreter)
-    namespaces   a user, network and IPC namespace of its own: no network device, no capability, no view of others
-    landlock     read-only, and only the interpreter's library; see `landlock`
-    seccomp      no network, process, signal or change of a file; see `seccomp`
-    rlimits      processor time, memory, open files, no file content; they hold everywhere
+"""Gives up, in the process that calls it, everything that computing an answer does not need: see the package's table.
 
 Each level is tried and none is needed by the next: they overlap on purpose.
 """
@@ -12,13 +6,15 @@ Each level is tried and none is needed by the next: they overlap on purpose.
 import ctypes
 import os
 import resource
+import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from async_grpo.processes.process_tree import die_with, prctl
-from async_grpo.rewards.sandbox import landlock, seccomp
+from async_grpo.rewards.sandbox import seccomp
 
 LEVELS = ("uid", "namespaces", "landlock", "seccomp")
 NETWORK_LEVELS = frozenset({"namespaces", "seccomp"})  # either of them keeps the code off the network
@@ -27,8 +23,16 @@ MAX_FILES = 64
 _CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _FIRST_OWN_UID, _NOBODY = 1_000_000_000, 65534
-_SYSTEM_LIBRARIES = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache".split()
-_FILES = "/usr/share/zoneinfo /dev/null /dev/zero /dev/random /dev/urandom".split()
+_READABLE = """
+/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /etc/ld.so.cache
+/usr/share/zoneinfo /dev/null /dev/zero /dev/random /dev/urandom .
+""".split()
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number on every architecture
+_VERSION_FLAG = _PATH_BENEATH = 1
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version -> how many rights over files it knows
+_BIND_AND_CONNECT_TCP = _FOREIGN_SOCKETS_AND_SIGNALS = 0b11
 
 
 def confine(
@@ -38,7 +42,7 @@ def confine(
 
     Args:
         parent_pid: dies with it; exits at once if it is gone already.
-        cpu_s: of processor time from now; SIGXCPU ends the process then.
+        cpu_s: of processor time from now; SIGKILL ends the process then.
         memory_bytes: of address space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -46,10 +50,11 @@ def confine(
     attempts: dict[str, Callable[[], bool]] = {
         "uid": _become_nobody,
         "namespaces": lambda: libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0,
-        "landlock": lambda: landlock.read_only(readable_paths()),
+        "landlock": lambda: _restrict_files(libc),
     }
     standing = {level for level, attempt in attempts.items() if level in levels and attempt()}
-    _drop_capabilities(libc)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    libc.capset(header, (ctypes.c_uint32 * 6)())
     # After the change of user, which would undo the two; before the filter, which forbids them.
     prctl(PR_SET_DUMPABLE, 0)  # a neighbour of the same user must not read this memory
     die_with(parent_pid)
@@ -59,53 +64,67 @@ def confine(
     return frozenset(standing)
 
 
-def readable_paths() -> list[str]:
-    """The interpreter's library, the system's libraries, a few devices, and the (empty) working folder.
-
-    >>> sysconfig.get_path("stdlib") in readable_paths()
-    True
-    """
-    own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib"))]
-    return [*own, *_SYSTEM_LIBRARIES, *_FILES, "."]
-
-
 def _become_nobody() -> bool:
     """Change to a user id that nobody else has, if this is root and that user can read the interpreter's library."""
     if os.geteuid() != 0:
         return False
     for uid in (_FIRST_OWN_UID + os.getpid(), _NOBODY):  # a container may not map the first
-        try:
+        with suppress(OSError):
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.seteuid(uid)
-        except OSError:
-            continue
-        if os.access(os.__file__, os.R_OK, effective_ids=True):
-            os.setresuid(uid, uid, uid)
-            return True
-        os.seteuid(0)
-        return False
+            if os.access(os.__file__, os.R_OK, effective_ids=True):
+                os.setresuid(uid, uid, uid)
+                return True
+            os.seteuid(0)
     return False
 
 
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
-    libc.capset(header, (ctypes.c_uint32 * 6)())
+def ruleset(version: int) -> bytes:
+    """The kernel's `struct landlock_ruleset_attr` that forbids all it can, as long as that version knows it."""
+    fields = [(1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1]
+    if version >= 4:
+        fields.append(_BIND_AND_CONNECT_TCP)
+    if version >= 6:
+        fields.append(_FOREIGN_SOCKETS_AND_SIGNALS)
+    return struct.pack(f"={len(fields)}Q", *fields)
+
+
+def _restrict_files(libc: ctypes.CDLL) -> bool:
+    """Forbid all files but to read the interpreter's library, the system's, a few devices, and the (empty) folder.
+
+    False where the kernel cannot. The process must have given up new privileges (PR_SET_NO_NEW_PRIVS).
+    """
+    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    if version < 1:
+        return False
+    attributes = ruleset(version)
+    rules = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    if rules < 0:
+        return False
+    own = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib")))
+    with ExitStack() as stack:
+        stack.callback(os.close, rules)
+        for path in filter(os.path.exists, (*own, *_READABLE)):
+            rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            stack.callback(os.close, handle)
+            if libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0) != 0:
+                return False
+        return bool(libc.syscall(_RESTRICT_SELF, rules, 0) == 0)
 
 
 def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_limit_s = max(1, round(used.ru_utime + used.ru_stime + cpu_s + 0.5))
     limits = {
-        resource.RLIMIT_CPU: (cpu_limit_s, cpu_limit_s + 1),  # SIGXCPU, then SIGKILL
-        resource.RLIMIT_AS: (memory_bytes, memory_bytes),
-        resource.RLIMIT_NOFILE: (MAX_FILES, MAX_FILES),
+        resource.RLIMIT_CPU: max(1, round(used.ru_utime + used.ru_stime + cpu_s + 0.5)),
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_NOFILE: MAX_FILES,
     }
-    limits |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_MEMLOCK), (0, 0))
+    limits |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_MEMLOCK), 0)
     if forbid_processes:  # and threads, which the kernel counts with them; no limit for root
-        limits[resource.RLIMIT_NPROC] = (0, 0)
-    for limit, (soft, hard) in limits.items():
-        ceiling = resource.getrlimit(limit)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(limit, (soft, hard))
+        limits[resource.RLIMIT_NPROC] = 0
+    for name, limit in limits.items():
+        ceiling = resource.getrlimit(name)[1]
+        if ceiling == resource.RLIM_INFINITY or limit < ceiling:
+            resource.setrlimit(name, (limit, limit))

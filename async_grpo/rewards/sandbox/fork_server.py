@@ -1,7 +1,5 @@
 """The process from which sandboxed ones are forked: an interpreter takes 50 ms of processor time to start, a fork 2.
 
-    python -s -P -S -B -X utf8 -c BOOTSTRAP PACKAGE_ROOT SOCKET
-
     owner -> fork server -> a guardian of each sandboxed process -> that process
 
 Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of whatever else the
@@ -9,7 +7,7 @@ new process is to have. The server is started before any sample exists, with an 
 multiprocessing takes over that of its parent), and never reads an order itself, so that what it leaves in the memory of
 its children gives nothing away. It ends when its owner closes the socket.
 
-An order is JSON in a file without a name, and holds the text to run. A report is a line of JSON. A process writes its
+An order is JSON in a file without a name, and holds the text to run. A report is a packet of JSON. A process sends its
 first, the levels of its confinement, before it looks at the text; after it only one that runs tests can report.
 """
 
@@ -31,13 +29,6 @@ from async_grpo.rewards.sandbox.rpc import Channel
 
 PROGRAM, SOLUTION, TESTS = "program", "solution", "tests"
 
-BOOTSTRAP = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from async_grpo.rewards.sandbox.fork_server import main
-del sys.path[0]
-main(int(sys.argv[2]))
-"""
 MAX_DESCRIPTORS = 8
 MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all of the user)
 WATCH_S = 0.05  # between two looks at them
@@ -106,25 +97,20 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
     os.close(channel)
     if order["kind"] == SOLUTION:
         solution_process.run(order["text"], Channel(*descriptors))
-    else:
-        _run_program(order["text"], *descriptors)
+        return
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(order["text"], "solution.py", "exec"), module.__dict__)
 
 
 def _report(channel: int, **report: Any) -> None:
-    os.write(channel, json.dumps(report).encode() + b"\n")
-
-
-def _run_program(text: str, stdin: int, stdout: int) -> None:
-    for target, descriptor in enumerate((stdin, stdout)):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
-    exec(compile(text, "solution.py", "exec"), module.__dict__)
+    os.write(channel, json.dumps(report).encode())
 
 
 def _num_threads(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:  # it has ended
+    except OSError:  # a host may hide the processes of others (hidepid)
         return 0

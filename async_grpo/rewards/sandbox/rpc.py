@@ -17,11 +17,6 @@ from typing import Any
 MAX_MESSAGE_BYTES = 32 * 2**20
 _JSON_INT_BITS = 64  # longer ones travel in hexadecimal: Python limits the digits of decimal text
 
-
-def _items(*parts: Any) -> dict[Any, Any]:
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
 # Type -> the parts that it travels as, and what builds it from them again.
 _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     int: (lambda value: (hex(value),), lambda text: int(text, 16)),
@@ -33,11 +28,11 @@ _DATA: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     tuple: (tuple, lambda *parts: parts),
     set: (tuple, lambda *parts: set(parts)),
     frozenset: (tuple, lambda *parts: frozenset(parts)),
-    dict: (lambda value: (part for pair in value.items() for part in pair), _items),
+    dict: (dict.items, lambda *pairs: dict(pairs)),
     deque: (tuple, lambda *parts: deque(parts)),
     Counter: (lambda value: (dict(value),), Counter),
-    OrderedDict: (lambda value: (dict(value),), OrderedDict),
-    defaultdict: (lambda value: (dict(value),), dict),  # its default is a function, which does not travel
+    OrderedDict: (dict.items, lambda *pairs: OrderedDict(pairs)),
+    defaultdict: (dict.items, lambda *pairs: dict(pairs)),  # its default is a function, which does not travel
     Fraction: (lambda value: (value.numerator, value.denominator), Fraction),
     Decimal: (lambda value: (str(value),), Decimal),
     date: (lambda value: (value.year, value.month, value.day), date),
@@ -89,14 +84,13 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
 
 
 class Channel:
-    """Messages over a descriptor, each a line of JSON."""
+    """Messages over a descriptor, each a line of JSON. Both methods raise WireError, also at the end of the channel."""
 
     def __init__(self, descriptor: int) -> None:
         self._reader = open(descriptor, "rb", closefd=False)
         self._writer = open(descriptor, "wb", closefd=False)
 
     def send(self, message: Any) -> None:
-        """Raises WireError if the other side is gone or the message is too long."""
         line = json.dumps(message).encode() + b"\n"
         if len(line) > MAX_MESSAGE_BYTES:
             raise WireError(f"{len(line)} bytes are more than {MAX_MESSAGE_BYTES}")
@@ -107,11 +101,8 @@ class Channel:
             raise WireError(str(error)) from error
 
     def receive(self) -> Any:
-        """Raises WireError at the end of the channel and for what is no message."""
         try:
             line = self._reader.readline(MAX_MESSAGE_BYTES + 1)
-            if not line.endswith(b"\n"):
-                raise WireError("the other side has ended, or sent a line without an end")
-            return json.loads(line)
+            return json.loads(line if line.endswith(b"\n") else b"")  # it ended, or the line has no end
         except (OSError, ValueError, RecursionError) as error:
             raise WireError(f"no message: {error}") from error

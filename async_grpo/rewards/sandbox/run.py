@@ -4,24 +4,42 @@ Each run is a new process, in an empty temporary folder, that confines itself (s
 code. Expected outputs and tests never enter the process that runs the code.
 """
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import BinaryIO
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
+import async_grpo
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
-from async_grpo.rewards.sandbox.sandboxed_process import SandboxedProcess, read_part, unnamed_file
 from async_grpo.rewards.sandbox.unit_test_runner import LOST, PASSED, UNUSABLE
 
+START_S = 60.0  # for an interpreter to start, on a busy machine
+END_S = 10.0  # for a killed process to end
 EXIT_WAIT_S = 1.0  # for a process that closed its channel to end by itself
-_OUT_OF_TIME = (-signal.SIGXCPU, -signal.SIGKILL)  # the kernel's soft and hard limit of processor time
+MAX_PART_BYTES = 2**16  # of output or of a report
+_BOOTSTRAP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from async_grpo.rewards.sandbox.fork_server import main
+del sys.path[0]
+main(int(sys.argv[2]))
+"""
+
+
+class SandboxError(RuntimeError):
+    """No sandboxed process could be started here, or its guardian has ended."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,6 @@ class Sandbox:
         output_bytes: of standard output; a program that writes more is killed.
         allow_unsandboxed: run code even where nothing keeps it off the network.
         levels: those that are tried, see `confine`.
-        python: the interpreter. Only its standard library can be imported.
     """
 
     cpu_s: float = 4.0
@@ -54,7 +71,6 @@ class Sandbox:
     output_bytes: int = 2**20
     allow_unsandboxed: bool = False
     levels: Sequence[str] = LEVELS
-    python: str = sys.executable
 
     def run_program(self, code: str, stdin: str) -> Run:
         """Run the code as `__main__` with that standard input.
@@ -64,20 +80,20 @@ class Sandbox:
             SandboxError: no process could be started.
         """
         with ExitStack() as stack:
-            source = stack.enter_context(unnamed_file(stdin))  # a file: programs ask for its size
-            reader, writer = map(stack.enter_context, _pipe())
-            process = self._start(stack, PROGRAM, code, source.fileno(), writer.fileno())
-            writer.close()
+            source = stack.enter_context(_unnamed_file(stdin))  # a file: programs ask for its size
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            process = _Process(stack, self, PROGRAM, code, source.fileno(), theirs.fileno())
+            theirs.close()
             output, deadline = bytearray(), time.monotonic() + self.wall_s
             try:
-                while part := read_part(reader, deadline, 2**16):
+                while part := _receive(ours, deadline):
                     output += part
                     if len(output) > self.output_bytes:
                         return Run(False, False, process.levels)
                 exit_code = process.report("exit_code", deadline)
             except TimeoutError:
                 return Run(False, True, process.levels)
-        return Run(exit_code == 0, exit_code in _OUT_OF_TIME, process.levels, bytes(output))
+        return Run(exit_code == 0, exit_code == -signal.SIGKILL, process.levels, bytes(output))
 
     def run_tests(self, code: str, tests: str) -> Run:
         """Run the code as a module, and the tests (assertions, or any statements) against it in a second process.
@@ -88,8 +104,8 @@ class Sandbox:
         """
         with ExitStack() as stack:
             ours, theirs = map(stack.enter_context, socket.socketpair())
-            solution = self._start(stack, SOLUTION, code, ours.fileno())
-            runner = self._start(stack, TESTS, tests, theirs.fileno())
+            solution = _Process(stack, self, SOLUTION, code, ours.fileno())
+            runner = _Process(stack, self, TESTS, tests, theirs.fileno())
             ours.close()  # so that each side learns of the other's end
             theirs.close()
             deadline = time.monotonic() + self.wall_s
@@ -97,7 +113,7 @@ class Sandbox:
                 verdict = runner.report("verdict", deadline) or ""
                 if verdict.startswith(UNUSABLE):
                     raise ValueError(
-                        f"tests that cannot be run: {verdict.partition(': ')[2]}: {tests!r:.300}"
+                        f"tests that cannot be run{verdict.removeprefix(UNUSABLE)}: {tests!r:.300}"
                     )
                 if verdict == LOST:
                     exit_code = solution.report("exit_code", time.monotonic() + EXIT_WAIT_S)
@@ -105,23 +121,112 @@ class Sandbox:
                     exit_code = None if verdict else runner.report("exit_code", deadline)
             except TimeoutError:
                 return Run(False, True, solution.levels)
-        return Run(verdict == PASSED, exit_code in _OUT_OF_TIME, solution.levels)
+        return Run(verdict == PASSED, exit_code == -signal.SIGKILL, solution.levels)
 
-    def _start(self, stack: ExitStack, kind: str, text: str, *descriptors: int) -> SandboxedProcess:
-        """A process that ends with the stack."""
-        order = {
-            "kind": kind, "text": text, "cpu_s": self.cpu_s, "memory_bytes": self.memory_bytes,
-            "levels": list(self.levels), "allow_unsandboxed": self.allow_unsandboxed,
-        }  # fmt: skip
-        process = stack.enter_context(SandboxedProcess(order, descriptors, self.python))
-        if not (process.levels & NETWORK_LEVELS or self.allow_unsandboxed):
+
+class _Process:
+    """A sandboxed process in a folder of its own. It ends with the stack, and so does all that it started.
+
+    Args:
+        descriptors: that it gets, beside those of its order and its reports.
+
+    Raises as `Sandbox.run_program`.
+    """
+
+    def __init__(self, stack: ExitStack, sandbox: Sandbox, kind: str, text: str, *descriptors: int) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
+        os.chmod(folder, 0o755)  # it stays empty, but a user of its own must be able to look
+        order = asdict(sandbox) | {"kind": kind, "text": text, "folder": folder}
+        self._reports: dict[str, Any] = {}
+        self._channel, theirs = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
+        with theirs, _unnamed_file(json.dumps(order)) as file:
+            _start([theirs.fileno(), file.fileno(), *descriptors])
+        stack.callback(self._end)
+        levels = None
+        with suppress(TimeoutError):
+            levels = self.report("levels", time.monotonic() + START_S)
+        if levels is None:
+            raise SandboxError(f"a sandboxed process ({kind}) ended before it was confined")
+        self.levels: frozenset[str] = frozenset(levels)
+        if not (self.levels & NETWORK_LEVELS or sandbox.allow_unsandboxed):
             raise ConfigurationError(
                 "nothing on this machine keeps tested code off the network: neither user namespaces nor a seccomp "
                 "filter (Linux on x86-64 or aarch64) can be had; allow_unsandboxed=True runs it all the same"
             )
-        return process
+
+    def report(self, name: str, deadline: float) -> Any:
+        """What the process reports under that name; None if it has ended without.
+
+        `verdict`: of tests. `exit_code`: as `subprocess` has it.
+
+        Raises:
+            TimeoutError: not before the deadline, a time of `time.monotonic`.
+            SandboxError: its guardian has ended.
+        """
+        while name not in self._reports and "exit_code" not in self._reports:
+            packet = _receive(self._channel, deadline)
+            if not packet:
+                raise SandboxError("the process that starts sandboxed processes has ended")
+            self._reports |= json.loads(packet)
+        return self._reports.get(name)
+
+    def _end(self) -> None:
+        self._channel.shutdown(socket.SHUT_WR)  # its guardian takes that for the order to end it
+        deadline = time.monotonic() + END_S
+        try:
+            while _receive(self._channel, deadline):
+                pass
+        except TimeoutError:
+            raise SandboxError(f"a sandboxed process survives SIGKILL by more than {END_S:g} s") from None
 
 
-def _pipe() -> tuple[BinaryIO, BinaryIO]:
-    reader, writer = os.pipe()
-    return open(reader, "rb", buffering=0), open(writer, "wb", buffering=0)
+class _ForkServer:
+    """See `fork_server`. Used by one thread. It ends with this process, and what it forked with it."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        package_root = str(Path(async_grpo.__file__).parents[1])
+        arguments = [*"-s -P -S -B -X utf8 -c".split(), _BOOTSTRAP, package_root, str(theirs.fileno())]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                env={"PYTHONHASHSEED": "0"},  # the same text gets the same reward
+                start_new_session=True,
+            )
+        self.owner = os.getpid()  # one inherited by fork() would share its socket
+
+
+_of_thread = threading.local()
+
+
+def _start(descriptors: list[int]) -> None:
+    """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
+    server: _ForkServer | None = getattr(_of_thread, "server", None)
+    if server is None or server.owner != os.getpid() or server.process.poll() is not None:
+        server = _of_thread.server = _ForkServer()
+    try:
+        socket.send_fds(server.socket, [b"+"], descriptors)
+    except OSError as error:
+        raise SandboxError(f"no sandboxed process could be started: {error!r}") from error
+
+
+def _unnamed_file(text: str) -> BinaryIO:
+    """A file in memory that holds the text, read from its beginning."""
+    file = os.fdopen(os.memfd_create("sandbox"), "w+b")
+    file.write(text.encode(errors="surrogatepass"))
+    file.seek(0)
+    return file
+
+
+def _receive(source: socket.socket, deadline: float) -> bytes:
+    """What has come; nothing at the end. Raises TimeoutError if nothing comes in time."""
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    source.settimeout(remaining_s)
+    return source.recv(MAX_PART_BYTES)

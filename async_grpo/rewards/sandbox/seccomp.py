@@ -8,7 +8,6 @@ and each way to change a file. Calls newer than this list fail with ENOSYS, so t
 import ctypes
 import os
 import struct
-from collections.abc import Iterable
 
 # name x86-64 aarch64; "-" where the architecture does not have it
 _PLAIN = """
@@ -37,15 +36,17 @@ open 2 -, openat 257 56, clone 56 220, kill 62 129, tgkill 234 131, ioctl 16 29,
 sendto 44 206, socketpair 53 199
 """
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-_X32_BIT = 0x40000000  # x86-64 has a second set of numbers there
 _FIRST_COMMON_NUMBER = 424  # from here on all architectures count alike
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
-_EPERM, _ENOSYS = _ERRNO | 1, _ERRNO | 38
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-
+_KILL, _ALLOW, _EPERM, _ENOSYS = 0x80000000, 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = (
+    0,
+    4,
+    16,
+)  # offsets in struct seccomp_data; both machines are little-endian
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x00010000
 # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
@@ -67,65 +68,44 @@ def numbers(table: str, machine: str) -> dict[str, int]:
     return {name: int(both[column]) for name, *both in rows if both[column] != "-"}
 
 
-def _low(argument: int) -> Instruction:
-    return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)  # both architectures are little-endian
-
-
-def _high(argument: int) -> Instruction:
-    return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument + 4)
-
-
-def _one_of(argument: int, values: Iterable[int]) -> list[Instruction]:
-    matches = [part for value in values for part in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW))]
-    return [_low(argument), *matches, (_RETURN, 0, 0, _EPERM)]
-
-
-def _no_bit_of(argument: int, mask: int) -> list[Instruction]:
-    return [_low(argument), (_ANY_BIT, 0, 1, mask), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
-
-
-def _some_bit_of(argument: int, mask: int) -> list[Instruction]:
-    return [_low(argument), (_ANY_BIT, 0, 1, mask), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
-
-
-def _null(argument: int) -> list[Instruction]:
-    refuse = (_RETURN, 0, 0, _EPERM)
-    return [_low(argument), (_EQUAL, 1, 0, 0), refuse, _high(argument), (_EQUAL, 1, 0, 0), refuse,
-            (_RETURN, 0, 0, _ALLOW)]  # fmt: skip
+def _check(
+    argument: int, *values: int, test: int = _EQUAL, found: int = _ALLOW, else_: int = _EPERM
+) -> list[Instruction]:
+    """Look for the values in one argument: 32 bits of it, which is all that the kernel takes of these."""
+    tests = [part for value in values for part in ((test, 0, 1, value), (_RETURN, 0, 0, found))]
+    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, (_RETURN, 0, 0, else_)]
 
 
 def _checks(pid: int) -> dict[str, list[Instruction]]:
-    """What is looked at in the arguments. Numbers are 32 bits wide for the kernel too, only pointers are not."""
     return {
-        "open": _no_bit_of(1, _WRITING),
-        "openat": _no_bit_of(2, _WRITING),
-        "clone": _some_bit_of(0, _CLONE_THREAD),  # a thread, no process
-        "kill": _one_of(0, [pid]),
-        "tgkill": _one_of(0, [pid]),
-        "ioctl": _one_of(1, _HARMLESS_IOCTLS),
-        "fcntl": _one_of(1, _HARMLESS_FCNTLS),  # F_SETOWN would send signals to others
-        "prlimit64": _one_of(0, [0, pid]),
-        "sendto": _null(4),  # a datagram of a socket pair with an address would reach other programs
-        "socketpair": _one_of(0, [_AF_UNIX]),
+        "open": _check(1, _WRITING, test=_ANY_BIT, found=_EPERM, else_=_ALLOW),
+        "openat": _check(2, _WRITING, test=_ANY_BIT, found=_EPERM, else_=_ALLOW),
+        "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # a thread, no process
+        "kill": _check(0, pid),
+        "tgkill": _check(0, pid),
+        "ioctl": _check(1, *_HARMLESS_IOCTLS),
+        "fcntl": _check(1, *_HARMLESS_FCNTLS),  # F_SETOWN would send signals to others
+        "prlimit64": _check(0, 0, pid),
+        "sendto": _check(5, 0),  # an address, of any length, would take a datagram to other programs
+        "socketpair": _check(0, _AF_UNIX),
     }
 
 
 def program(machine: str, pid: int) -> list[Instruction]:
     """The filter of the process `pid`. KeyError for an unknown machine."""
-    column, architecture = _ARCHITECTURES[machine]
+    _, architecture = _ARCHITECTURES[machine]
     code: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    if column == 0:
-        code += [(_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     for number in numbers(_PLAIN, machine).values():
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     checks = _checks(pid)
     for name, number in numbers(_CHECKED, machine).items():
         code += [(_EQUAL, 0, len(checks[name]), number), *checks[name]]
+    # The second set of numbers that x86-64 has (x32) begins at 2**30, so that it ends here, too
     return [*code, (_AT_LEAST, 0, 1, _FIRST_COMMON_NUMBER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
 
 
@@ -143,5 +123,5 @@ def install() -> bool:
         return False
     code = program(machine, os.getpid())
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     return libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(code), packed)), 0, 0) == 0

@@ -1,13 +1,14 @@
 """Runs the tested code and answers the tests' questions about it. Nothing it says is believed: it is data.
 
-A question is [operation, [arguments], {keywords}]; the answer ["value", value, {position: changed argument}] or
-["raised", [names of the exception's classes], message].
+A question is [operation, [arguments], {keywords}], the operation one of Python's: of `operator`, else a built-in function.
+The answer is ["value", value, {position: changed argument}] or ["raised", [names of the exception's classes], message].
+Object 0 is the code's module.
 """
 
 import builtins
+import contextlib
 import operator
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,16 +16,7 @@ from async_grpo.rewards.sandbox.rpc import Channel, decode, encode
 
 MODULE_NAME = "solution"
 _MUTABLE = (list, dict, set, bytearray)
-_PLAIN: dict[type, Callable[[Any], Any]] = {  # how each gives itself, whatever a subclass overrides
-    int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, bytes: bytes.__bytes__,
-    list: lambda value: list(list.__iter__(value)), tuple: lambda value: tuple(tuple.__iter__(value)),
-    set: lambda value: set(set.__iter__(value)), frozenset: lambda value: frozenset(frozenset.__iter__(value)),
-    dict: dict.copy,
-}  # fmt: skip
-_OF_OPERATOR = """
-eq ne lt le gt ge add sub mul truediv floordiv mod pow matmul and_ or_ xor neg pos abs invert getitem setitem delitem
-""".split()
-_BUILT_IN = "getattr setattr delattr iter next len str repr bool isinstance".split()
+_PLAIN = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
 def run(code: str, channel: Channel) -> None:
@@ -32,8 +24,7 @@ def run(code: str, channel: Channel) -> None:
 
     If the code raises, sys.exit() included, so does every question.
     """
-    module = ModuleType(MODULE_NAME)
-    sys.modules[MODULE_NAME] = module  # data classes look themselves up here
+    module = sys.modules[MODULE_NAME] = ModuleType(MODULE_NAME)  # data classes look themselves up there
     answers = _Answers(module)
     try:
         exec(compile(code, f"<{MODULE_NAME}>", "exec"), module.__dict__)
@@ -46,15 +37,8 @@ def run(code: str, channel: Channel) -> None:
 class _Answers:
     def __init__(self, module: ModuleType) -> None:
         self.failure: BaseException | None = None
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}  # id -> number; the list keeps the objects alive, and so their ids
-        self._operations: dict[str, Callable[..., Any]] = {
-            **{name: getattr(builtins, name) for name in _BUILT_IN},
-            **{name: getattr(operator, name) for name in _OF_OPERATOR},
-            "call": lambda function, *args, **kwargs: function(*args, **kwargs),
-            "global": lambda name: getattr(module, name),
-            "plain": _plain,
-        }
+        self._objects: list[Any] = [module]
+        self._numbers = {id(module): 0}  # id -> number; the list keeps the objects alive, and so their ids
 
     def to(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         try:
@@ -62,12 +46,18 @@ class _Answers:
                 raise self.failure
             return self._compute(operation, args, kwargs)
         except BaseException as error:  # whatever the tested code raises is an answer, too
-            return ["raised", [kind.__name__ for kind in type(error).__mro__], _text(error)]
+            text = ""
+            with contextlib.suppress(
+                Exception
+            ):  # an exception of the tested code, whose text may raise in turn
+                text = str(error)[:1000]
+            return ["raised", [kind.__name__ for kind in type(error).__mro__], text]
 
     def _compute(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         values = [decode(data, self._resolve) for data in args]
         keywords = {name: decode(data, self._resolve) for name, data in kwargs.items()}
-        result = encode(self._operations[operation](*values, **keywords), self._refer)
+        compute = _plain if operation == "plain" else getattr(operator, operation, None)
+        result = encode((compute or getattr(builtins, operation))(*values, **keywords), self._refer)
         changed = {}
         for position, (value, data) in enumerate(zip(values, args, strict=True)):
             if type(value) in _MUTABLE and (now := encode(value, self._refer)) != data:
@@ -86,11 +76,7 @@ class _Answers:
 
 def _plain(value: Any) -> Any:
     """The value without its class, if that class only refines a plain one: of a named tuple the tuple."""
-    return next((plain(value) for base, plain in _PLAIN.items() if isinstance(value, base)), value)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)[:1000]
-    except Exception:  # an exception of the tested code, whose text may raise in turn
-        return ""
+    kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    if kind is str:
+        return str.__str__(value)  # the class of an enumeration has another idea of its text
+    return value if kind is None else kind(value)

@@ -7,26 +7,90 @@ end, patch nor read its examination. To pass, it must send the values that the t
 
 import ast
 import builtins
+import contextlib
+import operator
 import sys
-from collections.abc import Set
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from async_grpo.rewards.sandbox.proxy import Proxy
 from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
 
 PASSED, FAILED, LOST, UNUSABLE = "passed", "failed", "lost", "unusable"
-_MUTABLE: dict[Any, Any] = {
-    list: list.extend,
-    bytearray: bytearray.extend,
-    dict: dict.update,
-    set: set.update,
-}
-_OF_MANY_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
 
 
 class RemoteError(Exception):
     """The tested code raised something that is no built-in exception."""
+
+
+class Proxy:
+    """An object of the tested code, as the tests see it: each attribute, call or item is a question to its process.
+
+    No method of the tested code decides what it equals among plain values, and none turns it into one in arithmetic: else
+    a class with an `__eq__` (or a `__sub__`) that pleases every test would pass it. Only if it is a kind of number, text or
+    collection, a named tuple say, it is compared by that value, sent as data (and once: `1 < x < 3` must not see two of
+    them). Operators on other objects may give an object, and compare two of them.
+
+    `_number` is the other process's name for the object, `_value` what it is a kind of, once asked.
+    """
+
+    __slots__ = ("_ask", "_number", "_value")
+
+    def __init__(self, ask: Callable[..., Any], number: int) -> None:
+        object.__setattr__(self, "_ask", ask)  # (operation, *arguments, **keywords) -> the answer
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_value", self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looks for these by itself, and shall look here
+            raise AttributeError(name)
+        return self._ask("getattr", self, name)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Proxy) and self._ask("isinstance", instance, self) is True
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+
+def _question(operation: str) -> Any:
+    return lambda self, *args, **kwargs: self._ask(operation, self, *args, **kwargs)
+
+
+def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
+    def apply(self: Proxy, *others: Any) -> Any:
+        operands = (*others, self) if reflected else (self, *others)
+        if not any(isinstance(other, Proxy) for other in others):
+            value = _plain(self)
+            if not isinstance(value, Proxy):
+                return getattr(operator, name)(*(value if one is self else one for one in operands))
+            if not gives_object:
+                return NotImplemented
+        result = self._ask(name, *operands)
+        if not gives_object:
+            return result is True
+        if not isinstance(result, Proxy):
+            raise TypeError(f"{name} of an object gives an object here, not a {type(result).__name__}")
+        return result
+
+    return apply
+
+
+def _plain(proxy: Proxy) -> Any:
+    value = proxy._value
+    if isinstance(value, Proxy | list | dict | set):  # not asked yet, or it may have changed
+        value = proxy._ask("plain", proxy)
+        object.__setattr__(proxy, "_value", value)
+    return value
+
+
+for _name in "call setattr delattr iter next len str repr bool getitem setitem delitem".split():
+    setattr(Proxy, f"__{_name}__", _question(_name))
+for _name in "eq ne lt le gt ge".split():
+    setattr(Proxy, f"__{_name}__", _operator(_name, gives_object=False))
+for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and_ or_ xor".split():
+    setattr(Proxy, f"__{_name.strip('_')}__", _operator(_name, gives_object=True))
+    setattr(Proxy, f"__r{_name.strip('_')}__", _operator(_name, gives_object=True, reflected=True))
 
 
 class Solution:
@@ -34,6 +98,7 @@ class Solution:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self.module = Proxy(self.ask, 0)
         self.failure: WireError | Unsendable | None = None
         self.error: Exception | None = None  # the last that the tested code raised
 
@@ -55,7 +120,7 @@ class Solution:
                         _overwrite(args, position, decode(data, self._resolve))
                     return decode(value, self._resolve)
                 case ["raised", list(names), str(message)]:
-                    self.error = error = _exception(names)(message)
+                    self.error = error = _exception(names, message)
                 case _:
                     raise WireError(f"no answer: {answer!r:.100}")
         except (WireError, Unsendable) as failure:
@@ -75,9 +140,12 @@ class _Names(dict[str, Any]):
     Python goes first: were `abs` or `math` taken from the tested code, it could make `abs(f(2) - 0.5) < 1e-6` true.
     """
 
-    def __init__(self, solution: Solution, modules: Set[str]) -> None:
+    def __init__(self, solution: Solution, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
-        self._solution, self._modules = solution, modules
+        self._solution = solution
+        owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        # Modules that the tests may use without an import: `math` in `math.isclose(...)`
+        self._modules = {node.id for node in owners if isinstance(node, ast.Name)} & sys.stdlib_module_names
         self.asked = self.missing = False
 
     def __missing__(self, name: str) -> Any:
@@ -85,7 +153,7 @@ class _Names(dict[str, Any]):
             return self.setdefault(name, import_module(name))
         self.asked = True
         try:
-            return self.setdefault(name, self._solution.ask("global", name))
+            return self.setdefault(name, self._solution.ask("getattr", self._solution.module, name))
         except AttributeError:
             self.missing = True  # tests that expect an exception must not take the NameError for it
             raise KeyError(name) from None
@@ -99,10 +167,10 @@ def run(tests: str, channel: Channel) -> str:
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"{UNUSABLE}: {error}"
     solution = Solution(channel)
-    names = _Names(solution, _modules_of(tree))
+    names = _Names(solution, tree)
     verdict = FAILED
     try:
-        solution.ask("global", "__name__")  # raises if the tested code could not even be loaded
+        solution.ask("bool", solution.module)  # raises if the tested code could not even be loaded
         exec(code, {"__builtins__": names, "__name__": "tests"})
         if not names.asked:
             return f"{UNUSABLE}: the tests use nothing that the tested code could define"
@@ -117,16 +185,6 @@ def run(tests: str, channel: Channel) -> str:
     return verdict if solution.failure is None else LOST
 
 
-def _modules_of(tree: ast.Module) -> set[str]:
-    """Modules of the standard library that the tests may use without an import: `math` in `math.isclose(...)`.
-
-    >>> _modules_of(ast.parse("assert math.isclose(string(n), 2)"))
-    {'math'}
-    """
-    owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return {owner.id for owner in owners if isinstance(owner, ast.Name)} & sys.stdlib_module_names
-
-
 def _reference_to(value: Any) -> int | str:
     """What stands for an object on the way to the tested code: its number there, or the name of a built-in."""
     if isinstance(value, Proxy):
@@ -139,17 +197,20 @@ def _reference_to(value: Any) -> int | str:
 
 def _overwrite(args: tuple[Any, ...], position: str, now: Any) -> None:
     value: Any = args[int(position)] if position.isdigit() and int(position) < len(args) else None
-    for kind, fill in _MUTABLE.items():
-        if isinstance(value, kind) and isinstance(now, kind):
-            value.clear()
-            fill(value, now)
-            return
-    raise WireError(f"argument {position} cannot have become a {type(now).__name__}")
+    same = [
+        kind for kind in (list, bytearray, dict, set) if isinstance(value, kind) and isinstance(now, kind)
+    ]
+    if not same:
+        raise WireError(f"argument {position} cannot have become a {type(now).__name__}")
+    value.clear()
+    fill = getattr(value, "extend", None) or value.update
+    fill(now)
 
 
-def _exception(names: list[Any]) -> type[Exception]:
+def _exception(names: list[Any], message: str) -> Exception:
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
-        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in _OF_MANY_ARGUMENTS:
-            return kind
-    return RemoteError
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # a few want more arguments: then the next
+                return kind(message)
+    return RemoteError(message)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,10 @@ from sandboxes import STANDING, needs_landlock, needs_network_off, needs_seccomp
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import descendants
-from async_grpo.rewards.sandbox import landlock, sandboxed_process, seccomp
-from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
-from async_grpo.rewards.sandbox.run import Sandbox
-from async_grpo.rewards.sandbox.sandboxed_process import SandboxError
+from async_grpo.rewards.sandbox import run as sandbox_run
+from async_grpo.rewards.sandbox import seccomp
+from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, ruleset
+from async_grpo.rewards.sandbox.run import Sandbox, SandboxError
 
 ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = "/usr/bin/python3.11"
@@ -165,12 +166,12 @@ def test_code_cannot_connect_to_a_listener_on_this_machine(listener, levels):
 
 def test_without_a_level_that_blocks_the_network_nothing_is_run_unless_allowed(listener, monkeypatch):
     def slowly(*args, **kwargs):
-        result = read(*args, **kwargs)
+        result = receive(*args, **kwargs)
         time.sleep(0.5)  # in which code that was not stopped where it runs would get out
         return result
 
-    read = sandboxed_process.read_part
-    monkeypatch.setattr(sandboxed_process, "read_part", slowly)
+    receive = sandbox_run._receive
+    monkeypatch.setattr(sandbox_run, "_receive", slowly)
     code = CONNECT.format(port=listener.getsockname()[1])
     with pytest.raises(ConfigurationError, match="allow_unsandboxed"):
         program(code, sandbox=Sandbox(levels=("uid",)))
@@ -273,12 +274,15 @@ def test_only_its_own_three_descriptors_are_open():
 @pytest.mark.skipif(
     os.geteuid() != 0 or not os.path.exists(SYSTEM_PYTHON), reason="needs root and a system Python"
 )
-def test_root_becomes_a_user_of_its_own_where_that_user_can_read_the_interpreter(tmp_path):
+def test_root_becomes_a_user_of_its_own_where_that_user_can_read_the_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
     secret = tmp_path / "secret"
     secret.write_text("sesame")
     secret.chmod(0o600)
     code = f"import os\nprint(os.getuid() > 60000)\nopen({str(secret)!r})"
-    run = program(code, sandbox=Sandbox(levels=("uid",), allow_unsandboxed=True, python=SYSTEM_PYTHON))
+    sandbox = Sandbox(levels=("uid",), allow_unsandboxed=True)
+    with ThreadPoolExecutor(1) as pool:  # with a fork server of its own
+        run = pool.submit(program, code, sandbox=sandbox).result()
     assert run.levels == {"uid"} and run.output == b"True\n" and not run.ended_well
 
 
@@ -407,13 +411,12 @@ ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
         ("x86_64", 62, (7, 9), ALLOW), ("x86_64", 62, (8, 9), EPERM), ("x86_64", 62, (0, 9), EPERM),  # kill
         ("x86_64", 62, (0xFFFFFFFF, 9), EPERM),
         ("x86_64", 302, (0,), ALLOW), ("x86_64", 302, (7,), ALLOW), ("x86_64", 302, (6,), EPERM),  # prlimit64
-        ("x86_64", 44, (3, 1, 1, 0, 0, 0), ALLOW), ("x86_64", 44, (3, 1, 1, 0, 5, 0), EPERM),  # sendto
-        ("x86_64", 44, (3, 1, 1, 0, 1 << 40, 0), EPERM),
+        ("x86_64", 44, (3, 1, 1, 0, 0, 0), ALLOW), ("x86_64", 44, (3, 1, 1, 0, 5, 16), EPERM),  # sendto
         ("x86_64", 16, (0, 0x5401), ALLOW), ("x86_64", 16, (0, 0x5412), EPERM),  # ioctl: TCGETS, TIOCSTI
         ("x86_64", 72, (0, 3), ALLOW), ("x86_64", 72, (0, 8), EPERM),  # fcntl: F_GETFL, F_SETOWN
         ("x86_64", 53, (1,), ALLOW), ("x86_64", 53, (2,), EPERM),  # socketpair
         ("x86_64", 435, (), ENOSYS), ("x86_64", 425, (), ENOSYS), ("aarch64", 435, (), ENOSYS), ("x86_64", 439, (), ALLOW),
-        ("x86_64", 0x40000000, (), KILL), ("x86_64", 0x40000000 + 41, (), KILL),  # the x32 numbers
+        ("x86_64", 0x40000000, (), ENOSYS), ("x86_64", 0x40000000 + 41, (), ENOSYS),  # the x32 numbers
     ],
 )  # fmt: skip
 def test_the_filter_decides_as_it_should(machine, number, arguments, expected):
@@ -429,5 +432,5 @@ def test_the_filter_knows_no_other_architecture():
     [(1, 8, 13), (2, 8, 14), (3, 8, 15), (4, 16, 15), (5, 16, 16), (9, 24, 16)],
 )
 def test_the_ruleset_holds_only_what_the_kernels_version_knows(version, length, rights):
-    packed = landlock.ruleset(version)
+    packed = ruleset(version)
     assert len(packed) == length and int.from_bytes(packed[:8], "little") == 2**rights - 1

@@ -356,8 +356,7 @@ def test_an_object_is_compared_by_one_value():
         class Chameleon(int): pass
         def f(x): return Chameleon()
         solution_process = sys.modules["async_grpo.rewards.sandbox.solution_process"]
-        for base in solution_process._PLAIN:
-            solution_process._PLAIN[base] = lambda value: next(values)
+        solution_process._plain = lambda value: next(values)
         """
     assert passes(code, "assert f(1) > 8")
     assert not passes(code, "x = f(1)\nassert 4 < x < 6")
