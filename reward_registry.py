@@ -100,9 +100,9 @@ def countdown_steps(sample: dict, **options) -> dict:
 @best_reward(lambda weight=0.1: weight)
 def format(sample: dict, weight: float = 0.1) -> dict:
     """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
-    from async_grpo.rewards.builtin.format import score
+    from async_grpo.rewards.builtin import text
 
-    return score(sample, weight)
+    return text.format(sample, weight)
 
 
 @cacheable
@@ -129,16 +129,16 @@ def code(
 
 def regex(sample: dict, pattern: str | None = None, search: bool = False) -> dict:
     """1 if the completion matches `pattern`, of the row or the option."""
-    from async_grpo.rewards.builtin.regex import score
+    from async_grpo.rewards.builtin import text
 
-    return score(sample, pattern, search)
+    return text.regex(sample, pattern, search)
 
 
 def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
     """1 if the answer is literally `answer`, or one of the list `answers`."""
-    from async_grpo.rewards.builtin.exact import score
+    from async_grpo.rewards.builtin import text
 
-    return score(sample, strip, case)
+    return text.exact(sample, strip, case)
 
 
 @best_reward(lambda schedule="overlong": 0.0 if schedule == "overlong" else 2.0)
@@ -150,13 +150,13 @@ def length(
     judge: str = "math_verify",
 ) -> dict:
     """By the number of tokens: DAPO's slope before `max_tokens` (with `--reward-combine sum`), or the cosine reward."""
-    from async_grpo.rewards.builtin.length import score
+    from async_grpo.rewards.builtin import text
 
-    return score(sample, schedule, max_tokens, cache_tokens, judge)
+    return text.length(sample, schedule, max_tokens, cache_tokens, judge)
 
 
 def _vote(group: list[dict]) -> list[dict | None]:
-    from async_grpo.rewards.builtin.majority import post_process_scores
+    from async_grpo.rewards.builtin.mathd import post_process_scores
 
     return post_process_scores(group)
 
@@ -164,9 +164,9 @@ def _vote(group: list[dict]) -> list[dict | None]:
 @post_process(_vote)
 def majority(sample: dict, **options) -> dict:
     """1 if the answer is the one that most completions of the prompt give: training without answers."""
-    from async_grpo.rewards.builtin.majority import score
+    from async_grpo.rewards.builtin.mathd import score_vote
 
-    return score(sample)
+    return score_vote(sample)
 
 
 @warmed_by({"completion": "1", "schema": {"type": "integer"}})

@@ -15,8 +15,8 @@ import ray
 from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
+from async_grpo.rewards.adapter.decorators import is_cacheable, is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
-from async_grpo.rewards.adapter.traits import is_cacheable, is_judge
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.config import RewardConfig

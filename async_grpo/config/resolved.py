@@ -8,8 +8,8 @@ from typing import Any
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
+from async_grpo.rewards.adapter.decorators import best_reward_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
-from async_grpo.rewards.adapter.traits import best_reward_of, traits_of
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.middleware import PRICE
 

@@ -6,7 +6,7 @@ from async_grpo.config.resolved import ResolvedRewards
 from async_grpo.config.rules import Rule, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import OUTCOME, OVERLONG
-from async_grpo.rewards.adapter.traits import check_options
+from async_grpo.rewards.adapter.decorators import check_options
 
 
 def _fills(config: RunConfig) -> list[str]:

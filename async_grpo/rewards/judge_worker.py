@@ -5,8 +5,8 @@ import inspect
 import time
 from typing import Any
 
+from async_grpo.rewards.adapter.decorators import JUDGE_CAPACITY
 from async_grpo.rewards.adapter.result import describe, failure, read_answer
-from async_grpo.rewards.adapter.traits import JUDGE_CAPACITY
 from async_grpo.rewards.http.deadline import Deadline, after
 from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, JudgeTimeout
 from async_grpo.rewards.http.http_client import EndpointClient

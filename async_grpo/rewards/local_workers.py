@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.data import registry_file
+from async_grpo.rewards.adapter.decorators import check_options
 from async_grpo.rewards.adapter.registry_source import (
     RewardRegistrySource,
     display_name,
     parse_names,
     resolve,
 )
-from async_grpo.rewards.adapter.traits import check_options
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.isolation.spawn import named_environment

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from async_grpo.cluster.remote_services import RemoteGeneration
 from async_grpo.generation.char_ends import char_ends
+from async_grpo.rewards.adapter.decorators import is_process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.adapter.traits import is_process_reward
 from async_grpo.rewards.builtin import process_reward, warmed_by
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown

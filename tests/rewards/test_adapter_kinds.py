@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.decorators import batch, post_process, process_reward
+from async_grpo.rewards.adapter.decorators import (
+    ASYNC_CAPACITY,
+    AdapterTraits,
+    accepted_options,
+    batch,
+    check_options,
+    post_process,
+    process_reward,
+    traits_of,
+)
 from async_grpo.rewards.adapter.registry_source import (
     RewardRegistrySource,
     display_name,
@@ -21,13 +30,6 @@ from async_grpo.rewards.adapter.registry_source import (
     resolve,
 )
 from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
-from async_grpo.rewards.adapter.traits import (
-    ASYNC_CAPACITY,
-    AdapterTraits,
-    accepted_options,
-    check_options,
-    traits_of,
-)
 from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
 from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker

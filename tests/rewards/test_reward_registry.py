@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.decorators import accepted_options, check_options
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
-from async_grpo.rewards.adapter.traits import accepted_options, check_options
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judges import JudgeAddresses
 from async_grpo.types import RewardStatus
@@ -65,7 +65,7 @@ def test_the_process_of_an_adapter_starts_with_the_standard_library_alone():
 
 
 def test_the_shipped_adapters_import_neither_ray_nor_vllm_nor_torch():
-    names = ("countdown", "format", "mathd", "math_verify", "sympy")
+    names = ("countdown", "text", "mathd", "math_verify", "sympy")
     loaded = modules_after("; ".join(f"import async_grpo.rewards.builtin.{name}" for name in names))
     assert "sympy" in loaded and not loaded & {"ray", "vllm", "torch", "transformers"}
 

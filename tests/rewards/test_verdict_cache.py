@@ -129,7 +129,7 @@ def test_a_judge_of_the_users_own_depends_on_its_code_and_one_of_ours_does_not()
 
 def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
     before = version_of("page")
-    monkeypatch.setattr("async_grpo.rewards.cache.key._library", lambda: "after an upgrade")
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts._library", lambda: "after an upgrade")
     assert version_of("page") != before
 
 
@@ -388,24 +388,6 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     assert all(file.get(f"{name}:{n}") == (str(n) * 50, 0.5) for name in "ab" for n in range(300))
     assert [(entries.adapter, entries.count) for entries in file.entries()] == [("a", 300), ("b", 300)]
     file.close()
-
-
-def test_threads_may_share_an_object_or_only_the_file(tmp_path):
-    shared, problems = CacheFile(tmp_path / "c.sqlite", busy_s=20), []
-
-    def work(number: int) -> None:
-        file = shared if number % 2 else CacheFile(tmp_path / "c.sqlite", busy_s=20)
-        for index in range(60):
-            file.put(f"a:{index}", f"{index}")
-            if file.get(f"a:{index}") != (f"{index}", 0.0):
-                problems.append((number, index))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not problems and shared.entries()[0].count == 60
 
 
 def test_a_killed_writer_leaves_every_entry_that_it_had_written(tmp_path):

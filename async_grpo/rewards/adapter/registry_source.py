@@ -14,7 +14,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source, text_digest
-from async_grpo.rewards.adapter.traits import traits_of
+from async_grpo.rewards.adapter.decorators import traits_of
 
 
 @dataclass(frozen=True)
@@ -93,29 +93,25 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
         raise ConfigurationError(
             f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
         )
-    adapters = {name: files[name].object() for name in shown if name in files}
     in_registry = [name for name in shown if name not in files]
-    if in_registry or not asked:
-        adapters |= _from_registry(source, in_registry)
+    known = _registered(source) if in_registry or not asked else {}
+    unknown = ", ".join(name for name in in_registry if name not in known)
+    if unknown or not asked:
+        problem = f"unknown reward function {unknown}" if unknown else "no reward function is named"
+        raise ConfigurationError(
+            f"{problem}: {source.module_name} knows {', '.join(sorted(known)) or 'none'}"
+        )
+    adapters = {name: files[name].object() if name in files else known[name] for name in shown}
     for adapter in adapters.values():
         traits_of(adapter)  # raises for what cannot be called
-    return {name: adapters[name] for name in shown}
+    return adapters
 
 
-def _from_registry(source: RewardRegistrySource, names: Sequence[str]) -> dict[str, Any]:
+def _registered(source: RewardRegistrySource) -> dict[str, Any]:
     registered = getattr(source.load(), "REWARD_ADAPTERS", None)
     if not isinstance(registered, dict):
         raise ConfigurationError(f"{source.module_name} defines no dict REWARD_ADAPTERS")
-    known = {str(getattr(key, "value", key)): adapter for key, adapter in registered.items()}
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigurationError(f"unknown reward function {', '.join(unknown)}: {_known(source, known)}")
-    if not names:
-        raise ConfigurationError(f"no reward function is named: {_known(source, known)}")
-    return {name: known[name] for name in names}
-
-
-def _known(source: RewardRegistrySource, known: Iterable[str]) -> str:
-    return f"{source.module_name} knows {', '.join(sorted(known)) or 'none'}"
+    return {str(getattr(key, "value", key)): adapter for key, adapter in registered.items()}
 
 
 def _display_names(names: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """What a reward may answer, and what becomes of it.
 
-A reward is called with a sample (or, with `@batch`, a list of samples; see `traits`), which holds every column of
+A reward is called with a sample (or, with `@batch`, a list of samples; see `decorators`), which holds every column of
 the data row and
 
     completion              the generated text; a trailing end token may be there or not
@@ -53,26 +53,20 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
     if isinstance(returned, tuple) and len(returned) == 3:
         returned, query, explanation = returned
         answer = read_answer(returned, sample, process)
-        return answer | {"reason": _joined(answer["reason"], query, explanation)}
+        asked = f"(asked: {_cut(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
+        parts = (answer["reason"], _cut(str(explanation or "")), asked)
+        return answer | {"reason": " ".join(filter(None, parts))}
     if isinstance(returned, Real) and not process:
         returned = {"reward": returned}
     if not isinstance(returned, dict):
-        wanted = (
-            "a dict with step_rewards or token_rewards" if process else "a number or a dict with a `reward`"
-        )
+        wanted = f"a dict with {' or '.join(KINDS)}" if process else "a number or a dict with a `reward`"
         return failure(f"the adapter returned a {type(returned).__name__}, not {wanted}")
     if (abstain := returned.get("abstain", False)) is not False:
-        return _answer("abstained", reason=str(abstain))
+        return failure(str(abstain), "abstained")
     try:
-        steps = steps_of(returned, sample) if process else refuse_steps(returned)
+        return _read_numbers(returned, _steps_of(returned, sample, process), process)
     except ValueError as error:
         return failure(str(error))
-    numbers = {name: value for name, value in returned.items() if name not in (*KINDS, "abstain")}
-    if "score" in numbers and "reward" not in numbers:
-        numbers["reward"] = numbers.pop("score")
-    if process:
-        numbers.setdefault("reward", sum(reward for _, reward in steps))
-    return _read_numbers(numbers, steps)
 
 
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +90,8 @@ def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
     """The answer of a call that came to nothing."""
-    return _answer(status, reason=reason)
+    reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
+    return {"status": status, "reward": None, "extra": {}, "steps": [], "reason": reason}
 
 
 def describe(error: BaseException) -> str:
@@ -108,9 +103,7 @@ def describe(error: BaseException) -> str:
     ...     describe(error).split(" at ")[0]
     "KeyError: 'gold'"
     """
-    refused = isinstance(
-        error, ConfigurationError
-    )  # the line of ours that refuses would tell the user nothing
+    refused = isinstance(error, ConfigurationError)  # the line of ours that refuses tells the user nothing
     raised = error.__cause__ if refused else error
     frames = traceback.extract_tb(raised.__traceback__) if raised is not None else []
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
@@ -118,57 +111,51 @@ def describe(error: BaseException) -> str:
     return _cut(f"{kind}{_cut(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
 
 
+def is_finite_number(value: Any) -> bool:
+    """Whether it is a real number other than nan and the infinities."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
     return text if len(text) <= length else text[:length] + " ..."
 
 
-def _joined(reason: str, query: Any, explanation: Any) -> str:
-    asked = f"(asked: {_cut(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
-    return " ".join(filter(None, [reason, _cut(str(explanation or "")), asked]))
-
-
-def _read_numbers(numbers: dict[str, Any], steps: Sequence[tuple[int, float]]) -> dict[str, Any]:
+def _read_numbers(
+    answer: Mapping[str, Any], steps: Sequence[tuple[int, float]], process: bool
+) -> dict[str, Any]:
+    numbers = {name: value for name, value in answer.items() if name not in (*KINDS, "abstain")}
+    if "score" in numbers and "reward" not in numbers:
+        numbers["reward"] = numbers.pop("score")
+    if process:
+        numbers.setdefault("reward", sum(reward for _, reward in steps))
     if "reward" not in numbers:
-        return failure(f"the adapter's dict has no `reward`, only {sorted(map(str, numbers))}")
+        raise ValueError(f"the adapter's dict has no `reward`, only {sorted(map(str, numbers))}")
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
-        return failure(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
-    extra = {str(name): float(value) for name, value in numbers.items() if name != "reward"}
-    return _answer("ok", float(numbers["reward"]), extra, steps)
-
-
-def _answer(
-    status: str,
-    reward: float | None = None,
-    extra: Mapping[str, float] | None = None,
-    steps: Sequence[tuple[int, float]] = (),
-    reason: str = "",
-) -> dict[str, Any]:
-    reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
-    as_json = [list(step) for step in steps]  # a list is what JSON makes of a tuple
+        raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
     return {
-        "status": status,
-        "reward": reward,
-        "extra": dict(extra or {}),
-        "steps": as_json,
-        "reason": reason,
+        "status": "ok",
+        "reward": float(numbers["reward"]),
+        "extra": {str(name): float(value) for name, value in numbers.items() if name != "reward"},
+        "steps": [list(step) for step in steps],  # a list is what JSON makes of a tuple
+        "reason": "",
     }
 
 
-def steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any]) -> list[tuple[int, float]]:
+def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
     """(index of the last token, reward) of each step, by token; steps that end in one token are added up.
 
-    A step that ends in text which no token wrote ends with the last token.
-
-    Raises:
-        ValueError: anything else than one well-formed list of the two, with finite numbers.
-
-    >>> sample = {"completion": "3+4 is 7", "completion_token_ids": [9, 8, 7], "completion_char_ends": [2, 3, 8]}
-    >>> answer = {"step_rewards": [{"reward": 1.0, "char_end": 8}, {"reward": -0.5, "token_end": 1}]}
-    >>> steps_of(answer, sample)
-    [(0, -0.5), (2, 1.0)]
+    A step that ends in text which no token wrote ends with the last token. Raises ValueError for anything else than one
+    well-formed list of the two, with finite numbers; without `process`, for any list.
     """
     given = [name for name in KINDS if name in answer]
+    if not process:
+        if given:
+            raise ValueError(
+                f"the adapter returned {' and '.join(given)}, but it is not declared to: decorate it with "
+                "@process_reward (of async_grpo.rewards.adapter.decorators)"
+            )
+        return []
     if len(given) != 1:
         raise ValueError(
             "a @process_reward must return either step_rewards or token_rewards, "
@@ -184,21 +171,6 @@ def steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any]) -> list[tuple
         if not math.isfinite(rewards[token]):
             raise ValueError(f"the steps that end in token {token} add up to {rewards[token]}")
     return sorted(rewards.items())
-
-
-def refuse_steps(answer: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """No steps, those of an adapter that is not declared to give any. Raises ValueError if it gave some."""
-    if given := [name for name in KINDS if name in answer]:
-        raise ValueError(
-            f"the adapter returned {' and '.join(given)}, but it is not declared to: decorate it with "
-            "@process_reward (of async_grpo.rewards.adapter.decorators)"
-        )
-    return []
-
-
-def is_finite_number(value: Any) -> bool:
-    """Whether it is a real number other than nan and the infinities."""
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _token_rewards(values: list[Any], sample: Mapping[str, Any]) -> Iterator[tuple[int, float]]:

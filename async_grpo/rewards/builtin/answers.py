@@ -1,9 +1,13 @@
-r"""What the rewards share: the text to score, the answer in its boxes, fenced blocks, the row's gold answer.
+r"""What the rewards share: the text to score, the answer in it, the row's gold answer, and an end to computations.
 
 Each function looks at a character a bounded number of times, however the text was made to prevent that.
 """
 
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 MAX_DIVIDER_CHARACTERS = 200  # between two boxes of one answer
@@ -16,12 +20,31 @@ _WORD = re.compile(r"[^\s$]+")
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
-def completion_text(sample: dict[str, Any]) -> str:
-    """The generated text without surrounding white space and without one trailing `end_token` of the row.
+class TooSlow(BaseException):
+    """The computation took too long. No Exception: libraries catch those in places, and go on."""
 
-    >>> completion_text({"completion": "42<eos>\\n", "end_token": "<eos>"})
-    '42'
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooSlow in the block after so many seconds. ValueError outside the main thread, where no signal arrives.
+
+    Code in C is interrupted only where it looks for signals, as matching a regular expression does.
     """
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def completion_text(sample: dict[str, Any]) -> str:
+    """The generated text without surrounding white space and without one trailing `end_token` of the row."""
     text = str(sample["completion"]).strip()
     end_token = sample.get("end_token")
     return text.removesuffix(end_token).rstrip() if end_token else text
@@ -33,8 +56,6 @@ def boxed_answer(text: str) -> str | None:
     Boxes before it belong to the same answer if only a comma, "and" or "or" divides them from it. They are joined by a
     comma; equal ones count once.
 
-    >>> boxed_answer(r"\boxed{1}, no: $\boxed{\frac{1}{2}}$")
-    '\\frac{1}{2}'
     >>> boxed_answer(r"\boxed{1}, no: $x = \boxed{2}\quad\text{and}\quad\boxed{-3}$.")
     '2, -3'
     """
@@ -45,7 +66,8 @@ def boxed_answer(text: str) -> str | None:
         if box is None:
             break
         content, end = box
-        if contents and not _divides(text, end, first):
+        between = text[end:first] if first - end <= MAX_DIVIDER_CHARACTERS else "too long"
+        if contents and _LAYOUT.sub("", between) not in _DIVIDERS:
             break
         first = position
         contents.append(content)
@@ -67,9 +89,13 @@ def _box_at(text: str, position: int) -> tuple[str, int] | None:
     return None
 
 
-def _divides(text: str, start: int, end: int) -> bool:
-    """Whether text[start:end] is a comma, "and" or "or", layout aside."""
-    return end - start <= MAX_DIVIDER_CHARACTERS and _LAYOUT.sub("", text[start:end]) in _DIVIDERS
+def answer_block(text: str) -> str | None:
+    """The text between the answer tags; None unless there is exactly one such block after the thought."""
+    tail = text.rpartition("</think>")[2]
+    if tail.count("<answer>") != 1 or tail.count("</answer>") != 1:
+        return None
+    start, end = tail.index("<answer>") + len("<answer>"), tail.index("</answer>")
+    return tail[start:end] if start <= end else None
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -94,9 +120,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def gold_answer(sample: dict[str, Any]) -> str:
-    r"""The row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes.
-
-    The boxes are read by the rule for the model's answer, `boxed_answer`.
+    r"""The row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes (`boxed_answer`).
 
     Raises:
         ValueError: there is none, it is empty, or it is neither text nor a number.
@@ -118,9 +142,5 @@ def gold_answer(sample: dict[str, Any]) -> str:
 
 
 def ungrouped(text: str) -> str:
-    """A number without its thousands separators; anything else as it is.
-
-    >>> ungrouped("70,000"), ungrouped("(1,234)"), ungrouped("1,2")
-    ('70000', '(1,234)', '1,2')
-    """
+    """A number without its thousands separators; anything else as it is."""
     return text.replace(",", "") if _GROUPED_NUMBER.fullmatch(text) else text

@@ -15,14 +15,15 @@ several, there are no steps. No more than 2 * len(nums) numbers are judged: babb
 """
 
 import ast
+import operator
 import re
 from collections import Counter
 from fractions import Fraction
 from itertools import islice
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import completion_text
-from async_grpo.rewards.builtin.format import answer_block, response_text, well_formedness
+from async_grpo.rewards.builtin.answers import answer_block, completion_text
+from async_grpo.rewards.builtin.text import well_formedness
 
 FORMAT_WEIGHT = 0.1
 NUMBERS_CREDIT = 0.3  # of all numbers together, where steps are judged
@@ -33,43 +34,30 @@ MAX_MAGNITUDE = 10**50  # of the numerator and the denominator of any intermedia
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _NUMBER = re.compile(r"[0-9]+")
-_ALPHABET = re.compile(r"[0-9+\-*/() ]+")
-_LEADING_ZERO = re.compile(r"(?<!\d)0\d")
-_TOO_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
-
-
-class NotArithmetic(ValueError):
-    """The text is not an expression of the permitted kind, or has no value."""
+_TEXT = re.compile(rf"(?:(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(?![0-9])|[+\-*/() ])+")
+NOT_ARITHMETIC = (
+    ValueError,
+    ArithmeticError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+)  # the last two: too deep
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def parse(expression: str) -> ast.expr:
-    """The syntax tree of `expression`, surrounding white space aside. Raises NotArithmetic."""
+    """The syntax tree of `expression`, surrounding white space aside. Raises one of `NOT_ARITHMETIC`."""
     text = expression.strip()
-    if len(text) > MAX_CHARACTERS or not _ALPHABET.fullmatch(text):
-        raise NotArithmetic(f"only {MAX_CHARACTERS} characters of 0-9 + - * / ( ) and blanks are allowed")
-    if _LEADING_ZERO.search(text) or _TOO_LONG_NUMBER.search(text):
-        raise NotArithmetic(f"a number has a leading zero or more than {MAX_DIGITS} digits")
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: too deeply nested
-        raise NotArithmetic(f"{text!r} is not an expression: {error}") from error
+    if len(text) > MAX_CHARACTERS or not _TEXT.fullmatch(text):
+        raise ValueError(f"not {MAX_CHARACTERS} characters of + - * / ( ), blanks and plain numbers at most")
+    tree = ast.parse(text, mode="eval").body
     if sum(isinstance(node, ast.expr) for node in ast.walk(tree)) > MAX_NODES:
-        raise NotArithmetic(f"more than {MAX_NODES} numbers and operators")
+        raise ValueError(f"more than {MAX_NODES} numbers and operators")
     return tree
 
 
-def numbers_of(tree: ast.expr) -> list[int]:
-    """Every number written in the tree.
-
-    >>> numbers_of(parse("3*(4+5)"))
-    [3, 4, 5]
-    """
-    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return [value for value in constants if isinstance(value, int)]
-
-
 def value_of(node: ast.expr) -> Fraction:
-    """The exact value. Raises NotArithmetic for other operators, divisions by zero, huge intermediate values.
+    """The exact value. Raises one of `NOT_ARITHMETIC` for other operators, divisions by zero, huge intermediate values.
 
     >>> value_of(parse("(1 + 2) / -4"))
     Fraction(-3, 4)
@@ -79,26 +67,13 @@ def value_of(node: ast.expr) -> Fraction:
             return Fraction(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -value_of(operand)
-        case ast.BinOp(left=left, op=operator, right=right):
-            value = _apply(operator, value_of(left), value_of(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            value: Fraction = _OPERATORS[type(op)](value_of(left), value_of(right))
         case _:
-            raise NotArithmetic(f"{type(node).__name__} is not arithmetic")
+            raise ValueError(f"{type(node).__name__} is not arithmetic")
     if max(abs(value.numerator), value.denominator) > MAX_MAGNITUDE:
-        raise NotArithmetic(f"an intermediate value is beyond {MAX_MAGNITUDE:.0e}")
+        raise ValueError(f"an intermediate value is beyond {MAX_MAGNITUDE:.0e}")
     return value
-
-
-def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    match operator:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div() if right:
-            return left / right
-    raise NotArithmetic(f"{type(operator).__name__} is not allowed here, or divides by zero")
 
 
 def solves(expression: str, nums: list[int], target: Fraction) -> bool:
@@ -109,8 +84,9 @@ def solves(expression: str, nums: list[int], target: Fraction) -> bool:
     """
     try:
         tree = parse(expression)
-        return Counter(numbers_of(tree)) == Counter(nums) and value_of(tree) == target
-    except NotArithmetic:
+        written = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        return written == Counter(nums) and value_of(tree) == target
+    except NOT_ARITHMETIC:
         return False
 
 
@@ -119,17 +95,15 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
     nums, target = sample.get("nums"), sample.get("target", sample.get("answer"))
     if not isinstance(nums, (list, tuple)) or not nums:
         raise ValueError(f"a countdown row needs a list `nums`, not {nums!r}")
-    numbers = [_number(number) for number in nums]
+    try:
+        *numbers, goal = [Fraction(str(number)) for number in [*nums, target]]
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"`nums` and `target` (or `answer`) must be numbers, not {nums!r}, {target!r}"
+        ) from error
     if any(number.denominator != 1 for number in numbers):
         raise ValueError(f"the `nums` of a countdown row must be whole numbers, not {nums!r}")
-    return [int(number) for number in numbers], _number(target)
-
-
-def _number(value: Any) -> Fraction:
-    try:
-        return Fraction(str(value))
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"`nums` and `target` (or `answer`) must be numbers, not {value!r}") from error
+    return [int(number) for number in numbers], goal
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
@@ -142,10 +116,10 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     {'reward': 1.1, 'format_reward': 1.0, 'answer_reward': 1.0}
     """
     nums, target = task_of(sample)
-    response = response_text(sample)
-    answer = answer_block(response)
+    completion = completion_text(sample)
+    answer = answer_block(completion)
     answer_reward = float(answer is not None and solves(answer, nums, target))
-    format_reward = well_formedness(response)
+    format_reward = well_formedness(completion)
     return {
         "reward": FORMAT_WEIGHT * format_reward + answer_reward,
         "format_reward": format_reward,
@@ -153,39 +127,8 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def answer_bounds(text: str) -> tuple[int, int]:
-    """Where the only answer behind the thought begins and ends; (0, 0) if there is not exactly one beginning.
-
-    >>> answer_bounds("</think><answer>1+2</answer>"), answer_bounds("1+2</answer>")
-    ((16, 19), (0, 0))
-    """
-    thought_end = text.rfind("</think>") + 1  # 0 without a thought: then the whole text is searched
-    if text.count(_OPEN, thought_end) != 1:
-        return 0, 0
-    begin = text.index(_OPEN, thought_end) + len(_OPEN)
-    end = text.find(_CLOSE, begin)
-    return begin, end if end >= 0 else len(text)
-
-
-def number_steps(text: str, begin: int, end: int, nums: list[int]) -> list[dict[str, float]]:
-    """A step for each number written in text[begin:end]. As text: "03" is not 3.
-
-    >>> number_steps("14*14", 0, 5, [14, 3])
-    [{'reward': 0.15, 'char_end': 2}, {'reward': -0.15, 'char_end': 5}]
-    """
-    unused = [str(number) for number in nums]
-    credit = NUMBERS_CREDIT / len(nums)
-    steps = []
-    for match in islice(_NUMBER.finditer(text, begin, end), 2 * len(nums)):
-        fits = match[0] in unused
-        if fits:
-            unused.remove(match[0])
-        steps.append({"reward": credit if fits else -credit, "char_end": match.end()})
-    return steps
-
-
 def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
-    """The steps, and what they are worth by kind.
+    """The steps, and what they are worth by kind. Numbers are compared as text: "03" is not 3.
 
     Raises:
         ValueError: the row has no usable `nums` or `target`.
@@ -199,9 +142,25 @@ def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
     text = str(sample["completion"])
     indent = len(text) - len(text.lstrip())  # the rules see the text without it, and without the end token
     text = text[: indent + len(completion_text(sample))]
-    begin, end = answer_bounds(text)
-    steps = number_steps(text, begin, end, nums)
+    begin, end = _answer_bounds(text)
+    unused, credit = [str(number) for number in nums], NUMBERS_CREDIT / len(nums)
+    steps = []
+    for match in islice(_NUMBER.finditer(text, begin, end), 2 * len(nums)):
+        fits = match[0] in unused
+        if fits:
+            unused.remove(match[0])
+        steps.append({"reward": credit if fits else -credit, "char_end": match.end()})
     numbers_reward = sum(step["reward"] for step in steps)
     if answer_reward:
         steps.append({"reward": answer_reward, "char_end": end + len(_CLOSE)})
     return {"step_rewards": steps, "numbers_reward": numbers_reward, "answer_reward": answer_reward}
+
+
+def _answer_bounds(text: str) -> tuple[int, int]:
+    """Where the only answer behind the thought begins and ends; (0, 0) if there is not exactly one beginning."""
+    thought_end = text.rfind("</think>") + 1  # 0 without a thought: then the whole text is searched
+    if text.count(_OPEN, thought_end) != 1:
+        return 0, 0
+    begin = text.index(_OPEN, thought_end) + len(_OPEN)
+    end = text.find(_CLOSE, begin)
+    return begin, end if end >= 0 else len(text)

@@ -16,46 +16,37 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
-from async_grpo.rewards.builtin.limits import TooSlow, time_limit
+from async_grpo.rewards.builtin.answers import TooSlow, completion_text, fenced_blocks, time_limit
 
 MAX_CHARACTERS = 200_000
 SECONDS = 2.0
 
 
-class NotJson(ValueError):
-    """The text is not JSON of the permitted kind."""
-
-
 def parse(text: str) -> Any:
-    """The value. Raises NotJson.
+    """The value. Raises ValueError for what is not JSON of the permitted kind.
 
     >>> parse('{"a": [1, 2.5, null]}')
     {'a': [1, 2.5, None]}
     """
     if len(text) > MAX_CHARACTERS:
-        raise NotJson(f"more than {MAX_CHARACTERS} characters")
+        raise ValueError(f"more than {MAX_CHARACTERS} characters")
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:  # also for an integer with too many digits; too many levels
-        raise NotJson(str(error)) from error
-
-
-def _refuse(constant: str) -> None:
-    raise NotJson(f"{constant} is no JSON")
+        return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise NotJson(f"{text} is no finite number")
+        raise ValueError(f"{text} is no finite number")
     return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise NotJson("a key appears twice")
+        raise ValueError("a key appears twice")
     return value
 
 
@@ -89,7 +80,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     fenced = [content for language, content in fenced_blocks(text) if language in ("json", "")]
     try:
         value = parse(fenced[-1] if fenced else text)
-    except NotJson:
+    except ValueError:
         return {"reward": 0.0, "parsed": 0.0}
     try:
         with time_limit(SECONDS):

@@ -16,7 +16,7 @@ from typing import Any
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
-from async_grpo.rewards.builtin.limits import is_computable
+from async_grpo.rewards.builtin.sympy import is_computable
 
 MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
 SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
@@ -24,15 +24,6 @@ SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 _NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d++(?![\d\s]*/))")
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-
-
-def parse_gold(gold: str) -> list[Any]:
-    """The gold answer as the library reads it. Raises ValueError for an answer in which it finds nothing."""
-    marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
-    parsed: list[Any] = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
-    if not parsed:
-        raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
-    return parsed
 
 
 def parse_prediction(text: str) -> list[Any]:
@@ -56,14 +47,12 @@ def readable(text: str) -> str:
     >>> readable("\u0663 - 5"), readable("1 2, 1 1/2")
     ('3 - 5', '1, 2, 1 1/2')
     """
-    text = _OTHER_CHARACTERS.sub(lambda match: _readable_character(match[0]), text)
-    return _NEIGHBOURS.sub(", ", text)
 
+    def readable_character(match: re.Match[str]) -> str:
+        is_control = unicodedata.category(match[0]) == "Cc"
+        return str(unicodedata.decimal(match[0], " " if is_control else match[0]))
 
-def _readable_character(character: str) -> str:
-    if unicodedata.category(character) == "Cc":
-        return " "
-    return str(unicodedata.decimal(character, character))
+    return _NEIGHBOURS.sub(", ", _OTHER_CHARACTERS.sub(readable_character, text))
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
@@ -75,6 +64,10 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
     """
-    gold = parse_gold(gold_answer(sample))
+    gold = gold_answer(sample)
+    marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+    parsed = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
+    if not parsed:
+        raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
     prediction = parse_prediction(completion_text(sample))
-    return {"reward": float(verify(gold, prediction, timeout_seconds=SECONDS))}
+    return {"reward": float(verify(parsed, prediction, timeout_seconds=SECONDS))}

@@ -1,14 +1,24 @@
-r"""Equality of the last \boxed{} and the gold answer after the normalisation of the MATH data set.
+r"""Equality of the last \boxed{} and the gold answer after the normalisation of the MATH data set; and a vote by it.
 
 The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset"
 (2021), but for three: thousands separators of a plain number go away; a unit ends the answer, so that `5 \text{ or }6` is
 not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80.
+
+The vote trains without answers, test-time reinforcement learning: Zuo et al., "TTRL" (2025). What most completions of a
+prompt say counts as right. It exists once the whole group is there, so the reward is set by `post_process_scores`.
 """
 
 import re
+from collections import Counter
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, ungrouped
+from async_grpo.rewards.builtin.answers import (
+    answer_block,
+    boxed_answer,
+    completion_text,
+    gold_answer,
+    ungrouped,
+)
 
 MAX_CHARACTERS = 1000
 
@@ -20,10 +30,8 @@ _RULES = [
         (r"\\[td]frac", r"\\frac"),
         (r"\^\s*(\{\s*\\circ\s*\}|\\circ)", ""),  # degrees
         (r"\\\$|\$|\\%|%", ""),
-        (
-            r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$",
-            "",
-        ),  # a unit behind the answer: 5 \text{ cm}^2
+        # a unit behind the answer: 5 \text{ cm}^2
+        (r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$", ""),
         (r"^\s*\\(text|mbox)\{([^{}]*)\}\s*$", r"\2"),  # nothing but text
         (r"(^|[\s{])\.(?=\d)", r"\g<1>0."),
         (r"^\s*[a-zA-Z]\w?\s*=(?=[^=]+$)", ""),  # k = 5
@@ -53,12 +61,9 @@ def normalise(text: str) -> str:
     >>> normalise("0.5") == normalise("1/2") == normalise(r"\tfrac 1 2"), normalise(r"90^\circ")
     (True, '90')
     """
-    return _SIMPLE_FRACTION.sub(_as_frac, re.sub(r"\s", "", clean(text)))
-
-
-def _as_frac(match: re.Match[str]) -> str:
-    whole = match.span() == (0, len(match.string))
-    return rf"\frac{{{match[1]}}}{{{match[2]}}}" if whole else match[0]
+    text = re.sub(r"\s", "", clean(text))
+    fraction = _SIMPLE_FRACTION.fullmatch(text)
+    return rf"\frac{{{fraction[1]}}}{{{fraction[2]}}}" if fraction else text
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
@@ -77,3 +82,50 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     if boxed is None or len(boxed) > MAX_CHARACTERS:
         return {"reward": 0.0}
     return {"reward": float(normalise(boxed) == gold)}
+
+
+def vote_of(sample: dict[str, Any]) -> str | None:
+    r"""The last \boxed{}, else the one <answer>, normalised; None without one: an abstention.
+
+    >>> vote_of({"completion": r"\boxed{\dfrac12}"}), vote_of({"completion": "I do not know."})
+    ('\\frac{1}{2}', None)
+    """
+    text = completion_text(sample)
+    boxed = boxed_answer(text)
+    answer = answer_block(text) if boxed is None else boxed
+    return normalise(answer) or None if answer is not None and len(answer) <= MAX_CHARACTERS else None
+
+
+def score_vote(sample: dict[str, Any]) -> dict[str, float]:
+    """Before the group is known: whether there is an answer at all, and, where the row has one, what it is truly worth.
+
+    >>> score_vote({"completion": "\\\\boxed{7}", "answer": "7"})
+    {'reward': 0.0, 'voted': 1.0, 'true_reward': 1.0}
+    """
+    vote = vote_of(sample)
+    known = {"reward": 0.0, "voted": float(vote is not None)}
+    if sample.get("answer") is None:
+        return known
+    return known | {"true_reward": float(vote == normalise(gold_answer(sample)))}
+
+
+def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | None]:
+    """1 for each completion that says what the majority says, else 0, and the majority's `share` of all votes.
+
+    Of several most frequent votes the shortest wins, of these the first in the alphabet: not the one that came first, for
+    completions arrive in any order. An answer that failed stays so, and has no vote.
+
+    >>> says = lambda text: {"sample": {"completion": f"\\\\boxed{{{text}}}"}, "status": "ok"}
+    >>> [member["reward"] for member in post_process_scores([says("7"), says("12"), says("7.0"), says("7")])]
+    [1.0, 0.0, 0.0, 1.0]
+    """
+    votes = [vote_of(member["sample"]) if member["status"] == "ok" else None for member in group]
+    counts = Counter(vote for vote in votes if vote is not None)
+    winner = min(counts, key=lambda vote: (-counts[vote], len(vote), vote), default=None)
+    share = counts[winner] / counts.total() if winner is not None else 0.0
+    return [
+        {"reward": float(vote is not None and vote == winner), "share": share}
+        if member["status"] == "ok"
+        else None
+        for member, vote in zip(group, votes, strict=True)
+    ]

@@ -8,32 +8,43 @@ Step", 2023): "4/2" is an unfinished answer to "2". Everything else is equal whe
 The text is read by a LaTeX grammar (latex2sympy2-extended), never by sympy's own parser, which evaluates it.
 """
 
+import math
 import re
 from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
-from async_grpo.rewards.builtin.limits import TooSlow, is_computable, time_limit
+from async_grpo.rewards.builtin.answers import (
+    TooSlow,
+    boxed_answer,
+    completion_text,
+    gold_answer,
+    time_limit,
+)
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
 SECONDS = 5.0  # for one comparison, then the answers count as different
 RELATIVE_TOLERANCE = 1e-12
+MAX_DIGITS, MAX_NODES = 10_000, 500  # of an expression that is computed
+_MAX_EXPONENT_DIGITS = 9.0
 
 _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _INTEGER = re.compile(r"-?\d+")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
+_ENDLESS = (
+    sympy.Sum,
+    sympy.Product,
+    sympy.Integral,
+    sympy.Derivative,
+    sympy.Limit,
+)  # short texts, endless work
 _SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 def split_elements(text: str) -> tuple[str, list[str]]:
-    """The enclosing brackets of a tuple or interval (else "") and its elements.
-
-    >>> split_elements("(1, 2]"), split_elements("7")
-    (('(]', ['1', '2']), ('', ['7']))
-    """
+    """The enclosing brackets of a tuple or interval (else "") and its elements."""
     inner = text[1:-1]
     bracketed = text[:1] in tuple("([") and text[-1:] in tuple(")]")
     if not bracketed or "," not in inner or re.search(r"[()\[\]]", inner):
@@ -58,11 +69,7 @@ def parse(text: str) -> Any:
 
 
 def exact_form(text: str) -> tuple[str, ...] | None:
-    r"""What must agree literally if both answers have it: an integer, or sign and terms of a fraction.
-
-    >>> exact_form("18"), exact_form(r"\frac{-1}{2}") == exact_form(r"-\frac{1}{2}"), exact_form(r"\pi")
-    (('18',), True, None)
-    """
+    """What must agree literally if both answers have it: an integer, or sign and terms of a fraction."""
     if _INTEGER.fullmatch(text):
         return (text,)
     fraction = _FRACTION.fullmatch(text)
@@ -71,9 +78,8 @@ def exact_form(text: str) -> tuple[str, ...] | None:
 
 def same_value(gold: Any, given: Any) -> bool:
     """Whether two are equal: numbers to 12 digits, formulas by `simplify`, sets and relations literally."""
-    if not (isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr)):
-        return bool(gold == given)
-    if gold.is_infinite or given.is_infinite:  # a distance to infinity says nothing
+    are_formulas = isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr)
+    if not are_formulas or gold.is_infinite or given.is_infinite:  # a distance to infinity says nothing
         return bool(gold == given)
     difference = gold - given
     if difference.is_number:
@@ -102,32 +108,56 @@ def equal_elements(gold: str, given: str) -> bool:
     gold_expression = parse(gold)
     try:
         with time_limit(SECONDS):
-            return _has_value(given, gold_expression)
+            try:
+                return same_value(gold_expression, parse(given))
+            except _SYMPY_ERRORS:  # over text of the model: whatever sympy cannot digest is no right answer
+                return False
     except TooSlow:
         return False
 
 
-def _has_value(given: str, gold: Any) -> bool:
-    try:
-        return same_value(gold, parse(given))
-    except _SYMPY_ERRORS:  # over text of the model: whatever sympy cannot digest is no right answer
-        return False
+def is_computable(expression: Any) -> bool:
+    """Whether a parsed, unevaluated expression is small enough to be simplified.
+
+    `9^{9^{9}}` is only nine characters, so a short text says nothing about the work.
+
+    >>> nine = sympy.Integer(9)
+    >>> is_computable(nine**9), is_computable(sympy.Pow(nine, nine**9, evaluate=False))
+    (True, False)
+    """
+    if not isinstance(expression, sympy.Basic):
+        return True  # a matrix: its entries were read by the same parser, and a comparison is entry by entry
+    for num_nodes, node in enumerate(sympy.preorder_traversal(expression), start=1):
+        if num_nodes > MAX_NODES or isinstance(node, _ENDLESS):
+            return False
+    return digits_of(expression) <= MAX_DIGITS
 
 
-def equal(gold: str, given: str) -> bool:
-    """Whether two answers agree in brackets, length and elements. ValueError if the gold is unreadable."""
-    gold_brackets, gold_elements = split_elements(clean(gold))
-    brackets, elements = split_elements(clean(given))
-    if gold_brackets != brackets or len(gold_elements) != len(elements):
-        return False
-    return all(map(equal_elements, gold_elements, elements))
+def digits_of(node: sympy.Basic) -> float:
+    """An upper bound of the decimal digits that evaluating `node` writes down; infinite when it is hopeless."""
+    if isinstance(node, sympy.Rational):
+        return 1.0 + math.floor(math.log10(max(abs(node.p), node.q)))
+    parts = [digits_of(part) for part in node.args]
+    if isinstance(node, sympy.Pow):
+        return parts[0] * _size_of(node.exp, parts[1])
+    if isinstance(node, sympy.factorial):
+        return _size_of(node.args[0], parts[0]) * parts[0]
+    return max(1.0, sum(parts))
+
+
+def _size_of(node: sympy.Basic, digits: float) -> float:
+    """|node| for a number of so many digits; 1 for a symbol, infinite when it is too long to look at."""
+    if digits > _MAX_EXPONENT_DIGITS:
+        return math.inf
+    size = abs(node.evalf(15))
+    return max(1.0, float(size)) if size.is_number and size.is_finite else 1.0
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""1 if the last \boxed{} has the value of the row's `answer`; 0 otherwise, also without a box.
 
     Raises:
-        ValueError: the row's answer is missing or empty; or this is not the main thread.
+        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
 
     >>> score({"completion": r"so \boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"})
     {'reward': 1.0}
@@ -136,4 +166,8 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     boxed = boxed_answer(completion_text(sample))
     if not boxed or len(boxed) > MAX_CHARACTERS:
         return {"reward": 0.0}
-    return {"reward": float(equal(gold, boxed))}
+    gold_brackets, gold_elements = split_elements(clean(gold))
+    brackets, elements = split_elements(clean(boxed))
+    if gold_brackets != brackets or len(gold_elements) != len(elements):
+        return {"reward": 0.0}
+    return {"reward": float(all(map(equal_elements, gold_elements, elements)))}

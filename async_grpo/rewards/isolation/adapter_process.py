@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
-from async_grpo.rewards.adapter.traits import AdapterTraits
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.isolation.framing import dumps
 from async_grpo.types import AdapterResult, RewardStatus

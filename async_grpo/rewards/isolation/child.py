@@ -26,9 +26,9 @@ from dataclasses import asdict
 from typing import Any
 
 from async_grpo.processes.process_tree import split_off_guardian
+from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
-from async_grpo.rewards.adapter.traits import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.isolation.framing import Frames, MessageTooLarge, encode
 
 RECEIVE_BYTES = 2**18

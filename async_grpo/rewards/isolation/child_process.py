@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.adapter.traits import AdapterTraits
+from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.isolation.framing import Frames, encode, frame
 from async_grpo.rewards.isolation.spawn import SpawnedChild
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied

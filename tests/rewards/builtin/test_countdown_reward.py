@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.rewards.builtin.countdown import MAX_CHARACTERS, score, solves
-from async_grpo.rewards.builtin.format import score as format_score
+from async_grpo.rewards.builtin.text import format as format_score
 from benchmarks.fuzz_checkers import Arithmetic
 
 

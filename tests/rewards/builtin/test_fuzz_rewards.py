@@ -50,7 +50,7 @@ def test_a_reward_that_forgets_a_rule_is_noticed():
             return {
                 "reward": float(countdown.value_of(countdown.parse(answer)) == row["target"])
             }  # any numbers will do
-        except countdown.NotArithmetic:
+        except countdown.NOT_ARITHMETIC:
             return {"reward": 0.0}
 
     assert any(

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from async_grpo.rewards.builtin.answers import boxed_answer, gold_answer
-from async_grpo.rewards.builtin.limits import TooSlow, time_limit
+from async_grpo.rewards.builtin.answers import TooSlow, boxed_answer, gold_answer, time_limit
 from async_grpo.rewards.builtin.math_verify import readable
 from async_grpo.rewards.builtin.math_verify import score as math_verify
 from async_grpo.rewards.builtin.mathd import normalise

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.rewards.adapter.result import read_change
-from async_grpo.rewards.builtin import exact, json_schema, length, majority, regex
+from async_grpo.rewards.builtin import json_schema, mathd
+from async_grpo.rewards.builtin.text import cosine, exact, length, overlong, regex
 from reward_registry import REWARD_ADAPTERS, RewardType
 from tests.helpers.answers import answer_of
 
 
 def reward(adapter, completion: str, *options, **row) -> float:
-    return adapter.score({"completion": completion, **row}, *options)["reward"]
+    return adapter({"completion": completion, **row}, *options)["reward"]
 
 
 # regex
@@ -52,7 +53,7 @@ def test_no_pattern_or_a_broken_one_raises_so_that_the_sample_fails(pattern):
 
 
 def test_endless_backtracking_is_a_time_out_and_not_a_hang(monkeypatch):
-    monkeypatch.setattr(regex, "SECONDS", 0.1)
+    monkeypatch.setattr("async_grpo.rewards.builtin.text.SECONDS", 0.1)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="takes more than"):
         reward(regex, "a" * 40 + "!", "(a+)+")
@@ -118,37 +119,37 @@ def test_overlong_is_equation_13_of_dapo(max_tokens, cache_tokens):
             expected = ((max_tokens - cache_tokens) - num_tokens) / cache_tokens
         else:
             expected = -1.0
-        assert length.overlong(num_tokens, max_tokens, cache_tokens) == expected
+        assert overlong(num_tokens, max_tokens, cache_tokens) == expected
 
 
 def test_cosine_goes_from_r_0_to_r_L_and_is_r_e_at_the_end():
     for right, at_zero, at_max in ((True, 2.0, 1.0), (False, -10.0, 0.0)):
-        curve = [length.cosine(num_tokens, 1000, right) for num_tokens in range(1000)]
+        curve = [cosine(num_tokens, 1000, right) for num_tokens in range(1000)]
         assert curve[0] == at_zero and curve[999] == pytest.approx(at_max, abs=1e-4)
         assert curve[500] == pytest.approx((at_zero + at_max) / 2) and curve[250] == pytest.approx(
             at_max + (at_zero - at_max) * (1 + math.sqrt(0.5)) / 2
         )
         assert curve == sorted(curve, reverse=right)
-        assert length.cosine(1000, 1000, right) == length.cosine(5000, 1000, right) == -10.0
+        assert cosine(1000, 1000, right) == cosine(5000, 1000, right) == -10.0
 
 
 def test_the_length_is_counted_in_tokens_and_the_judge_says_what_is_right():
     row = {"completion_token_ids": [1] * 50, "completion": r"\boxed{27}", "answer": "27"}
-    assert length.score(row, "cosine", 100, 20) == {"reward": 1.5, "num_tokens": 50.0, "right": 1.0}
-    wrong = length.score(row | {"answer": "26"}, "cosine", 100, 20, "mathd")
+    assert length(row, "cosine", 100, 20) == {"reward": 1.5, "num_tokens": 50.0, "right": 1.0}
+    wrong = length(row | {"answer": "26"}, "cosine", 100, 20, "mathd")
     assert (wrong["reward"], wrong["right"]) == (-5.0, 0.0)
     task = {"completion": "so</think> <answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27}
-    assert length.score(row | task, "cosine", 100, 20, "countdown")["right"] == 1.0  # though not well formed
-    assert length.score(row, "overlong", 60, 20)["reward"] == -0.5
+    assert length(row | task, "cosine", 100, 20, "countdown")["right"] == 1.0  # though not well formed
+    assert length(row, "overlong", 60, 20)["reward"] == -0.5
 
 
 def test_impossible_options_and_rows_that_the_judge_cannot_judge_raise():
     row = {"completion_token_ids": [1], "completion": "x"}
     for options in (("linear",), ("overlong", 10, 20), ("overlong", 10, 0), ("cosine", 10, 5, "os")):
         with pytest.raises(ValueError, match="needs a schedule"):
-            length.score(row, *options)
+            length(row, *options)
     with pytest.raises(ValueError, match="answer"):
-        length.score(row, "cosine", 10, 5)
+        length(row, "cosine", 10, 5)
 
 
 # majority
@@ -167,7 +168,7 @@ def member(text: str | None, status: str = "ok", answer: str | None = None) -> d
 
 
 def rewards(group: list[dict]) -> list[float | None]:
-    return [change and change["reward"] for change in majority.post_process_scores(group)]
+    return [change and change["reward"] for change in mathd.post_process_scores(group)]
 
 
 def test_those_who_say_what_most_say_earn_the_reward():
@@ -230,7 +231,7 @@ def test_the_true_reward_and_the_share_of_the_majority_are_logged_beside_it():
         answer["extra"]["share"] == pytest.approx(2 / 3) and answer["extra"]["voted"] == 1.0
         for answer in final
     )
-    assert "true_reward" not in majority.score({"completion": "x"})
+    assert "true_reward" not in mathd.score_vote({"completion": "x"})
 
 
 # json_schema
@@ -279,15 +280,17 @@ def test_only_strict_json_that_fits_the_schema_is_worth_anything(text, expected,
 
 
 def test_the_schema_of_the_row_goes_before_the_option_and_its_draft_is_respected():
-    assert reward(json_schema, "1", {"type": "string"}, schema={"type": "integer"}) == 1.0
-    assert reward(json_schema, "1", '{"type": "string"}') == 0.0
+    assert reward(json_schema.score, "1", {"type": "string"}, schema={"type": "integer"}) == 1.0
+    assert reward(json_schema.score, "1", '{"type": "string"}') == 0.0
     draft = {"items": [{"type": "integer"}], "additionalItems": False}  # two keywords that are gone since
     assert (
-        reward(json_schema, "[1, 2]", schema=draft | {"$schema": "http://json-schema.org/draft-07/schema#"})
+        reward(
+            json_schema.score, "[1, 2]", schema=draft | {"$schema": "http://json-schema.org/draft-07/schema#"}
+        )
         == 0.0
     )
     with pytest.raises(ValueError, match="no JSON schema"):
-        reward(json_schema, "[1, 2]", schema=draft)
+        reward(json_schema.score, "[1, 2]", schema=draft)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,7 @@ def test_the_schema_of_the_row_goes_before_the_option_and_its_draft_is_respected
 )
 def test_what_is_no_schema_raises_so_that_the_sample_fails(schema):
     with pytest.raises(ValueError, match="schema"):
-        reward(json_schema, '{"a": "("}', schema=schema)
+        reward(json_schema.score, '{"a": "("}', schema=schema)
 
 
 def test_a_reference_into_the_network_is_not_followed():
@@ -303,11 +306,14 @@ def test_a_reference_into_the_network_is_not_followed():
         server.settimeout(0.3)
         schema = {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"}
         with pytest.raises(ValueError, match="refers to what is not in it"):
-            reward(json_schema, "1", schema=schema)
+            reward(json_schema.score, "1", schema=schema)
         with pytest.raises(TimeoutError):
             server.accept()
     inside = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}
-    assert reward(json_schema, "1", schema=inside) == 1.0 and reward(json_schema, '"1"', schema=inside) == 0.0
+    assert (
+        reward(json_schema.score, "1", schema=inside) == 1.0
+        and reward(json_schema.score, '"1"', schema=inside) == 0.0
+    )
 
 
 def test_a_value_too_deep_for_a_recursive_schema_is_no_right_one():
@@ -320,7 +326,7 @@ def test_a_value_too_deep_for_a_recursive_schema_is_no_right_one():
 def test_a_pattern_in_the_schema_that_does_not_end_is_a_time_out(monkeypatch):
     monkeypatch.setattr(json_schema, "SECONDS", 0.1)
     with pytest.raises(TimeoutError):
-        reward(json_schema, json.dumps("a" * 40 + "!"), schema={"pattern": "^(a+)+$"})
+        reward(json_schema.score, json.dumps("a" * 40 + "!"), schema={"pattern": "^(a+)+$"})
 
 
 values = st.recursive(
@@ -344,10 +350,10 @@ def test_what_python_writes_is_read_back(value):
 @given(st.text(alphabet='[]{}",:0123456789.eE+-\\ntrufalsN "', max_size=60) | st.text(max_size=40))
 @settings(max_examples=500, deadline=None)
 def test_no_text_raises(text):
-    assert reward(json_schema, text, True) in (0.0, 1.0)
+    assert reward(json_schema.score, text, True) in (0.0, 1.0)
 
 
-@pytest.mark.parametrize("adapter", [regex, json_schema])
+@pytest.mark.parametrize("adapter", [regex, json_schema.score])
 def test_outside_the_main_thread_it_raises_instead_of_hanging(adapter):
     caught: list[BaseException] = []
 

@@ -26,8 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.result import read_answer
-from async_grpo.rewards.adapter.traits import is_judge
 from async_grpo.rewards.http.endpoint import (
     BadReply,
     JudgeError,
