@@ -24,7 +24,8 @@ from ray.cluster_utils import Cluster
 
 from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
-from async_grpo.rewards.http.limits import CATCH_UP_FACTOR, Limits
+from async_grpo.rewards.http.endpoint import Limits
+from async_grpo.rewards.http.rate_limiter import CATCH_UP_FACTOR
 
 NODES, PROCESSES = 2, 4
 MAX_TOKENS = 200

@@ -24,7 +24,7 @@ from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.delay_estimator import DelayEstimator
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
 
 NAMESPACE, NAME = "async-grpo-traffic", "traffic"

@@ -16,7 +16,7 @@ from async_grpo.options.fields import (
 )
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
 from async_grpo.rewards.combine import MODES, Combination
-from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.isolation.spawn import named_environment
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 

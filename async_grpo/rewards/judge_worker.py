@@ -7,8 +7,7 @@ from typing import Any
 
 from async_grpo.rewards.adapter.decorators import JUDGE_CAPACITY
 from async_grpo.rewards.adapter.result import describe, failure, read_answer
-from async_grpo.rewards.http.deadline import Deadline, after
-from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, JudgeTimeout
+from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, JudgeTimeout, after
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.judges.idle_sleep import IdleSleep

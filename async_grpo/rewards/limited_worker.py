@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.verifier_worker import QUEUE_S, GroupWorker
 from async_grpo.types import AdapterResult, RewardStatus

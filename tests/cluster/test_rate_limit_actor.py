@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.limits import CATCH_UP_FACTOR, Limits
+from async_grpo.rewards.http.endpoint import Limits
+from async_grpo.rewards.http.rate_limiter import CATCH_UP_FACTOR
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster.actors import zero_cpu_actor  # noqa: E402 - after the check that ray is there

@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.http.endpoint import BadReply, JudgeError, JudgeRefused, JudgeUnavailable
+from async_grpo.rewards.http.endpoint import BadReply, JudgeError, JudgeRefused, JudgeUnavailable, Limits
 from async_grpo.rewards.http.http_client import EndpointClient
-from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judges import GenerativeRM, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.server import JudgeServer

@@ -15,7 +15,7 @@ from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, res
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache
-from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.limited_worker import LimitedWorker
 from async_grpo.rewards.middleware import COST, CallMiddleware, most_it_costs

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.limits import CATCH_UP_FACTOR, CATCH_UP_S, Limits, Meter
-from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.http.endpoint import Limits
+from async_grpo.rewards.http.rate_limiter import CATCH_UP_FACTOR, CATCH_UP_S, Limiter, Meter
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

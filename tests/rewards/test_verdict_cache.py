@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.cache.file import APPLICATION_ID, ENTRY_OVERHEAD_BYTES, STORAGE_ERRORS, CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache, key_of, version_of, version_of_judge
-from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.judges import HTTPScorer
 
 ROOT = Path(__file__).resolve().parents[2]

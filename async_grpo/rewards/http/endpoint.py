@@ -1,4 +1,4 @@
-"""`Endpoint`: where a remote judge answers and how patiently it is asked; and the errors of asking it.
+"""`Endpoint`: where a remote judge answers, within which `Limits`, until which `Deadline`; and the errors of asking it.
 
     JudgeError (RuntimeError)
     |- JudgeTimeout (TimeoutError)   the deadline passed, in the queue for a permit or on the wire
@@ -9,17 +9,23 @@
 No error, and no text of one, holds the API key.
 """
 
+import contextlib
 import math
 import os
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from urllib.parse import urlsplit
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.rewards.http.limits import Limits
+
+WINDOW_S = 60.0
 
 
 class JudgeError(AsyncGrpoError, RuntimeError):
-    """A remote judge gave no usable answer."""
+    """A remote judge gave no usable answer. `spent`: what the call has cost by then (`judge_tokens`, `judge_cost`)."""
+
+    spent: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed
 
 
 class JudgeTimeout(JudgeError, TimeoutError):
@@ -39,8 +45,98 @@ class JudgeRefused(JudgeError):
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What one key allows; None is no limit.
+
+    Args:
+        concurrency: permits out at the same time.
+        requests_per_minute, tokens_per_minute: spread evenly over the minute.
+        burst_s: after a lull (or a late timer) so many seconds' worth may start at once, and at least one call.
+        slack_s: the longest time that may pass between a permit and the start of its call.
+
+    Raises:
+        ConfigurationError: a limit that would let nothing through, or is no number.
+    """
+
+    concurrency: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    burst_s: float = 0.05
+    slack_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        slots = self.concurrency
+        if slots is not None and (slots != int(slots) or slots < 1):
+            raise ConfigurationError(f"concurrency must be 1 or more, or None for no limit: {slots}")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ConfigurationError(f"{name} must be above 0 and finite, or None for no limit: {rate}")
+        if not (0 <= self.burst_s < WINDOW_S and 0 <= self.slack_s < WINDOW_S):
+            raise ConfigurationError(
+                f"burst_s and slack_s must lie in [0, {WINDOW_S:g}) seconds: {self.burst_s}, {self.slack_s}"
+            )
+
+    def over(self, others: "Limits") -> "Limits":
+        """These, and the others where these say nothing.
+
+        >>> Limits(concurrency=8).over(Limits(concurrency=2, requests_per_minute=60)).requests_per_minute
+        60
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            others, **{name: value for name, value in given.items() if value != getattr(Limits, name)}
+        )
+
+
+class Deadline:
+    """A moment of `time.monotonic`, put off by every wait in a queue but never beyond `latest`.
+
+    Requests of one call that run at once share it: it stands still as long as any of them waits for its turn.
+    """
+
+    def __init__(self, at: float, latest: float | None = None) -> None:
+        self._at, self.latest = at, at if latest is None else latest
+        self._waiting, self._since, self._queue_s = 0, 0.0, 0.0
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that it was put off so far."""
+        return self._queue_s + (time.monotonic() - self._since if self._waiting else 0.0)
+
+    @property
+    def at(self) -> float:
+        """The moment, as it stands now."""
+        return min(self._at + self.queue_s, self.latest)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; negative afterwards."""
+        return self.at - time.monotonic()
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """What is inside is a wait in a queue."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._queue_s += time.monotonic() - self._since
+
+
+def after(timeout_s: float, queue_s: float = math.inf) -> Deadline:
+    """In so many seconds, put off by as many at most."""
+    now = time.monotonic()
+    return Deadline(now + timeout_s, now + timeout_s + queue_s)
+
+
+@dataclass(frozen=True)
 class Endpoint:
-    """SharedRunSettings of one remote judge. They hold the name of the key's variable, never the key.
+    """Settings of one remote judge. They hold the name of the key's variable, never the key.
 
     Args:
         urls: of equal replicas, http or https, up to where `EndpointClient.post`'s path begins.
@@ -66,9 +162,7 @@ class Endpoint:
     max_body_bytes: int = 4 * 2**20
     hedge_quantile: float | None = None
     breaker_failures: int = 5
-    breaker_reset_s: float = (
-        2.0  # longer, and a server that comes back within a time-out would be asked too late
-    )
+    breaker_reset_s: float = 2.0  # longer, and a server that is back within a time-out is asked too late
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
 
@@ -100,13 +194,10 @@ class Endpoint:
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env, "").strip()
-        if not key:
+        if not key or not (key.isascii() and key.isprintable()):
             raise ConfigurationError(
-                f"the judge at {', '.join(self.urls)} needs its key in the environment variable {self.api_key_env}"
-            )
-        if not (key.isascii() and key.isprintable()):
-            raise ConfigurationError(
-                f"the key in {self.api_key_env} holds characters that no header can carry"
+                f"the judge at {', '.join(self.urls)} needs its key, in plain characters, in the environment "
+                f"variable {self.api_key_env}"
             )
         return key
 
@@ -114,7 +205,6 @@ class Endpoint:
 def check_url(url: str) -> None:
     """Raise ConfigurationError for what is no plain http(s) address.
 
-    >>> check_url("http://judge:8000/v1")
     >>> check_url("ftp://judge/v1")
     Traceback (most recent call last):
     ...

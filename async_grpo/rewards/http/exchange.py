@@ -1,8 +1,7 @@
 """`Exchange`: one HTTP request and its reply, where every way to fail is a `RequestFailed` with the name of its kind.
 
 The library is aiohttp: it knows when a connection holds data that no request asked for (`should_close`), which httpx
-0.28 does not tell, so that such a connection would give the next sample the reply to another one. What aiohttp leaves
-to its callers stands here: a bound on the decompressed size, strict JSON, and a key that no message shows.
+0.28 does not tell, so that such a connection would give the next sample the reply to another one.
 """
 
 import asyncio
@@ -14,15 +13,16 @@ import time
 import urllib.request
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from async_grpo.rewards.http.endpoint import BadReply, JudgeUnavailable
+from async_grpo.rewards.http.endpoint import JudgeUnavailable
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
-COME_LATER = (425, 429)  # 425 Too Early (RFC 8470), 429 Too Many Requests (RFC 6585)
+# 425 Too Early (RFC 8470), 429 Too Many Requests (RFC 6585)
+OUTCOME_OF_STATUS = {200: "ok", 408: "timeout", 425: "429", 429: "429"}
 ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0
 EXCERPT_CHARACTERS = 200
 HEADERS = {
@@ -42,7 +42,7 @@ class RequestFailed(Exception):
         worked: whether the server may have done the work all the same, and used tokens.
     """
 
-    def __init__(self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = False) -> None:
+    def __init__(self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = True) -> None:
         super().__init__(message)
         self.outcome, self.pause_s, self.worked = outcome, pause_s, worked
 
@@ -67,32 +67,31 @@ class Exchange:
             RequestFailed: anything else came, or nothing within `allowed_s`.
             JudgeUnavailable: `close` was called.
         """
-        shown, began = url.partition("?")[0], False
+        shown, began, body = url.partition("?")[0], False, b""
         if self._closed:
             raise JudgeUnavailable(f"{shown}: the client was closed")
+        request = self._connections().post(url, data=content, allow_redirects=False, proxy=_proxy_for(url))
         try:
-            async with (
-                asyncio.timeout(allowed_s),
-                self._connections().post(
-                    url, data=content, allow_redirects=False, proxy=_proxy_for(url)
-                ) as response,
-            ):
+            async with asyncio.timeout(allowed_s), request as response:
                 began = True
                 if response.status != 200:
                     raise await self._failure_of(response, shown)
-                body = await _body_of(response, self._max_body_bytes)
-            return self._json_object(body)
+                body = await self._body_of(response, self._max_body_bytes)
+            return json_object(body)
         except TimeoutError:
-            message = f"{shown} did not answer within {allowed_s:.3g} s"
-            raise self._failed("timeout", message, worked=True) from None
-        except BadReply as error:
-            raise self._failed("bad_reply", f"{shown}: {error}", worked=True) from None
+            raise RequestFailed("timeout", f"{shown} did not answer within {allowed_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             what = "the reply breaks off: " if began else ""
-            worked = began or isinstance(
-                error, aiohttp.ClientResponseError
-            )  # the latter: something was replied
-            raise self._failed("connection", f"{shown}: {what}{_cause(error)}", worked=worked) from None
+            # aiohttp does not say what the operating system calls it ("connection refused")
+            number = getattr(error, "errno", None)
+            name = f"{os.strerror(number).lower()}: " if number is not None and number > 0 else ""
+            text = self._excerpt(f"{name}{type(error).__name__}: {error}".encode())
+            # A ClientResponseError: something was replied
+            worked = began or isinstance(error, aiohttp.ClientResponseError)
+            raise RequestFailed("connection", f"{shown}: {what}{text}", worked=worked) from None
+        except ValueError as error:
+            said = f": {self._excerpt(body)}" if body else ""
+            raise RequestFailed("bad_reply", f"{shown}: {error}{said}") from None
 
     async def close(self) -> None:
         """Close all connections; requests in flight fail."""
@@ -106,43 +105,54 @@ class Exchange:
                 connector=_Connector(limit=0),
                 headers={**HEADERS, "Authorization": f"Bearer {self._key}"} if self._key else HEADERS,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=None
-                ),  # one per read lets a slow loris live
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # `post` has one for all of it
             )
         return self._session
 
     async def _failure_of(self, response: aiohttp.ClientResponse, shown: str) -> RequestFailed:
         """What a status other than 200 means, with the beginning of what the server says about it."""
-        status, outcome = response.status, outcome_of(response.status)
+        status = response.status
         if 300 <= status < 400:
-            target = _host(response.headers.get("location", ""))
-            return self._failed(
-                outcome, f"{shown} redirects to {target} (status {status}), which is not followed"
-            )
-        pause_s = retry_after_s(response.headers.get("retry-after")) if outcome in ("429", "5xx") else 0.0
+            host = ""  # the rest of the address may hold what is not for a log
+            with contextlib.suppress(ValueError):
+                host = urlsplit(response.headers.get("location", "")).hostname or ""
+            to = self._excerpt(host.encode()) or "another path of itself"
+            message = f"{shown} redirects to {to} (status {status}), which is not followed"
+            return RequestFailed("refused", message, worked=False)
+        other = "5xx" if status >= 500 else "bad_reply" if status < 300 else "refused"
+        outcome = OUTCOME_OF_STATUS.get(status, other)
         said = b""
-        with contextlib.suppress(TimeoutError, BadReply, aiohttp.ClientError):
+        with contextlib.suppress(TimeoutError, ValueError, aiohttp.ClientError):
             async with asyncio.timeout(ERROR_BODY_S):
-                said = await _body_of(response, ERROR_BODY_BYTES)
-        message = f"{shown} replied with status {status}: {excerpt(self._censored(said))}"
-        return self._failed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
+                said = await self._body_of(response, ERROR_BODY_BYTES)
+        message = f"{shown} replied with status {status}: {self._excerpt(said)}"
+        pause_s = retry_after_s(response.headers.get("retry-after")) if outcome in ("429", "5xx") else 0.0
+        return RequestFailed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
 
-    def _json_object(self, body: bytes) -> dict[str, Any]:
-        try:
-            return json_object(body)
-        except BadReply as error:
-            raise BadReply(f"{error}: {excerpt(self._censored(body))}") from None
+    async def _body_of(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+        """The body; aiohttp decompresses a chunk at a time, so that no more than this and one chunk is held.
 
-    def _failed(
-        self, outcome: str, message: str, pause_s: float = 0.0, worked: bool = False
-    ) -> RequestFailed:
-        message = message.replace(self._key, "***") if self._key else message
-        return RequestFailed(outcome, message, pause_s, worked)
+        Raises:
+            ValueError: it is larger, or encoded in a way that was not asked for.
+        """
+        encoding = response.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", "deflate"):
+            raise ValueError(
+                f"the reply is encoded in a way that was not asked for: {self._excerpt(encoding.encode())}"
+            )
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk[: max_bytes + 1 - len(body)]
+            if len(body) > max_bytes:
+                raise ValueError(f"the reply is larger than {max_bytes} bytes")
+        return bytes(body)
 
-    def _censored(self, text: bytes) -> bytes:
-        """Before an excerpt is cut out of it, which could leave half of the key."""
-        return text.replace(self._key.encode(), b"***") if self._key else text
+    def _excerpt(self, said: bytes) -> str:
+        """The beginning, fit for a message. The key is gone before anything is cut, which could leave half of it."""
+        said = said.replace(self._key.encode(), b"***") if self._key else said
+        text = said[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
+        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + " ..."
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -156,126 +166,56 @@ class _Connector(aiohttp.TCPConnector):
             connection.close()
 
 
-def outcome_of(status: int) -> str:
-    """The kind of reply: `ok`, `429`, `5xx`, `timeout` (all three worth a retry), `bad_reply` or `refused`.
-
-    >>> [outcome_of(status) for status in (200, 429, 425, 503, 408, 204, 302, 404)]
-    ['ok', '429', '429', '5xx', 'timeout', 'bad_reply', 'refused', 'refused']
-    """
-    if status == 200:
-        return "ok"
-    if status in COME_LATER:
-        return "429"
-    if status >= 500:
-        return "5xx"
-    if status == 408:
-        return "timeout"
-    return "bad_reply" if status < 300 else "refused"
-
-
 def retry_after_s(value: str | None, now: float | None = None) -> float:
     """Seconds that a `Retry-After` header asks for (RFC 9110, 10.2.3): a number or a date; 0 if it says nothing.
 
     Args:
-        value: the header, None if there was none.
         now: Unix time; of this moment if None.
 
     >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
     (120.0, 30.0, 0.0)
     """
-    if not value:
-        return 0.0
     try:
-        seconds = float(value)
+        seconds = float(value or 0.0)
     except ValueError:
-        seconds = _seconds_until(value, time.time() if now is None else now)
-    return max(seconds, 0.0) if not math.isnan(seconds) else 0.0
-
-
-def _seconds_until(date: str, now: float) -> float:
-    try:
-        moment = parsedate_to_datetime(date)
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        return moment.timestamp() - now
-    except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
-        return 0.0
-
-
-async def _body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The decompressed body; aiohttp decompresses a chunk at a time, so that no more than this and one chunk is held."""
-    encoding = response.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("identity", "gzip", "deflate"):
-        raise BadReply(f"the reply is encoded as {encoding[:40]!r}, which was not asked for")
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk[: max_bytes + 1 - len(body)]
-        if len(body) > max_bytes:
-            raise BadReply(f"the reply is larger than {max_bytes} bytes")
-    return bytes(body)
-
-
-def _cause(error: Exception) -> str:
-    """The error in words, with what the operating system calls it ("connection refused"): aiohttp leaves that out."""
-    number, text = getattr(error, "errno", None), excerpt(f"{type(error).__name__}: {error}".encode())
-    name = os.strerror(number).lower() if number is not None and number > 0 else ""
-    return text if not name or name in text.lower() else f"{name} ({text})"
+        try:
+            moment = parsedate_to_datetime(value or "")
+            moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+            seconds = moment.timestamp() - (time.time() if now is None else now)
+        except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
+            return 0.0
+    return seconds if seconds > 0 else 0.0  # also of a NaN
 
 
 def _proxy_for(url: str) -> str | None:
     """The environment's proxy for the address; aiohttp would read it in a thread for each request, and .netrc with it."""
     parts = urlsplit(url)
-    return (
-        None if urllib.request.proxy_bypass(parts.netloc) else urllib.request.getproxies().get(parts.scheme)
-    )
-
-
-def _host(location: str) -> str:
-    """The host that a `Location` header names: the rest may hold what is not for a log."""
-    try:
-        return excerpt((urlsplit(location).hostname or "another path of itself").encode())
-    except ValueError:
-        return "an impossible address"
+    bypassed = urllib.request.proxy_bypass(parts.netloc)
+    return None if bypassed else urllib.request.getproxies().get(parts.scheme)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`, every number finite.
 
-    >>> json_object(b'{"score": 0.5}')
-    {'score': 0.5}
     >>> json_object(b'{"score": NaN}')
     Traceback (most recent call last):
     ...
-    async_grpo.rewards.http.endpoint.BadReply: the reply is no JSON: NaN is no number
+    ValueError: the reply is no JSON: it holds a number that is not finite
 
     Raises:
-        BadReply: it holds something else.
+        ValueError: it holds something else.
     """
     try:
-        value = json.loads(body, parse_constant=_refuse, parse_float=_finite)
+        value = json.loads(body, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # also: not UTF-8, 5000 digits, 100000 brackets
-        raise BadReply(f"the reply is no JSON: {error}") from None
+        raise ValueError(f"the reply is no JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadReply(f"the reply is no JSON object but a {type(value).__name__}")
+        raise ValueError(f"the reply is no JSON object but a {type(value).__name__}")
     return value
-
-
-def excerpt(body: bytes) -> str:
-    """The beginning, fit for a message.
-
-    >>> excerpt(b"<html>\\n\\x00hello")
-    '<html> hello'
-    """
-    text = body[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + " ..."
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"{digits[:40]} is not finite")
+        raise ValueError("it holds a number that is not finite")
     return number

@@ -10,21 +10,19 @@ that asked to be left alone, by the deadline's `latest`, for such a wait puts it
 """
 
 import asyncio
-import contextlib
 import json
-import logging
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
-from async_grpo.rewards.http.deadline import Deadline
 from async_grpo.rewards.http.endpoint import (
     BadReply,
+    Deadline,
     Endpoint,
     JudgeError,
     JudgeRefused,
@@ -33,17 +31,12 @@ from async_grpo.rewards.http.endpoint import (
 )
 from async_grpo.rewards.http.exchange import OUTCOMES, Exchange, RequestFailed
 from async_grpo.rewards.http.rate_limiter import RateLimiter
-from async_grpo.rewards.http.replicas import Latencies, Lease, Replicas, first_answer
+from async_grpo.rewards.http.replicas import Replica, Replicas, first_answer, quantile
 
-HEALTHY = {
-    "ok": True,
-    "429": True,
-    "refused": True,
-    "cancelled": None,
-}  # the others are failures of the replica
+HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}  # others are failures of the replica
 BAD_REPLIES = 2  # of one call: a third one would be bad, too
+ENOUGH, REMEMBERED = 20, 500  # latencies before a quantile of them means anything, and at most
 UsedTokens = Callable[[dict[str, Any]], float | None]  # None: the reply does not say
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,28 +54,23 @@ class _Call:
     bad_replies: int = 0
     last_failure: str = ""
 
+    def is_worth_another(self, error: BaseException) -> bool:
+        return (
+            isinstance(error, RequestFailed) and error.outcome != "refused" and self.bad_replies < BAD_REPLIES
+        )
+
     def used(self, reply: dict[str, Any]) -> float | None:
         """The tokens that the reply says it took; None (the estimate stands) if it says nothing sensible."""
-        if self.used_tokens is None:
-            return None
         try:
-            said = self.used_tokens(reply)
+            said = self.used_tokens(reply) if self.used_tokens else None
             used = math.nan if said is None else float(said)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            log.debug("a reply without a count of its tokens: %r", error)
+        except (LookupError, TypeError, ValueError, AttributeError):
             return None
         return used if 0 <= used < math.inf else None
 
-    def so_far(self) -> str:
-        """For the message of a wait that came to nothing: what failed before it."""
-        return f"; before that: {self.last_failure}" if self.last_failure else ""
-
-
-@dataclass
-class _Permit:
-    """What to say at its release: 0 tokens if no request was sent, None if the estimate stands."""
-
-    used_tokens: float | None = 0.0
+    def too_late(self, what: str) -> JudgeTimeout:
+        before = f"; before that: {self.last_failure}" if self.last_failure else ""
+        return JudgeTimeout(f"{what}{before}")
 
 
 class EndpointClient:
@@ -99,12 +87,11 @@ class EndpointClient:
 
     def __init__(self, name: str, endpoint: Endpoint, rate_limiter: RateLimiter) -> None:
         self.name, self._endpoint, self._rate_limiter = name, endpoint, rate_limiter
-        self.key = (
-            f"{name} at {', '.join(sorted(endpoint.urls))}"  # two runs may each have a judge of that name
-        )
+        # Two runs may each have a judge of that name
+        self.key = f"{name} at {', '.join(sorted(endpoint.urls))}"
         self._exchange = Exchange(endpoint.api_key(), endpoint.max_body_bytes)
         self._replicas = Replicas(endpoint.urls, endpoint.breaker_failures, endpoint.breaker_reset_s)
-        self._latencies = Latencies()
+        self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self._requests = self._retries = self._hedges = 0
 
@@ -142,12 +129,15 @@ class EndpointClient:
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
-        call = _Call(path, content, tokens, lane or phase, Deadline.of(deadline), used_tokens, unanswered)
+        until = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
+        call = _Call(path, content, tokens, lane or phase, until, used_tokens, unanswered)
         retrying = self._retrying(call)
         try:
             return await retrying(self._ask, call)
         except RequestFailed as failure:
             raise self._error(failure, retrying.statistics["attempt_number"], call) from None
+        except (JudgeTimeout, JudgeUnavailable) as error:
+            raise type(error)(f"{self.name}: {error}") from None
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start: `requests` that were sent = the sum of `outcomes` + `in_flight`; `retries`; `hedges`.
@@ -160,8 +150,8 @@ class EndpointClient:
             "retries": self._retries,
             "hedges": self._hedges,
             "outcomes": dict(self._outcomes),
-            "latency_p50_s": self._latencies.quantile(0.5, enough=1),
-            "latency_p95_s": self._latencies.quantile(0.95, enough=1),
+            "latency_p50_s": quantile(self._latencies, 0.5, enough=1),
+            "latency_p95_s": quantile(self._latencies, 0.95, enough=1),
             "breakers": self._replicas.states(),
             "breakers_opened": self._replicas.num_opened,
             "in_flight": self._requests - sum(self._outcomes.values()),
@@ -182,11 +172,10 @@ class EndpointClient:
         def count(_: RetryCallState) -> None:
             self._retries += 1
 
+        longest_s = self._endpoint.backoff_max_s
         return AsyncRetrying(
-            retry=retry_if_exception(lambda error: _is_worth_another(error, call)),
-            wait=wait_random_exponential(
-                multiplier=self._endpoint.backoff_s, max=self._endpoint.backoff_max_s
-            ),
+            retry=retry_if_exception(call.is_worth_another),
+            wait=wait_random_exponential(multiplier=self._endpoint.backoff_s, max=longest_s),
             stop=is_over,
             before_sleep=count,
             reraise=True,
@@ -195,7 +184,7 @@ class EndpointClient:
     async def _ask(self, call: _Call) -> dict[str, Any]:
         """One attempt, with a rival if it is slow."""
         share = self._endpoint.hedge_quantile
-        patience_s = self._latencies.quantile(share) if share is not None else None
+        patience_s = quantile(self._latencies, share, ENOUGH) if share is not None else None
         try:
             if patience_s is None:
                 return await self._request(call)
@@ -210,90 +199,82 @@ class EndpointClient:
     async def _request(self, call: _Call, sent: asyncio.Future[str] | None = None) -> dict[str, Any]:
         """One request to the best replica, as soon as there is one, and a permit."""
         while True:
-            try:
-                lease = await self._replicas.ready(call.deadline)
-            except JudgeUnavailable as error:
-                raise JudgeUnavailable(f"{self.name}: {error}") from None
-            try:
-                async with self._permit(call) as permit:
-                    lease = lease or self._replicas.take(call.tried)
-                    if lease:  # else all went out of service while we waited
-                        if sent:
-                            sent.set_result(lease.replica.url)
-                        return await self._send(call, lease, permit)
-            finally:
-                if lease:
-                    self._replicas.settle(lease, None)
+            await self._replicas.ready(call.deadline)
+            reply = await self._permitted(call, sent=sent)
+            if reply is not None:  # else all went out of service while we waited
+                return reply
 
     async def _rival(self, call: _Call, url: str) -> dict[str, Any]:
         """The same request to another replica than `url`; a failure if there is none."""
-        if self._replicas.has_other(url):
-            async with self._permit(call) as permit:
-                if lease := self._replicas.take(call.tried, never=url):
-                    self._hedges += 1
-                    return await self._send(call, lease, permit)
-        raise RequestFailed("cancelled", "no other replica is in service")
+        reply = await self._permitted(call, never=url) if self._replicas.usable(never=url) else None
+        if reply is None:
+            raise RequestFailed("cancelled", "no other replica is in service")
+        return reply
 
-    @contextlib.asynccontextmanager
-    async def _permit(self, call: _Call) -> AsyncIterator[_Permit]:
+    async def _permitted(
+        self, call: _Call, *, never: str | None = None, sent: asyncio.Future[str] | None = None
+    ) -> dict[str, Any] | None:
+        """The reply to a request that has a permit; None if no replica may be asked when that comes."""
         try:
             with call.deadline.put_off():
-                async with asyncio.timeout(call.deadline.most_s):
-                    number = await self._rate_limiter.acquire(
+                async with asyncio.timeout(call.deadline.latest - time.monotonic()):
+                    permit = await self._rate_limiter.acquire(
                         self.key, self._endpoint.limits, tokens=call.tokens, phase=call.phase
                     )
         except TimeoutError:
-            why = f"no permit for a request before the deadline{call.so_far()}"
-            raise JudgeTimeout(f"{self.name}: {why}") from None
-        permit = _Permit()
+            raise call.too_late("no permit for a request before the deadline") from None
+        used: float | None = 0.0
+        answered = True  # as long as nothing is sent
         try:
-            if (
-                call.deadline.left_s <= 0
-            ):  # it came in the last moment: a request would only be counted, not sent
-                why = f"a permit for a request came only with the deadline{call.so_far()}"
-                raise JudgeTimeout(f"{self.name}: {why}")
-            yield permit
-        finally:
-            await self._rate_limiter.release(self.key, number, used_tokens=permit.used_tokens)
-
-    async def _send(self, call: _Call, lease: Lease, permit: _Permit) -> dict[str, Any]:
-        """Count, time and settle one exchange."""
-        left_s = call.deadline.left_s
-        # A probe must leave its call the time for another request, should the replica still be silent
-        allowed_s = min(self._endpoint.timeout_s, left_s / 2 if lease.probe else left_s)
-        started, outcome, why, hurried = time.monotonic(), "cancelled", "", False
-        worked = True  # for all that is known of a request that is cancelled
-        self._requests += 1
-        call.tried.add(lease.replica.url)
-        permit.used_tokens = None
-        try:
-            reply = await self._exchange.post(lease.replica.url + call.path, call.content, allowed_s)
-            outcome, worked = "ok", False
-            self._latencies.add(time.monotonic() - started)
-            permit.used_tokens = call.used(reply)
+            if call.deadline.left_s <= 0:  # the request would only be counted, not sent
+                raise call.too_late("a permit for a request came only with the deadline")
+            if (replica := self._replicas.take(call.tried, never)) is None:
+                return None
+            if sent:
+                sent.set_result(replica.url)
+            self._hedges += never is not None
+            used, answered = None, False  # for all that is known of a request that is cancelled
+            reply = await self._send(call, replica)
+            answered = True
+            used = call.used(reply)
             return reply
         except RequestFailed as failure:
-            outcome, why, worked = failure.outcome, str(failure), failure.worked
-            self._replicas.pause(lease.replica, failure.pause_s)
-            permit.used_tokens = None if worked else 0.0
-            usual_s = self._latencies.quantile(0.95) or 0.0
+            if not failure.worked:
+                used, answered = 0.0, True
+            raise
+        finally:
+            if not answered and call.unanswered:
+                call.unanswered()
+            await self._rate_limiter.release(self.key, permit, used_tokens=used)
+
+    async def _send(self, call: _Call, replica: Replica) -> dict[str, Any]:
+        """Count, time and settle one exchange."""
+        probe, left_s = replica.probing, call.deadline.left_s
+        # A probe must leave its call the time for another request, should the replica still be silent
+        allowed_s = min(self._endpoint.timeout_s, left_s / 2 if probe else left_s)
+        started, outcome, why, hurried = time.monotonic(), "cancelled", "", False
+        self._requests += 1
+        call.tried.add(replica.url)
+        try:
+            reply = await self._exchange.post(replica.url + call.path, call.content, allowed_s)
+            outcome = "ok"
+            self._latencies.append(time.monotonic() - started)
+            return reply
+        except RequestFailed as failure:
+            outcome, why = failure.outcome, str(failure)
+            self._replicas.pause(replica, failure.pause_s)
+            # A request whose permit came late had less time than others need: no fault of the replica
+            usual_s = quantile(self._latencies, 0.95, ENOUGH) or 0.0
             hurried = outcome == "timeout" and allowed_s < min(self._endpoint.timeout_s, usual_s)
             raise
         finally:
             self._outcomes[outcome] += 1
-            if worked and call.unanswered:
-                call.unanswered()
-            # A request whose permit came late had less time than others need: no fault of the replica.
-            self._replicas.settle(lease, None if hurried else HEALTHY.get(outcome, False), why)
+            self._replicas.settle(replica, probe, None if hurried else HEALTHY.get(outcome, False), why)
 
     def _error(self, failure: RequestFailed, attempts: int, call: _Call) -> JudgeError:
-        late = attempts < self._endpoint.attempts and _is_worth_another(failure, call)
+        late = attempts < self._endpoint.attempts and call.is_worth_another(failure)
         timeout = JudgeTimeout if late else JudgeUnavailable
         kinds = {"refused": JudgeRefused, "bad_reply": BadReply, "timeout": timeout}
         why = ", and the deadline leaves no time for another" if late else ""
         message = f"{self.name}: {failure} (attempt {attempts} of {self._endpoint.attempts}{why})"
         return kinds.get(failure.outcome, JudgeUnavailable)(message)
-
-
-def _is_worth_another(error: BaseException, call: _Call) -> bool:
-    return isinstance(error, RequestFailed) and error.outcome != "refused" and call.bad_replies < BAD_REPLIES

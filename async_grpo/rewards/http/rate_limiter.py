@@ -13,25 +13,27 @@ What holds for one key, over all its callers, as long as a call starts within `s
   time is caught up that was lost to late timers or busy slots, 1.1 times that.
 
 Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
-
 The price of the first promise is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are
-taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at once.
+taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at once. Calls start
+first come, first served within a phase; phases that wait take turns, whatever their backlogs.
 
 Of the libraries that were looked at, aiolimiter is a bucket in one process, and pyrate-limiter counts what starts, over
 processes too: neither couples a slot with two rates, corrects an estimate afterwards, or lets two phases take turns.
-
-Order: first come, first served within a phase; phases that wait take turns, whatever their backlogs.
 """
 
 import asyncio
 import itertools
 import math
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.limits import Limits, Meter, Start
+from async_grpo.rewards.http.endpoint import WINDOW_S, Limits
+
+ROUNDING = 1e-9  # of sums of token counts that are no integers
+CATCH_UP_FACTOR = 1.1  # how much faster than the rate lost time is caught up,
+CATCH_UP_S = 5.0  # and how much of it
 
 
 class RateLimiter(Protocol):
@@ -66,7 +68,9 @@ class Limiter:
         """
         if not 0 <= tokens < math.inf:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
-        queue = self._queue(key, limits)
+        if (queue := self._queues.get(key)) is None:
+            queue = self._queues[key] = _Queue(limits, self._resumed)
+        queue.set(key, limits)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         queue.append(phase, turn, float(tokens))
         try:
@@ -81,17 +85,12 @@ class Limiter:
         Raises:
             ValueError: the permit is not out: never given, or released already; a senseless `used_tokens`.
         """
-        queue = self._holding(key, permit)
         if used_tokens is not None and not 0 <= used_tokens < math.inf:
             raise ValueError(f"permit {permit} of {key!r} cannot have used {used_tokens} tokens")
-        queue.release(permit, used_tokens)
+        self._holding(key, permit).release(permit, used_tokens)
 
     def refund(self, key: str, permit: int) -> None:
-        """The permit was not used: as if it had never been given.
-
-        Raises:
-            ValueError: it is not out.
-        """
+        """The permit was not used: as if it had never been given. Raises ValueError if it is not out."""
         self._holding(key, permit).refund(permit)
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -104,62 +103,46 @@ class Limiter:
             raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
         return queue
 
-    def _queue(self, key: str, limits: Limits) -> "_Queue":
-        queue = self._queues.get(key)
-        if queue is None:
-            queue = self._queues[key] = _Queue(limits, self._resumed)
-        elif queue.limits != limits:
-            if queue.in_use:
-                raise ConfigurationError(
-                    f"{key!r} is in use under {queue.limits}: it cannot also have {limits}. Give both the same "
-                    "limits, or the endpoint another name"
-                )
-            queue.set(limits)
-        return queue
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    tokens: float
-    since: float
-
 
 class _Queue:
     """The calls of one key: those that wait, by phase, and those that are out."""
 
     def __init__(self, limits: Limits, resumed: bool) -> None:
         self._requests, self._tokens = Meter(resumed=resumed), Meter(resumed=resumed)
-        self._phases: dict[str, OrderedDict[asyncio.Future[int], _Wait]] = {}  # the next phase is the first
+        # By phase, the next one first: each turn's tokens, and since when it waits
+        self._phases: dict[str, dict[asyncio.Future[int], tuple[float, float]]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._granted = 0
+        self._limits: Limits | None = None
         self.permits: dict[int, tuple[Start, Start]] = {}
-        self.set(limits)
 
-    def set(self, limits: Limits) -> None:
-        self.limits = limits
+    def set(self, key: str, limits: Limits) -> None:
+        """Raises ConfigurationError if the key is in use under others."""
+        if limits == self._limits:
+            return
+        if self.permits or any(self._phases.values()):
+            raise ConfigurationError(
+                f"{key!r} is in use under {self._limits}: it cannot also have {limits}. Give both the same "
+                "limits, or the endpoint another name"
+            )
+        self._limits, self._slots = limits, limits.concurrency or math.inf
         self._requests.set(limits.requests_per_minute, limits.burst_s, limits.slack_s)
         self._tokens.set(limits.tokens_per_minute, limits.burst_s, limits.slack_s)
 
-    @property
-    def in_use(self) -> bool:
-        return bool(self.permits) or any(self._phases.values())
-
     def append(self, phase: str, turn: asyncio.Future[int], tokens: float) -> None:
-        self._phases.setdefault(phase, OrderedDict())[turn] = _Wait(tokens, _now())
+        self._phases.setdefault(phase, {})[turn] = tokens, _now()
         self._grant()
 
     def withdraw(self, phase: str, turn: asyncio.Future[int]) -> None:
-        if turn in self._phases[phase]:
-            del self._phases[phase][turn]
-        elif turn.done() and not turn.cancelled():  # granted, and its caller never heard of it
+        waited = self._phases[phase].pop(turn, None)
+        if waited is None and turn.done() and not turn.cancelled():  # granted: its caller never heard of it
             self.refund(turn.result())
         self._grant()
 
     def refund(self, permit: int) -> None:
-        request, tokens = self.permits.pop(permit)
-        self._requests.cancel(request, _now())
-        self._tokens.cancel(tokens, _now())
+        for meter, start in zip((self._requests, self._tokens), self.permits.pop(permit), strict=True):
+            meter.correct(start, 0.0, _now(), refunded=True)
         self._granted -= 1
         self._grant()
 
@@ -178,10 +161,10 @@ class _Queue:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        while (phase := self._next_phase()) and len(self.permits) < (self.limits.concurrency or math.inf):
-            turn, wait = next(iter(self._phases[phase].items()))
+        while (phase := self._next_phase()) and len(self.permits) < self._slots:
+            turn, (tokens, since) = next(iter(self._phases[phase].items()))
             now = _now()
-            may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(wait.tokens, now))
+            may_start = max(self._requests.may_start(1.0, now), self._tokens.may_start(tokens, now))
             if may_start > now:  # no other overtakes the first in line, however small
                 self._timer = asyncio.get_running_loop().call_at(may_start, self._grant)
                 return
@@ -189,8 +172,8 @@ class _Queue:
             self._phases[phase] = self._phases.pop(phase)
             permit = next(self._ids)
             self.permits[permit] = (
-                self._requests.start(1.0, now, wait.since),
-                self._tokens.start(wait.tokens, now, wait.since),
+                self._requests.start(1.0, now, since),
+                self._tokens.start(tokens, now, since),
             )
             self._granted += 1
             turn.set_result(permit)
@@ -202,6 +185,97 @@ class _Queue:
                     return phase
                 del turns[turn]  # cancelled, and its caller has not yet been told: it cannot take a permit
         return None
+
+
+@dataclass(slots=True)
+class Start:
+    """A call that started, and its cost (1 of requests, or tokens)."""
+
+    at: float
+    cost: float
+
+
+class Meter:
+    """One rate, for a caller that asks `may_start` and then calls `start` in the same moment. Moments are seconds.
+
+    The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
+    The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371): each call moves a virtual clock on by
+    cost / rate, and that clock may run `burst_s` ahead. The first in line waits for what came before it, and what comes
+    after it waits for its cost, so that a call larger than a burst waits no longer than any other.
+
+    Time that is lost while somebody waits (a late timer, a permit that was handed back) would be lost for good, a per
+    cent here and there on a busy machine: it is caught up, at no more than `CATCH_UP_FACTOR` times the rate.
+
+    Args:
+        resumed: what started before is not known: begin with an interval and no burst.
+
+    >>> meter = Meter()
+    >>> meter.set(60, burst_s=0, slack_s=0)
+    >>> started = meter.start(3, now=100.0)
+    >>> meter.may_start(1, now=100.0)  # 3 of 60 per minute were started at once
+    103.0
+    >>> meter.correct(started, 1, now=100.0)  # it cost 1
+    >>> meter.may_start(1, now=100.0)
+    101.0
+    """
+
+    def __init__(self, *, resumed: bool = False) -> None:
+        self._starts: deque[Start] = deque()
+        self._total = 0.0  # cost of `_starts`
+        self._resumed = resumed
+        self._clock = -math.inf  # when all that has started would be over at an even pace,
+        self._hasty_clock = -math.inf  # and at the highest one
+
+    def set(self, per_minute: float | None, burst_s: float, slack_s: float) -> None:
+        """From now on this limit (None: no limit), with the past as it was."""
+        self._limit = math.inf if per_minute is None else per_minute
+        self._burst_s, self._window_s = burst_s, WINDOW_S + slack_s
+        self._rate = self._limit / self._window_s  # per second
+
+    def may_start(self, cost: float, now: float) -> float:
+        """The first moment at which a call of `cost` may start, if nothing else does before."""
+        self._forget(now)
+        if self._resumed:
+            self._resumed, self._clock = False, now + self._burst_s + 1.0 / self._rate
+        moment = max(self._clock, self._hasty_clock) - self._burst_s
+        excess = self._total + cost - self._limit
+        for start in self._starts:
+            if excess <= ROUNDING:
+                break
+            excess -= start.cost
+            moment = max(moment, start.at + self._window_s)
+        return moment
+
+    def start(self, cost: float, now: float, since: float | None = None) -> Start:
+        """Record that a call starts now that has waited `since` then (None: it did not)."""
+        start = Start(now, cost)
+        self._starts.append(start)
+        self._total += cost
+        idle_until = max(now if since is None else since, now - CATCH_UP_S)
+        self._clock = max(idle_until, self._clock) + cost / self._rate
+        self._hasty_clock = max(now, self._hasty_clock) + cost / self._rate / CATCH_UP_FACTOR
+        return start
+
+    def correct(self, start: Start, cost: float, now: float, *, refunded: bool = False) -> None:
+        """That call was of another cost. What it lacked is waited for from now on; what it did not use is free.
+
+        Args:
+            refunded: it did not start; the time that has passed since is not for others to start in all at once.
+        """
+        self._forget(now)
+        more, start.cost = cost - start.cost, cost
+        if start.at + self._window_s > now:
+            self._total += more
+        more /= self._rate
+        self._clock = max(self._clock, now if more > 0 else -math.inf) + more
+        hasty = min(0.0, more / CATCH_UP_FACTOR + now - start.at) if refunded else more / CATCH_UP_FACTOR
+        self._hasty_clock = max(now, max(now, self._hasty_clock) + hasty)
+
+    def _forget(self, now: float) -> None:
+        while self._starts and self._starts[0].at + self._window_s <= now:
+            self._total -= self._starts.popleft().cost
+        if not self._starts:
+            self._total = 0.0  # no rounding error outlives a pause
 
 
 def _now() -> float:

@@ -5,10 +5,10 @@
 Without a `url` it is asked where the run says: `--judge-urls`, or the servers of `--judge-model`.
 
     LLMJudge           a language model writes a score              llm, judge_prompts, judge_replies
-    GenerativeRM       the same, or the probability of its "Yes"    generative
-    RewardModelJudge   a discriminative reward model of vLLM        reward_model
+    GenerativeRM       the same, or the probability of its "Yes"    reward_models
+    RewardModelJudge   a discriminative reward model of vLLM        reward_models
     HTTPScorer         whatever speaks our JSON protocol            http_scorer
-    JudgeServer        starts vLLM for the first three              server (import it from there), server_supervisor
+    JudgeServer        starts vLLM for the first three              server (import it from there)
 
 A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
 balancing are its client's business (`async_grpo.rewards.http.http_client`). A call either gives an answer or raises; no
@@ -18,14 +18,13 @@ trouble ever becomes a reward of 0.
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from async_grpo.rewards.http.endpoint import Endpoint
-from async_grpo.rewards.judges.generative import GenerativeRM
 from async_grpo.rewards.judges.http_scorer import HTTPScorer
 from async_grpo.rewards.judges.llm import LLMJudge
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses, judge_urls
-from async_grpo.rewards.judges.reward_model import RewardModelJudge
+from async_grpo.rewards.judges.reward_models import GenerativeRM, RewardModelJudge
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 

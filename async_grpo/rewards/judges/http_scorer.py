@@ -36,7 +36,7 @@ from async_grpo.rewards.judges.remote_judge import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 
@@ -74,7 +74,7 @@ class HTTPScorer(RemoteJudge):
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer (see `contract`) for one sample; `deadline` is for the client.
+        """The answer for one sample; `deadline` is for the client.
 
         Raises:
             ConfigurationError: the sample lacks a column, or its images are none.

@@ -4,10 +4,8 @@ import json
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
@@ -19,9 +17,9 @@ MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 # than an answer ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
 MAX_BRACES = 32  # of a reply in search of its JSON object: each may be read to the end in vain
-_THOUGHT = re.compile(
-    r"\A\s*(?:<think>)?.*</think>", re.DOTALL
-)  # its beginning may stand in the chat template
+# A thought's beginning may stand in the chat template; and the verdict may stand in a block of code
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?.*</think>", re.DOTALL)
+_CODE_BLOCK = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
 
 
 class Unreadable(ValueError):
@@ -46,29 +44,22 @@ def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return choices
 
 
-def text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a finished reply. Raises Unreadable if there is none, or if it is not whole."""
+def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
+    """The text of a finished reply, or with `cut_off` of one that was cut off at max_tokens.
+
+    Raises Unreadable if there is none, or if it is not whole by its `finish_reason`. A server that has no such field
+    cannot be checked; null says that the reply goes on.
+    """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
-    check_finished(choice)
+    reason = choice.get("finish_reason", "stop")
+    if reason == "length" and not cut_off:
+        raise Unreadable(f"the reply was cut off at max_tokens: {quote(text)}")
+    if reason not in FINISHED | {"length"}:
+        raise Unreadable(f"the reply is not whole, its finish_reason is {quote(reason)}: {quote(text)}")
     if not isinstance(text, str):
         raise Unreadable(f"the reply holds no text: {quote(choice)}")
     return text
-
-
-def check_finished(choice: Mapping[str, Any], *also: str) -> None:
-    """Raise Unreadable unless the reply is whole by its `finish_reason`, or that is one of `also`.
-
-    A server that has no such field cannot be checked; null says that the reply goes on.
-    """
-    reason = choice.get("finish_reason", "stop")
-    if reason in FINISHED or reason in also:
-        return
-    message = choice.get("message")
-    text = quote(message.get("content") if isinstance(message, dict) else None)
-    if reason == "length":
-        raise Unreadable(f"the reply was cut off at max_tokens: {text}")
-    raise Unreadable(f"the reply is not whole, its finish_reason is {quote(reason)}: {text}")
 
 
 def by_pattern(text: str, pattern: str) -> Vote:
@@ -101,34 +92,29 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
 
     try:
         verdict = _json_of(text)
-        _validator(json.dumps(schema)).validate(verdict)
+        jsonschema.Draft202012Validator(dict(schema)).validate(verdict)
     except jsonschema.ValidationError as error:
-        raise Unreadable(
-            f"the reply breaks the schema ({error.message[:MAX_QUOTE]}): {quote(text)}"
-        ) from error
+        why = error.message[:MAX_QUOTE]
+        raise Unreadable(f"the reply breaks the schema ({why}): {quote(text)}") from error
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
-    numbers = {
-        str(name): float(value)
-        for name, value in (verdict.items() if isinstance(verdict, dict) else ())
-        if fits(value)
-    }
+    found = verdict if isinstance(verdict, dict) else {}
+    numbers = {str(name): float(value) for name, value in found.items() if fits(value)}
     if score_key not in numbers:
         raise Unreadable(f"the reply has no number {score_key!r}: {quote(text)}")
     return Vote(numbers.pop(score_key), numbers)
 
 
-def check_pattern(pattern: str) -> None:
-    """Raise ConfigurationError unless it is a regular expression with one group."""
+def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str) -> None:
+    """Raise ConfigurationError unless it is a regular expression with one group, or a JSON schema of objects that hold
+    the score."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
         raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
     require(groups == 1, f"pattern={pattern!r} has {groups} groups: the score must be the only one")
-
-
-def check_schema(schema: Mapping[str, Any], score_key: str) -> None:
-    """Raise ConfigurationError unless it is a JSON schema of objects that hold the score."""
+    if schema is None:
+        return
     import jsonschema
 
     try:
@@ -144,7 +130,9 @@ def check_schema(schema: Mapping[str, Any], score_key: str) -> None:
 
 def _json_of(text: str) -> Any:
     """The JSON value that a reply is, or the only JSON object in it. Raises ValueError where it is not clear which."""
-    text = _without_code_block(_THOUGHT.sub("", text))
+    text = _THOUGHT.sub("", text).strip()
+    if block := _CODE_BLOCK.fullmatch(text):
+        text = block[1].strip()
     if text.startswith("<think>"):
         raise ValueError("the thought never ends")
     try:
@@ -160,29 +148,9 @@ def _json_of(text: str) -> Any:
             except ValueError:
                 end = start + 1
             start = text.find("{", end)
-        if (
-            len(objects) != 1 or start >= 0
-        ):  # the completion may have been quoted: which of them is the verdict?
+        if len(objects) != 1 or start >= 0:  # the completion may have been quoted: which is the verdict?
             raise
         return objects[0]
-
-
-def _without_code_block(text: str) -> str:
-    """
-    >>> _without_code_block('```json\\n{"score": 1}\\n```')
-    '\\n{"score": 1}\\n'
-    """
-    text = text.strip()
-    if not (len(text) >= 6 and text.startswith("```") and text.endswith("```")):
-        return text
-    return text[3:-3].removeprefix("json")
-
-
-@lru_cache(maxsize=16)
-def _validator(schema: str) -> Any:
-    import jsonschema
-
-    return jsonschema.Draft202012Validator(json.loads(schema))
 
 
 def yes_probability(
@@ -199,19 +167,15 @@ def yes_probability(
     (0.75, 0.8)
     """
     try:
-        top = [
-            (str(one["token"]), math.exp(one["logprob"]))
-            for one in choice["logprobs"]["content"][0]["top_logprobs"]
-        ]
+        shown = choice["logprobs"]["content"][0]["top_logprobs"]
+        top = [(str(one["token"]), math.exp(one["logprob"])) for one in shown]
     except (KeyError, IndexError, TypeError, OverflowError) as error:
         raise Unreadable(f"the reply holds no top_logprobs: {quote(choice)}") from error
     p_yes, p_no = (sum(p for token, p in top if token.strip().casefold() in words) for words in (yes, no))
     mass = p_yes + p_no
     if not 0.0 < mass <= 1.001:
-        likeliest = ", ".join(repr(token) for token, _ in top[:5])
-        raise Unreadable(
-            f"the tokens {[*yes, *no]} hold {mass:g} of the probability; the top is {likeliest[:MAX_QUOTE]}"
-        )
+        likeliest = ", ".join(repr(token) for token, _ in top[:5])[:MAX_QUOTE]
+        raise Unreadable(f"the tokens {[*yes, *no]} hold {mass:g} of the probability; the top is {likeliest}")
     return p_yes / mass, mass
 
 
@@ -225,21 +189,10 @@ def quote(value: Any) -> str:
     return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
 
 
-def majority(scores: Sequence[float]) -> float:
-    """The score of most votes; of several such, their mean.
-
-    >>> majority([1.0, 5.0, 5.0]), majority([1.0, 5.0])
-    (5.0, 3.0)
-    """
-    counts = Counter(scores)
-    most = max(counts.values())
-    return statistics.fmean(score for score, count in counts.items() if count == most)
-
-
 AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "median": statistics.median,
-    "majority": majority,
+    "majority": lambda scores: statistics.fmean(statistics.multimode(scores)),
 }
 
 
@@ -261,13 +214,3 @@ def verdict(
         values = [vote.extra[name] for vote in votes if name in vote.extra]
         answer.setdefault(f"judge_{name}", statistics.fmean(values))
     return answer
-
-
-def too_few(num_votes: int, asked: int, needed: int, reasons: Sequence[str]) -> str:
-    """Why there is no verdict.
-
-    >>> too_few(1, 5, 3, ["no number", "no number", "cut off"])
-    '1 of 5 votes could be read, 3 are needed: no number; cut off'
-    """
-    counted = f"{num_votes} of {asked} votes could be read, {needed} are needed: " if asked > 1 else ""
-    return counted + "; ".join(list(dict.fromkeys(reasons))[:2])

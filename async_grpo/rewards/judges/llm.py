@@ -4,7 +4,7 @@
     LLMJudge(url=..., model=..., votes=5, aggregate="median", temperature=0.7)
     LLMJudge(url=..., model=..., json_schema={...}, score_key="score", scale=(1, 5))
 
-Any server that speaks OpenAI's chat completions will do. The completion is data: see `prompts` for what keeps it
+Any server that speaks OpenAI's chat completions will do. The completion is data: see `judge_prompts` for what keeps it
 from posing as instructions.
 """
 
@@ -21,23 +21,15 @@ from async_grpo.rewards.judges.judge_replies import (
     Vote,
     by_pattern,
     by_schema,
-    check_pattern,
-    check_schema,
+    check_reading,
     choices_of,
     text_of,
-    too_few,
     verdict,
 )
-from async_grpo.rewards.judges.remote_judge import (
-    CHARACTERS_PER_TOKEN,
-    RemoteJudge,
-    Usage,
-    require,
-    with_spending,
-)
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, Usage, require
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 
@@ -123,9 +115,36 @@ class LLMJudge(RemoteJudge):
             self._template.shows_the_policy,
             "the template shows no {completion}: every score would be the same",
         )
-        self._check_reading()
-        self._check_votes()
-        self._check_request()
+        low, high = self.scale
+        require(
+            -math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best) with worst < best"
+        )
+        check_reading(self.pattern, self.json_schema, self.score_key)
+        require(1 <= self.votes <= MAX_VOTES, f"votes={self.votes} is not in 1..{MAX_VOTES}")
+        require(
+            self.votes == 1 or self.temperature != 0,
+            f"votes={self.votes} at temperature=0 are one vote many times: use a temperature such as 0.7",
+        )
+        require(
+            self.min_votes is None or 1 <= self.min_votes <= self.votes,
+            f"min_votes={self.min_votes} is not in 1..votes={self.votes}",
+        )
+        require(
+            self.aggregate in AGGREGATES,
+            f"aggregate={self.aggregate!r} is unknown: choose of {', '.join(AGGREGATES)}",
+        )
+        taken = sorted({*OURS, self.max_tokens_name} & set(self.extra_body))
+        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
+        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply")
+        require(
+            self.temperature is None or 0 <= self.temperature < math.inf,
+            f"temperature={self.temperature} is negative",
+        )
+        prices = self.price_per_million_tokens
+        require(
+            prices is None or (len(prices) == 2 and all(0 <= price < math.inf for price in prices)),
+            f"price_per_million_tokens={prices} is not (prompt, completion)",
+        )
 
     def default_path(self) -> str:
         """OpenAI's, for base URLs with and without their /v1."""
@@ -139,7 +158,7 @@ class LLMJudge(RemoteJudge):
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer (see `contract`) for one sample; `deadline` is for the client.
+        """The answer for one sample; `deadline` is for the client.
 
         Raises:
             ConfigurationError: the template names a column that the sample does not have.
@@ -149,34 +168,38 @@ class LLMJudge(RemoteJudge):
 
         votes: list[Vote] = []
         lost: list[JudgeError] = []
-        unread: list[str] = []
-        usage, wanted = Usage(), self.votes
+        usage, wanted, unread = Usage(), self.votes, [""]
         for _ in range(ROUNDS):
-            per_request = wanted if self.one_request else 1
-            bodies = [
-                self._body(sample, per_request) for _ in range(wanted // per_request)
-            ]  # each with a new key
-            asked = [self._ask(body, per_request, usage, client, phase, deadline) for body in bodies]
+            count = wanted if self.one_request else 1
+            bodies = [self._body(sample, count) for _ in range(wanted // count)]  # each with a new key
+            asked = [self._ask(body, count, usage, client, phase, deadline) for body in bodies]
             unread = []
             for reply in await asyncio.gather(*asked):
                 if isinstance(reply, JudgeError):
                     lost.append(reply)
                 else:
-                    self._read(reply, per_request, votes, unread)
+                    self._read(reply, count, votes, unread)
             wanted = len(unread)
             if not wanted:
                 break
-        needed = self.min_votes or self.votes // 2 + 1
-        if len(votes) < needed:
-            error = lost[0] if lost else BadReply(too_few(len(votes), self.votes, needed, unread))
-            raise with_spending(error, usage.extras(self.price_per_million_tokens))
-        answer = verdict(votes, self.aggregate, self.scale, self.votes)
-        return answer | usage.extras(self.price_per_million_tokens)
+        needed, spent = self.min_votes or self.votes // 2 + 1, usage.extras(self.price_per_million_tokens)
+        if len(votes) >= needed:
+            return verdict(votes, self.aggregate, self.scale, self.votes) | spent
+        reasons = "; ".join(list(dict.fromkeys(unread))[:2])
+        if self.votes > 1:
+            reasons = f"{len(votes)} of {self.votes} votes could be read, {needed} are needed: {reasons}"
+        error = lost[0] if lost else BadReply(reasons)
+        error.spent = spent
+        raise error
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
         """(prompt, completion) tokens that a call takes if every reply is as long as it may be, and can be read."""
-        prompt = _characters(self._body(sample, 1)) / CHARACTERS_PER_TOKEN
-        return prompt * (1 if self.one_request else self.votes), float(self.max_tokens * self.votes)
+        prompt, completion = self._tokens(self._body(sample, 1), self.votes)
+        return prompt * (1 if self.one_request else self.votes), completion
+
+    def _tokens(self, body: Mapping[str, Any], count: int) -> tuple[float, float]:
+        characters = sum(len(message["content"]) for message in body["messages"])
+        return characters / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
 
     async def _ask(
         self,
@@ -188,7 +211,7 @@ class LLMJudge(RemoteJudge):
         deadline: "Deadline | float",
     ) -> dict[str, Any] | JudgeError:
         """One reply with `count` choices, or why there is none: the other requests are not its fault."""
-        tokens = _characters(body) / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
+        tokens = self._tokens(body, count)
         try:
             return await usage.post(client, self.path, body, tokens, phase=phase, deadline=deadline)
         except JudgeError as error:
@@ -239,45 +262,3 @@ class LLMJudge(RemoteJudge):
         if not low <= vote.score <= high:
             raise Unreadable(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
         return vote
-
-    def _check_reading(self) -> None:
-        low, high = self.scale
-        require(
-            -math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best) with worst < best"
-        )
-        check_pattern(self.pattern)
-        if self.json_schema is not None:
-            check_schema(self.json_schema, self.score_key)
-
-    def _check_votes(self) -> None:
-        require(1 <= self.votes <= MAX_VOTES, f"votes={self.votes} is not in 1..{MAX_VOTES}")
-        require(
-            self.votes == 1 or self.temperature != 0,
-            f"votes={self.votes} at temperature=0 are one vote many times: use a temperature such as 0.7",
-        )
-        require(
-            self.min_votes is None or 1 <= self.min_votes <= self.votes,
-            f"min_votes={self.min_votes} is not in 1..votes={self.votes}",
-        )
-        require(
-            self.aggregate in AGGREGATES,
-            f"aggregate={self.aggregate!r} is unknown: choose of {', '.join(AGGREGATES)}",
-        )
-
-    def _check_request(self) -> None:
-        taken = sorted({*OURS, self.max_tokens_name} & set(self.extra_body))
-        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
-        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply")
-        require(
-            self.temperature is None or 0 <= self.temperature < math.inf,
-            f"temperature={self.temperature} is negative",
-        )
-        prices = self.price_per_million_tokens
-        require(
-            prices is None or (len(prices) == 2 and all(0 <= price < math.inf for price in prices)),
-            f"price_per_million_tokens={prices} is not (prompt, completion)",
-        )
-
-
-def _characters(body: Mapping[str, Any]) -> int:
-    return sum(len(message["content"]) for message in body["messages"])

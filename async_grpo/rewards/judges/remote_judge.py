@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.result import is_finite_number
-from async_grpo.rewards.http.endpoint import Endpoint, JudgeError
-from async_grpo.rewards.http.limits import Limits
+from async_grpo.rewards.http.endpoint import Endpoint, Limits
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.http_client import EndpointClient
@@ -43,12 +42,9 @@ class JudgeAddresses:
 
         Lists that are empty are read from the environment, with a warning, for one release.
         """
-        given = {
-            "JUDGE_URLS": ("judge-urls", judge_urls),
-            "HTTP_SCORER_URLS": ("http-scorer-urls", scorer_urls),
-        }
         found = []
-        for variable, (option, text) in given.items():
+        for option, text in (("judge-urls", judge_urls), ("http-scorer-urls", scorer_urls)):
+            variable = option.upper().replace("-", "_")
             if not text and (text := os.environ.get(variable, "")):
                 log.warning(
                     "%s in the environment is not read after this release: give --%s", variable, option
@@ -57,11 +53,7 @@ class JudgeAddresses:
         return cls(found[0], found[1] or (SCORER_URL,), **known)
 
     def give(self, adapter: Any) -> Any:
-        """The adapter, with an address if it is a judge that has none.
-
-        Raises:
-            ConfigurationError: there is none for it.
-        """
+        """The adapter, with an address if it is a judge that has none. Raises ConfigurationError if none is known."""
         if not isinstance(adapter, RemoteJudge) or adapter.url is not None:
             return adapter
         return replace(adapter, url=adapter.run_urls(self))
@@ -100,8 +92,7 @@ class RemoteJudge:
 
     def __post_init__(self) -> None:
         if self.url is not None:
-            urls = (self.url,) if isinstance(self.url, str) else tuple(self.url)
-            object.__setattr__(self, "url", self.url if isinstance(self.url, str) else urls)
+            object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
             object.__setattr__(self, "path", self.path or self.default_path())
         require(not self.path or self.path.startswith("/"), f"path={self.path!r} must begin with a slash")
         try:
@@ -128,23 +119,13 @@ class RemoteJudge:
         raise NotImplementedError
 
     def endpoint(self) -> Endpoint:
-        """Where the judge's requests go, for the client that sends them.
-
-        Raises:
-            ConfigurationError: it has no `url`, and no run has given it one.
-        """
+        """Where the judge's requests go. Raises ConfigurationError if it has no `url`, and no run has given it one."""
         return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
 
     def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
-        return Endpoint(
-            urls=urls,
-            limits=self.limits,
-            api_key_env=self.api_key_env,
-            timeout_s=self.timeout_s,
-            attempts=self.attempts,
-            hedge_quantile=self.hedge_quantile,
-            **self.endpoint_options,
-        )
+        shared = ("limits", "api_key_env", "timeout_s", "attempts", "hedge_quantile")
+        settings = {name: getattr(self, name) for name in shared}
+        return Endpoint(urls=urls, **settings, **self.endpoint_options)
 
 
 def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
@@ -181,24 +162,24 @@ class Usage:
         **asked: Any,
     ) -> dict[str, Any]:
         """`client.post`, and note what it takes; `tokens`: (prompt, completion) at most, also of an unanswered request."""
-        prompt, completion = tokens
-
-        def unanswered() -> None:
-            self.prompt_tokens += prompt
-            self.completion_tokens += completion
-            self.total_tokens += prompt + completion
-
         reply = await client.post(
-            path, body, tokens=prompt + completion, used_tokens=total_tokens, unanswered=unanswered, **asked
+            path,
+            body,
+            tokens=sum(tokens),
+            used_tokens=lambda reply: _tokens(reply, "total_tokens"),
+            unanswered=lambda: self._add(*tokens, sum(tokens)),
+            **asked,
         )
-        total = total_tokens(reply)
-        if total is None:
-            self.known = False
-        else:
-            self.total_tokens += total
-            self.prompt_tokens += _count(reply["usage"].get("prompt_tokens")) or 0.0
-            self.completion_tokens += _count(reply["usage"].get("completion_tokens")) or 0.0
+        total = _tokens(reply, "total_tokens")
+        self.known = self.known and total is not None
+        prompt, completion = _tokens(reply, "prompt_tokens"), _tokens(reply, "completion_tokens")
+        self._add(prompt or 0.0, completion or 0.0, total or 0.0)
         return reply
+
+    def _add(self, prompt: float, completion: float, total: float) -> None:
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        self.total_tokens += total
 
     def extras(self, price_per_million_tokens: tuple[float, float] | None) -> dict[str, float]:
         """`judge_tokens` and, with a price for (prompt, completion), `judge_cost`; nothing if a reply left it out."""
@@ -207,29 +188,19 @@ class Usage:
         extras = {"judge_tokens": self.total_tokens}
         if price_per_million_tokens is not None:
             price_in, price_out = price_per_million_tokens
-            cost = self.prompt_tokens * price_in + self.completion_tokens * price_out
-            extras["judge_cost"] = cost / 1e6
+            extras["judge_cost"] = (self.prompt_tokens * price_in + self.completion_tokens * price_out) / 1e6
         return extras
 
 
-def total_tokens(reply: Mapping[str, Any]) -> float | None:
-    """`usage.total_tokens` of a reply, None if it is not said.
+def _tokens(reply: Mapping[str, Any], name: str) -> float | None:
+    """Of a reply's `usage`, None if it is not said.
 
-    >>> total_tokens({"usage": {"total_tokens": 12}}), total_tokens({"usage": None})
+    >>> _tokens({"usage": {"total_tokens": 12}}, "total_tokens"), _tokens({"usage": None}, "total_tokens")
     (12.0, None)
     """
     usage = reply.get("usage")
-    return _count(usage.get("total_tokens")) if isinstance(usage, dict) else None
-
-
-def _count(value: Any) -> float | None:
+    value: Any = usage.get(name) if isinstance(usage, dict) else None
     return float(value) if fits(value) and value >= 0 else None
-
-
-def with_spending(error: JudgeError, extras: Mapping[str, float]) -> JudgeError:
-    """The error with what the call has cost by then as `spent`: a budget must count failed calls, too."""
-    error.spent = dict(extras)  # type: ignore[attr-defined]
-    return error
 
 
 def fits(value: Any) -> bool:

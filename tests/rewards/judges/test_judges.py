@@ -34,14 +34,14 @@ from async_grpo.rewards.http.endpoint import (
     JudgeRefused,
     JudgeTimeout,
     JudgeUnavailable,
+    Limits,
 )
 from async_grpo.rewards.http.http_client import EndpointClient
-from async_grpo.rewards.http.limits import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, Judge, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template, harmless
-from async_grpo.rewards.judges.reward_model import conversation
+from async_grpo.rewards.judges.reward_models import conversation
 from async_grpo.rewards.pool import VerifierPool
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,4 +1,4 @@
-"""`RewardModelJudge`: a discriminative reward model behind vLLM's /classify or /pooling."""
+"""`GenerativeRM`: a language model trained to verify; `RewardModelJudge`: a discriminative reward model behind vLLM."""
 
 import math
 from collections.abc import Mapping
@@ -14,22 +14,81 @@ from async_grpo.rewards.judges.judge_prompts import (
     harmless,
     is_conversation,
 )
-from async_grpo.rewards.judges.judge_replies import quote
-from async_grpo.rewards.judges.remote_judge import (
-    CHARACTERS_PER_TOKEN,
-    RemoteJudge,
-    Usage,
-    fits,
-    require,
-    with_spending,
-)
+from async_grpo.rewards.judges.judge_replies import Unreadable, Vote, quote, text_of, yes_probability
+from async_grpo.rewards.judges.llm import LLMJudge
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, Usage, fits, require
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http.deadline import Deadline
+    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 
+SHOWN = "Question:\n{prompt}\n\nResponse:\n{completion}\n\n"
+VERIFY = "Rate how good the response is, from {low} (worst) to {high} (best). End with one line `Score: x`."
+YES_NO = "Is the response correct? Answer with one word, Yes or No."
 FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerativeRM(LLMJudge):
+    """The score that the model writes, as of `LLMJudge`, or with `yes_no` the probability of its Yes.
+
+    The probability is of the reply's first token, p(Yes) / (p(Yes) + p(No)), by the server's `top_logprobs`
+    ("Generative Verifiers", Zhang et al. 2024, take p(Yes) as it is: multiply by the extra `judge_mass` for that).
+    A model that thinks before it answers has no such first token: let it write a score.
+
+    Args:
+        yes_no: the reward is that probability, and no text is read.
+        yes, no: the words; case and spaces around them do not matter.
+        top_logprobs: of how many tokens the server tells; one that is not among them counts as 0.
+        min_mass: the least p(Yes) + p(No): a model below it does not answer the question, and the call fails.
+
+    Extras with `yes_no`: `judge_score` (the probability) and `judge_mass` (p(Yes) + p(No)).
+    """
+
+    yes_no: bool = False
+    yes: tuple[str, ...] = ("yes",)
+    no: tuple[str, ...] = ("no",)
+    top_logprobs: int = 20
+    min_mass: float = 0.5
+
+    def __post_init__(self) -> None:
+        yes, no = (tuple(word.strip().casefold() for word in words) for words in (self.yes, self.no))
+        object.__setattr__(self, "yes", yes)
+        object.__setattr__(self, "no", no)
+        if self.yes_no:
+            object.__setattr__(self, "scale", (0.0, 1.0))
+            object.__setattr__(self, "max_tokens", 1)
+        super().__post_init__()
+        usable = yes and no and all(yes + no) and not set(yes) & set(no)
+        require(bool(usable), f"yes={yes} and no={no} must be words, and different ones")
+        require(self.top_logprobs >= 2, f"top_logprobs={self.top_logprobs} cannot hold both Yes and No")
+        require(0.0 <= self.min_mass <= 1.0, f"min_mass={self.min_mass} is no probability")
+        require(
+            not self.yes_no or (self.votes == 1 and self.json_schema is None),
+            f"yes_no reads a probability: votes={self.votes} and json_schema have no meaning beside it",
+        )
+
+    def default_template(self) -> str:
+        """Used when no template is given."""
+        if self.json_schema is not None and not self.yes_no:
+            return super().default_template()
+        return SHOWN + (YES_NO if self.yes_no else VERIFY)
+
+    def _body(self, sample: Mapping[str, Any], count: int) -> dict[str, Any]:
+        body = super()._body(sample, count)
+        return body | {"logprobs": True, "top_logprobs": self.top_logprobs} if self.yes_no else body
+
+    def _vote(self, choice: Mapping[str, Any]) -> Vote:
+        if not self.yes_no:
+            return super()._vote(choice)
+        text_of(choice, cut_off=True)  # one token was asked for
+        probability, mass = yes_probability(choice, self.yes, self.no)
+        if mass < self.min_mass:
+            raise Unreadable(
+                f"Yes and No hold {mass:.3g} of the probability, less than min_mass={self.min_mass:g}"
+            )
+        return Vote(probability, {"mass": mass})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +97,7 @@ class RewardModelJudge(RemoteJudge):
 
     The server puts the conversation through the model's own chat template: the sample's `messages` (or else
     `prompt` or `input` as one message of the user), then the completion as the assistant's, without its end token.
-    Control tokens within the texts are broken (see `prompts`), so that a completion cannot add a turn.
+    Control tokens within the texts are broken (see `judge_prompts`), so that a completion cannot add a turn.
 
     Args:
         model: the name under which the server knows it.
@@ -82,13 +141,14 @@ class RewardModelJudge(RemoteJudge):
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer (see `contract`) for one sample; `deadline` is for the client.
+        """The answer for one sample; `deadline` is for the client.
 
         Raises:
             ConfigurationError: the sample lacks a column.
             JudgeError: no reply came, or one without a finite number.
         """
-        prices = None if self.price_per_million_tokens is None else (self.price_per_million_tokens, 0.0)
+        price = self.price_per_million_tokens
+        prices = None if price is None else (price, 0.0)
         usage, tokens = Usage(), self.token_estimate(sample)
         try:
             reply = await usage.post(
@@ -96,7 +156,8 @@ class RewardModelJudge(RemoteJudge):
             )
             return {"reward": last_number(reply, FIELDS[self.task])} | usage.extras(prices)
         except JudgeError as error:
-            raise with_spending(error, usage.extras(prices)) from None
+            error.spent = usage.extras(prices)
+            raise
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
         """(prompt, completion) tokens of a call; a reward model writes none."""
