@@ -11,22 +11,29 @@ brings in neither torch nor Ray.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-    from async_grpo.algorithm.aggregation import aggregate_loss
-    from async_grpo.algorithm.kl import kl_penalty
-    from async_grpo.algorithm.losses import POLICY_LOSSES
-    from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
-    from async_grpo.config.run import RunConfig, WorkerConfig
-    from async_grpo.data.reward_registry import REWARD_ADAPTERS, RewardType
-    from async_grpo.errors import AsyncGrpoError, ConfigurationError
-    from async_grpo.experience.batcher import ExperienceBatcher
-    from async_grpo.experience.worker_registry import WorkerRegistry
-    from async_grpo.generation.generation_worker import GenerationWorker
-    from async_grpo.launch.local_run import LocalConfig, run_locally
-    from async_grpo.logprob.logprob_worker import LogprobWorker
-    from async_grpo.rewards.pool import VerifierPool
-    from async_grpo.types import AdapterResult, RewardStatus, Verdict
+if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
+    from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
+    from async_grpo.algorithm.aggregation import aggregate_loss as aggregate_loss
+    from async_grpo.algorithm.kl import kl_penalty as kl_penalty
+    from async_grpo.algorithm.losses import POLICY_LOSSES as POLICY_LOSSES
+    from async_grpo.algorithm.off_policy import importance_weights as importance_weights
+    from async_grpo.algorithm.off_policy import rejection_mask as rejection_mask
+    from async_grpo.config.run import RunConfig as RunConfig
+    from async_grpo.config.run import WorkerConfig as WorkerConfig
+    from async_grpo.data.reward_registry import REWARD_ADAPTERS as REWARD_ADAPTERS
+    from async_grpo.data.reward_registry import RewardType as RewardType
+    from async_grpo.errors import AsyncGrpoError as AsyncGrpoError
+    from async_grpo.errors import ConfigurationError as ConfigurationError
+    from async_grpo.experience.batcher import ExperienceBatcher as ExperienceBatcher
+    from async_grpo.experience.worker_registry import WorkerRegistry as WorkerRegistry
+    from async_grpo.generation.generation_worker import GenerationWorker as GenerationWorker
+    from async_grpo.launch.local_run import LocalConfig as LocalConfig
+    from async_grpo.launch.local_run import run_locally as run_locally
+    from async_grpo.logprob.logprob_worker import LogprobWorker as LogprobWorker
+    from async_grpo.rewards.pool import VerifierPool as VerifierPool
+    from async_grpo.types import AdapterResult as AdapterResult
+    from async_grpo.types import RewardStatus as RewardStatus
+    from async_grpo.types import Verdict as Verdict
 
 __version__ = "0.1.0"
 
@@ -48,31 +55,7 @@ _MODULES = {
     "types": ("AdapterResult", "RewardStatus", "Verdict"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "POLICY_LOSSES",
-    "REWARD_ADAPTERS",
-    "RewardType",
-    "ExperienceBatcher",
-    "GenerationWorker",
-    "LogprobWorker",
-    "VerifierPool",
-    "WorkerRegistry",
-    "aggregate_loss",
-    "importance_weights",
-    "kl_penalty",
-    "rejection_mask",
-    "LocalConfig",
-    "RunConfig",
-    "WorkerConfig",
-    "run_locally",
-    "AdapterResult",
-    "RewardStatus",
-    "Verdict",
-    "AsyncGrpoError",
-    "ConfigurationError",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

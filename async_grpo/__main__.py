@@ -1,39 +1,28 @@
 """The console script `async-grpo`: a whole run, the demo, its parts, and tools, each from one command."""
 
-import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from async_grpo import __version__
-from async_grpo.options.command_line import (
-    PanelledCommand,
-    as_function,
-    normalized,
-    reporting_errors,
-    set_up_logging,
-)
+from async_grpo.data import create_count_down, create_gsm8k
+from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.programs.options_page import foreign_keys
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """Where a command lives: only the one that is called is imported, for some bring in torch.
 
     `config`: the dataclass of its options; a command without one parses its arguments itself.
-    `argument`: the field of it that is given without a dash.
     """
 
     help: str
     module: str
     config: str | None = None
     run: str = "main"
-    argument: str | None = None
 
 
 COMMANDS = {
@@ -56,17 +45,14 @@ COMMANDS = {
     "verify": Command(
         "Try rewards on a file of completions: scores, latencies, failures, disagreements. Exit code 1 if a reward "
         "failed on any row, 2 if the file or an option is wrong.",
-        *("async_grpo.programs.verify", "VerifyConfig", "verify", "file"),
+        *("async_grpo.programs.verify", "VerifyConfig", "verify"),
     ),
     "cache": Command(
         "Show what a verdict cache holds, and prune it.",
-        *("async_grpo.programs.cache", "CacheConfig", "inspect_cache", "path"),
+        *("async_grpo.programs.cache", "CacheConfig", "inspect_cache"),
     ),
     "plot": Command(
         "Draw the metrics of runs, or list them: plot FILE..., plot info FILE.", "async_grpo.programs.plot"
-    ),
-    "data": Command(
-        "Make training data for a tokenizer: data countdown, data gsm8k.", "async_grpo.programs.data"
     ),
 }
 
@@ -74,39 +60,37 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: the program's own), and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    called = COMMANDS.get(arguments[0]) if arguments else None
-    if called and called.config is None:
-        getattr(_imported(called.module), called.run)(arguments[1:], f"async-grpo {arguments[0]}")
+    if arguments and arguments[0] in COMMANDS:
+        _run(arguments[0], arguments[1:])
         return
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
     )
     app.callback()(_options_of_no_command)
     for name, command in COMMANDS.items():
-        app.command(name, help=command.help, cls=PanelledCommand)(
-            _loaded(command, arguments) if command is called else _not_called
-        )
+        app.command(name, help=command.help)(lambda: None)
+    data = typer.Typer(
+        help="Make training data for a tokenizer: data countdown, data gsm8k.", no_args_is_help=True
+    )
+    data.command("countdown")(create_count_down.main)
+    data.command("gsm8k")(create_gsm8k.main)
+    app.add_typer(data, name="data")
     app(args=arguments, prog_name="async-grpo")
 
 
-def _loaded(command: Command, arguments: list[str]) -> Callable[..., None]:
-    """The command as a function for typer; `arguments`, of which it is the first, are put in the one known spelling."""
+def _run(name: str, arguments: list[str]) -> None:
+    command, program = COMMANDS[name], f"async-grpo {name}"
     module = _imported(command.module)
-    config_class, run = getattr(module, str(command.config)), getattr(module, command.run)
+    if command.config is None:
+        getattr(module, command.run)(arguments, program)
+        return
 
-    def put_in_order() -> None:
-        arguments[1:] = normalized(arguments[1:], config_class, {}, foreign_keys)
-
-    reporting_errors(put_in_order)
-
-    def run_with_logging(config: Any) -> None:
+    def run(config: Any) -> None:
         set_up_logging(getattr(config, "logging_level", "INFO"))
-        run(config)
+        getattr(module, command.run)(config)
 
-    function = as_function(config_class, run_with_logging)
-    if command.argument:
-        _give_without_dash(function, command.argument)
-    return function
+    config_class = getattr(module, command.config)
+    run_command(config_class, run, help=command.help, argv=arguments, program=program, foreign=foreign_keys)
 
 
 def _imported(name: str) -> ModuleType:
@@ -124,15 +108,6 @@ def _imported(name: str) -> ModuleType:
         raise SystemExit(f"error: {name} cannot be imported: {cause}: {way_out}") from error
 
 
-def _give_without_dash(function: Callable[..., None], name: str) -> None:
-    signature = inspect.signature(function)
-    parameters = dict(signature.parameters)
-    kind, (given,) = parameters[name].annotation.__origin__, parameters[name].annotation.__metadata__
-    argument = typer.Argument(metavar=name.upper(), help=given.help)
-    parameters[name] = parameters[name].replace(annotation=Annotated[kind, argument])
-    function.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"async-grpo {__version__}")
@@ -145,10 +120,6 @@ def _options_of_no_command(
     ] = False,
 ) -> None:
     """Asynchronous GRPO on one machine or many."""
-
-
-def _not_called() -> None:
-    """Stands in the list of commands."""
 
 
 if __name__ == "__main__":

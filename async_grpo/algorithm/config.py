@@ -71,7 +71,7 @@ class AlgorithmConfig(Section):
         None,
         "The ratio is clipped below 1 - this (default: the loss's own).",
         "Algorithm",
-        range=NOT_NEGATIVE,
+        range=SHARE,
     )
     clip_high: float | None = option(
         None,

@@ -21,9 +21,8 @@ from async_grpo.cluster.run_setup import (
     start_batcher,
 )
 from async_grpo.cluster.weight_sync import RayEngines
-from async_grpo.config.params import write_params
 from async_grpo.config.preflight import Prepared
-from async_grpo.config.run import RunConfig
+from async_grpo.config.run import RunConfig, write_params
 from async_grpo.experience.dataset import Question
 from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype

@@ -1,19 +1,85 @@
 """The rules between two settings, in one table: what is refused, what is warned about, and the way out.
 
 The rows stand in three parts, by what must be known to judge them: VALUES alone, METHODS (the registry's entries of
-estimator, loss, schedule and transport), and in `reward_rules` REWARDS (what the run's rewards are). The range of a single
-value is said where its option is.
+estimator, loss, schedule and transport), and in `config.rewards` REWARDS (what the run's rewards are). The range of a
+single value is said where its option is.
 """
 
+import dataclasses
 import math
+import os
+import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.rules import Rule, idle, refuse_broken
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
 from async_grpo.weights.transports import get_transport
 
 if TYPE_CHECKING:
     from async_grpo.config.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One row: refuse (or warn) if `wrong(config, ...)` is true.
+
+    Args:
+        flags: the options it speaks of.
+        why: what follows them in the message; `{c}` is the configuration, `{found}` what `wrong` returned. Or a function
+            of what `wrong` is given.
+        idle: it speaks of those flags alone that differ from their defaults, and of nothing if none does.
+        warns: the run may go on.
+    """
+
+    flags: str
+    wrong: Callable[..., Any]
+    why: str | Callable[..., str]
+    idle: bool = False
+    warns: bool = False
+
+    def message(self, config: Any, *facts: Any) -> str | None:
+        """The refusal, or None where the rule is kept."""
+        defaults = type(config).__dataclass_fields__
+        flags = self.flags.split()
+        if self.idle:
+            flags = [name for name in flags if getattr(config, name) != defaults[name].default]
+        found = self.wrong(config, *facts) if flags else None
+        if not found:
+            return None
+        listed = ", ".join(map(str, found)) if isinstance(found, list | set | tuple) else found
+        why = self.why(config, *facts) if callable(self.why) else self.why.format(c=config, found=listed)
+        return " ".join([*(f"--{dashed(name)} {getattr(config, name)}" for name in flags), why])
+
+
+def idle(flags: str, wrong: Callable[..., Any], why: str, *, warns: bool = False) -> Rule:
+    """A row about flags that would be accepted, and then do nothing."""
+    return Rule(flags, wrong, f"does nothing {why}", idle=True, warns=warns)
+
+
+def refuse_broken(rules: Iterable[Rule], *facts: Any) -> None:
+    """Raise ConfigurationError for the first rule that is broken; those that merely warn are printed, on rank 0."""
+    for rule in rules:
+        if (message := rule.message(*facts)) is None:
+            continue
+        if not rule.warns:
+            raise ConfigurationError(message)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def _useless_bounds(c: "RunConfig") -> str:
+    """What is wrong with the bounds of the rejection, if anything."""
+    low = -math.inf if c.rejection_low is None else c.rejection_low
+    high = math.inf if c.rejection_high is None else c.rejection_high
+    same = 1 if c.rejection_statistic and c.rejection_statistic.endswith("k1") else 0
+    if not low <= same <= high:
+        return f"would reject tokens on which trainer and engine agree: the bounds must hold {same}"
+    if high == math.inf and low <= 0:
+        return "rejects nothing: give an upper bound that some token may exceed, or leave the statistic out"
+    return ""
+
 
 VALUES = (
     Rule(
@@ -22,11 +88,6 @@ VALUES = (
         "would make the engine report log-probs of the truncated policy, and the trainer those of the whole one: their "
         "ratio would mean nothing. Sample with --top-p 1 --top-k 0, and shape the policy by --temperature, or by an "
         "entropy or length term",
-    ),
-    Rule(
-        "samples_per_question",
-        lambda c: c.samples_per_question < 2,
-        "is a group of one, which has nothing to compare with: a group of one has nothing to compare with; use 2 or more",
     ),
     Rule(
         "min_valid_samples samples_per_question",
@@ -43,13 +104,10 @@ VALUES = (
     ),
     Rule(
         "batch_size train_minibatch_size samples_per_question",
-        lambda c: (
-            c.samples_per_step % c.samples_per_question == 0 and c.batch_size % c.groups_per_step != 0
-        ),
+        lambda c: c.batch_size % c.groups_per_step,
         "do not fit: the batch is not a whole number of steps of {c.groups_per_step} groups; make --batch-size a "
         "multiple of that",
     ),
-    Rule("clip_low", lambda c: (c.clip_low or 0) > 1, "must be at most 1: a ratio is never below 0"),
     Rule(
         "importance_low importance_high",
         lambda c: c.importance_low is not None and c.importance_low > c.importance_high,
@@ -61,19 +119,9 @@ VALUES = (
         "must be a plain name; it goes to --output-dir",
     ),
     Rule(
-        "rejection_statistic",
-        lambda c: c.rejection_statistic and c.rejection_low is None and c.rejection_high is None,
-        "rejects nothing without a bound: give --rejection-low or --rejection-high",
-    ),
-    Rule(
         "rejection_statistic rejection_low rejection_high",
-        lambda c: c.rejection_statistic and _rejects_the_policy_itself(c),
-        "would reject tokens on which trainer and engine agree: the bounds must hold {found}",
-    ),
-    Rule(
-        "rejection_statistic rejection_low rejection_high",
-        lambda c: c.rejection_statistic and _rejects_nothing(c),
-        "rejects nothing: give an upper bound that some token may exceed, or leave the statistic out",
+        lambda c: c.rejection_statistic and _useless_bounds(c),
+        "{found}",
     ),
     idle("kl_kind kl_clamp kl_in_reward", lambda c: not c.kl_coef, "without --kl-coef above 0: give --kl-coef"),
     idle(
@@ -115,19 +163,6 @@ VALUES = (
     idle("num_warmup_steps", lambda c: c.lr_scheduler == "constant",
          "with --lr-scheduler constant: use constant_with_warmup", warns=True),
 )  # fmt: skip
-
-
-def _rejects_the_policy_itself(config: "RunConfig") -> str:
-    """The value of the statistic where trainer and engine agree, if the bounds exclude it; else ''."""
-    same = 1.0 if config.rejection_statistic and config.rejection_statistic.endswith("k1") else 0.0
-    low = -math.inf if config.rejection_low is None else config.rejection_low
-    high = math.inf if config.rejection_high is None else config.rejection_high
-    return "" if low <= same <= high else f"{same:g}"
-
-
-def _rejects_nothing(config: "RunConfig") -> bool:
-    return config.rejection_high in (None, math.inf) and (config.rejection_low or 0) <= 0
-
 
 METHODS = (
     idle(
@@ -180,12 +215,7 @@ METHODS = (
     ),
     Rule(
         "policy_loss importance_level",
-        lambda c: (
-            c.importance_level != "none"
-            and c.loss.uses_ratio
-            and not c.loss.needs_proximal
-            and c.old_policy == "behaviour"
-        ),
+        lambda c: c.importance_level != "none" and c.loss.uses_ratio and c.old_policy == "behaviour",
         "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy current or "
         "proximal with weights, or a loss without a ratio (grpo, gpg)",
     ),
@@ -204,11 +234,6 @@ METHODS = (
 
 def _corrects(config: "RunConfig") -> bool:
     return config.importance_level != "none" or config.rejection_statistic is not None
-
-
-def check_values(config: Any) -> None:
-    """Raise ConfigurationError for settings that can be seen to be wrong without looking anything up."""
-    refuse_broken(VALUES, config)
 
 
 def check_methods(config: "RunConfig") -> None:

@@ -4,7 +4,7 @@ Made once and handed on: the run's rewards are looked up here and nowhere else. 
 `trainer_core.py` and `async-grpo run` call it first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from async_grpo.config.compatibility import check_methods
-from async_grpo.config.resolved import ResolvedRewards
-from async_grpo.config.reward_rules import check_rewards, early_at_gate
+from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
@@ -71,31 +70,36 @@ def prepare(config: RunConfig) -> Prepared:
     vocab_size = load_config(model).get_text_config().vocab_size
     context = context_length(model)
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    questions = load_questions(config.data_path, tokenizer, context - 1, vocab_size)
-    eval_questions = []
-    if config.eval_data_path:
-        eval_questions = load_questions(config.eval_data_path, tokenizer, context - 1, vocab_size)
+    questions, eval_questions = (
+        load_questions(path, tokenizer, context - 1, vocab_size) if path else []
+        for path in (config.data_path, config.eval_data_path)
+    )
     both = [*questions, *eval_questions]
-    check_tokenizer(tokenizer, model, vocab_size, both)
+    _check_tokenizer(tokenizer, model, vocab_size, both)
 
     def longest_total(prompt_tokens: int) -> int:
         return min(context, prompt_tokens + config.max_generation_tokens)
 
     check_longest(both, longest_total, config.max_tokens_per_gpu)
-    prompt_lengths = [len(question.token_ids) for question in both]
-    guaranteed = longest_total(max(prompt_lengths)) - max(prompt_lengths)
-    _check_overlong(config, guaranteed)
+    longest_prompt = max(len(question.token_ids) for question in both)
+    guaranteed = longest_total(longest_prompt) - longest_prompt
+    if config.overlong_buffer and not round(config.overlong_buffer * guaranteed):
+        raise ConfigurationError(
+            f"--overlong-buffer {config.overlong_buffer} of {guaranteed} tokens, the longest completion, is less than "
+            "one token: give a larger share, or leave it out"
+        )
     rewards = _checked_rewards(config, both) if config.reward_fns else None
     if rewards is not None:
         rewards.secrets(), config.reward_environment()  # a missing key ends the run here
+    automatic = "bfloat16" if torch.cuda.is_available() else "float32"
     settings = SharedRunSettings(
         run_name=config.run_name,
         model_fingerprint=model_fingerprint(model),
         vocab_size=vocab_size,
-        dtype=resolved_dtype(config.dtype),
+        dtype=automatic if config.dtype == "auto" else config.dtype,
         temperature=config.temperature,
         stop_token_ids=stop_token_ids(model),
-        max_total_tokens=longest_total(max(prompt_lengths)),
+        max_total_tokens=longest_prompt + guaranteed,
         max_completion_tokens=config.max_generation_tokens,
         samples_per_question=config.samples_per_question,
         transport=absolute(config.weight_transport),
@@ -108,8 +112,8 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config, settings, questions, eval_questions, rewards)
 
 
-def check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Iterable[Question]) -> None:
-    """Raise ConfigurationError for a tokenizer that is not the model's.
+def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:
+    """Refuse a tokenizer that is not the model's.
 
     From a folder without tokenizer files transformers makes an empty one: every completion would be the text ''.
     """
@@ -118,7 +122,7 @@ def check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Iter
             f"the tokenizer of {model} has {len(tokenizer)} tokens, its model only {vocab_size}: they do not belong "
             "together; copy the tokenizer's files from the model that this one was made of"
         )
-    for question in list(questions)[:SAMPLED_PROMPTS]:
+    for question in questions[:SAMPLED_PROMPTS]:
         if not tokenizer.decode(question.token_ids.tolist()).strip():
             raise ConfigurationError(
                 f"{question.where}: the tokenizer of {model} decodes the prompt to no text ({len(tokenizer)} tokens known "
@@ -127,31 +131,12 @@ def check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Iter
             )
 
 
-def _check_overlong(config: RunConfig, longest: int) -> None:
-    if config.overlong_buffer and not round(config.overlong_buffer * longest):
-        raise ConfigurationError(
-            f"--overlong-buffer {config.overlong_buffer} of {longest} tokens, the longest completion, is less than one "
-            "token: give a larger share, or leave it out"
-        )
-
-
 def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> ResolvedRewards:
+    """The rewards, if they fit; with `--reward-column`, every row: the run would end at the first wrong one."""
     rewards = ResolvedRewards.of(config)
     check_rewards(config, rewards)
-    check_reward_column(config, rewards, questions)
-    return rewards
-
-
-def check_reward_column(config: RunConfig, rewards: ResolvedRewards, questions: Iterable[Question]) -> None:
-    """Read the column that names who judges a row, of all rows: the run would end at the first wrong one.
-
-    Raises:
-        ConfigurationError: a row names none, an unknown one, or at a gate one too early; says which row.
-    """
-    if config.reward_column is None:
-        return
     combined = config.combination
-    for question in questions:
+    for question in questions if config.reward_column is not None else ():
         try:
             names = combined.chosen(question.row)
         except ConfigurationError as error:
@@ -161,10 +146,4 @@ def check_reward_column(config: RunConfig, rewards: ResolvedRewards, questions: 
                 f"{question.where}: the column {config.reward_column!r} says {','.join(names)!r}, but a gate decides "
                 f"before the group is known, and {', '.join(early)} scores by the whole group: name it last"
             )
-
-
-def resolved_dtype(dtype: str) -> str:
-    """`auto` is bfloat16 where there is a GPU, float32 elsewhere."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if torch.cuda.is_available() else "float32"
+    return rewards

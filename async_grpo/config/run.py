@@ -4,22 +4,30 @@ A `RunConfig` *is* a `BatchConfig`, a `RewardConfig`, ...: each room is handed t
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from async_grpo.config.compatibility import check_values
+from async_grpo.config.compatibility import VALUES, refuse_broken
 from async_grpo.config.recipes import apply_recipe, check_applied
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
 from async_grpo.generation.config import EngineConfig
 from async_grpo.logprob.config import LogprobConfig
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, required
+from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.weights.config import WeightConfig
+
+# What `training_params.json` holds beside the options; a file that is given back may hold it
+FACTS = (
+    *("WORLD_SIZE", "reward_registry_sha256", "reward_sources_sha256", "algorithm_sources_sha256"),
+    *("settings", "num_questions", "ray_version"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +89,7 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
     def __post_init__(self) -> None:
         super().__post_init__()
         check_applied(self, {field.name: field.default for field in dataclasses.fields(self)})
-        check_values(self)
+        refuse_broken(VALUES, self)
 
     @property
     def logprob_roles(self) -> tuple[str, ...]:
@@ -104,3 +112,16 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
         super().__post_init__()
         if not Path(self.model_path).is_dir():
             raise ConfigurationError(f"--model-path {self.model_path}: there is no such folder")
+
+
+def write_params(path: Path, config: RunConfig, facts: Mapping[str, Any]) -> None:
+    """Write the options of the run, the rewards as a list, and the `facts` of this start: a file for `--config`.
+
+    `async-grpo run` writes first, and the trainer that it starts again: the launcher's own options are kept.
+    """
+    assert set(facts) <= set(FACTS), f"FACTS lacks {set(facts) - set(FACTS)}"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    options = {**dataclasses.asdict(config), "reward_fns": list(parse_names(config.reward_fns))}
+    new = path.with_suffix(".new")  # in one step: the workers read it
+    new.write_text(json.dumps({**before, **options, **facts}, indent=2) + "\n", encoding="utf-8")
+    new.replace(path)

@@ -1,11 +1,13 @@
 """The options of the rollout side: batches, steps, and what becomes of groups on the way to them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, SHARE, option
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 
+OF_A_GROUP = Range(2, math.inf, False, "must be 2 or more: a group of one has nothing to compare with")
 OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
 OUTCOME = "outcome"  # the name of the best outcome reward beside process rewards that are taken apart
 
@@ -16,7 +18,7 @@ class BatchConfig(AlgorithmConfig):
 
     batch_size: int = option(128, "Questions per iteration.", "Batches", range=POSITIVE, everyday=True)
     samples_per_question: int = option(
-        32, "Completions per question: the group size.", "Batches", range=POSITIVE, everyday=True
+        32, "Completions per question: the group size.", "Batches", range=OF_A_GROUP, everyday=True
     )
     train_minibatch_size: int | None = option(
         None,

@@ -99,13 +99,11 @@ def _tell(folder: Path, seconds: float) -> None:
 def _write_samples(folder: Path, first: int, last: int, count: int = 8) -> None:
     """The same tasks before and after, side by side."""
     before, after = (
-        [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()][
-            :count
-        ]
+        [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()]
         for step in (first, last)
     )
     lines = ["| task | before | after |", "|---|---|---|"]
-    for old, new in zip(before, after, strict=True):
+    for old, new in list(zip(before, after, strict=True))[:count]:
         cells = [old["input"], old["completion"], new["completion"]]
         lines.append("| " + " | ".join(f"`{cell!r}`".replace("|", "\\|") for cell in cells) + " |")
     (folder / "samples.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

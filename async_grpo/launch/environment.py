@@ -3,11 +3,9 @@
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +16,7 @@ import torch
 from async_grpo.errors import ConfigurationError
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # a checkout, or where packages are installed
-INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "TZ",
-    "TMPDIR",
-    "USER",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
-)
+INHERITED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH".split()
 INHERITED_PREFIXES = (
     *("RAY_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "TOKENIZERS_", "VLLM_CPU_", "VLLM_LOGGING_", "PYTHON"),
 )
@@ -38,20 +25,15 @@ INHERITED_PREFIXES = (
 def ray_command(address: str, scratch: Path) -> list[str]:
     """A head node that only this machine can reach."""
     host, port = address.split(":")
+    python = sys.executable
+    if shlex.quote(sys.prefix) != sys.prefix:  # Ray writes it into a shell's command line as it is
+        (scratch / "python").symlink_to(sys.prefix, target_is_directory=True)
+        python = str(scratch / "python" / Path(python).relative_to(sys.prefix))
     return [
-        *[_python_for_ray(scratch), "-m", "ray.scripts.scripts", "start", "--head", "--block"],
+        *[python, "-m", "ray.scripts.scripts", "start", "--head", "--block"],
         *["--disable-usage-stats", f"--node-ip-address={host}", f"--port={port}"],
         *["--include-dashboard=false", f"--temp-dir={scratch}"],
     ]
-
-
-def _python_for_ray(scratch: Path) -> str:
-    """This interpreter, by a name that a shell does not split: Ray writes it into a command line as it is."""
-    if shlex.quote(sys.prefix) == sys.prefix:
-        return sys.executable
-    link = scratch / "python"
-    link.symlink_to(sys.prefix, target_is_directory=True)
-    return str(link / Path(sys.executable).relative_to(sys.prefix))
 
 
 def run_environment(ray_address: str, trainer_gpus: int) -> dict[str, str]:
@@ -112,16 +94,6 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--ray-address {address}: nothing listens there ({error})") from error
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """For Ray's session; a short path, as its sockets' names may not exceed 107 characters."""
-    folder = Path(tempfile.mkdtemp(prefix="grpo-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.config.rules import Rule, idle, refuse_broken
+from async_grpo.config.compatibility import Rule, idle, refuse_broken
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
 from async_grpo.rewards.config import RewardConfig

@@ -1,18 +1,15 @@
 """A whole run on this machine, from one command: Ray, workers and trainer as the programs a user starts by hand."""
 
-import dataclasses
 import importlib.util
 import logging
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-from async_grpo.config.params import write_params
 from async_grpo.config.preflight import prepare
-from async_grpo.config.recipes import RECIPES
-from async_grpo.config.run import RunConfig, WorkerConfig
+from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.environment import (
@@ -23,13 +20,11 @@ from async_grpo.launch.environment import (
     ray_environment,
     run_environment,
     signals_as_exceptions,
-    temporary_folder,
 )
 from async_grpo.launch.judge_servers import LocalJudge, serving
 from async_grpo.metrics.run_folder import claim
 from async_grpo.metrics.writer import PARAMS_FILE
-from async_grpo.options.fields import POSITIVE, option
-from async_grpo.options.files import as_arguments as one_option
+from async_grpo.options.fields import POSITIVE, dashed, option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
@@ -49,11 +44,10 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        capacity = self.max_sequences
-        if self.samples_per_question > capacity:
+        if self.samples_per_question > self.max_sequences:
             raise ConfigurationError(
-                f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of {capacity} "
-                "sequences (--max-num-seqs + --overhead-seqs)"
+                f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of "
+                f"{self.max_sequences} sequences (--max-num-seqs + --overhead-seqs)"
             )
         self.check_judge(gpus())
         engines = self.generation_workers * self.tensor_parallel_size
@@ -96,11 +90,14 @@ def check(config: LocalConfig) -> None:
 def start(config: LocalConfig) -> None:
     """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
     write_params(config.output_path / PARAMS_FILE, config, {})
-    supervisor = Supervisor(config.output_path / "logs")
-    judge = serving(config, gpus(), config.output_path / "logs", config.enforce_eager)
-    with signals_as_exceptions(), temporary_folder() as scratch, judge as found:
+    logs = config.output_path / "logs"
+    supervisor = Supervisor(logs)
+    # A short path: the names of Ray's sockets may not exceed 107 characters
+    scratch = TemporaryDirectory(prefix="grpo-", ignore_cleanup_errors=True)
+    judge = serving(config, gpus(), logs, config.enforce_eager)
+    with signals_as_exceptions(), scratch as folder, judge as found:
         try:
-            _run(config, supervisor, scratch, found)
+            _run(config, supervisor, Path(folder), found)
         except KeyboardInterrupt as interrupt:
             log.warning(
                 "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
@@ -122,13 +119,11 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict
         )
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
-        supervisor.start(
-            f"{worker.mode} worker {number}", program("async_grpo.programs.worker", worker), environment
-        )
-        for number, worker in enumerate(_workers(config))
+        supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, environment)
+        for number, command in enumerate(worker_commands(config))
     ]
-    found = [f"--{name.replace('_', '-')}={value}" for name, value in judge.items()]
-    trainer = supervisor.start("trainer", [*_trainer_command(config), *found], environment, console=True)
+    command = trainer_command(config) + [f"--{dashed(name)}={value}" for name, value in judge.items()]
+    trainer = supervisor.start("trainer", command, environment, console=True)
     code = supervisor.wait(trainer)
     if code != 0:
         if REFUSED.search(log_excerpt(trainer)):
@@ -138,49 +133,18 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict
     supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
 
 
-def _workers(config: LocalConfig) -> list[WorkerConfig]:
-    shared: dict[str, Any] = {
-        "model_path": config.model_name_or_path,
-        "run_name": config.run_name,
-        "start_timeout_s": config.start_timeout_s,
-        "logging_level": config.logging_level,
-    }
-    generation = WorkerConfig(
-        mode="generation",
-        reward_fns=config.reward_fns,
-        **{field.name: getattr(config, field.name) for field in dataclasses.fields(EngineOptions)},
-        **shared,
-    )
-    logprob = [
-        WorkerConfig(mode="logprob", role=role, max_tokens_per_gpu=config.max_tokens_per_gpu, **shared)
-        for role in config.logprob_roles
-    ]
-    return [generation] * config.generation_workers + logprob
+def worker_commands(config: LocalConfig) -> list[list[str]]:
+    """The command lines of all workers: each reads its own options of the run's parameters."""
+    worker = [sys.executable, "-m", "async_grpo.programs.worker", _parameters(config)]
+    engines = [[*worker, "--mode=generation"]] * config.generation_workers
+    return engines + [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
 
 
-def program(module: str, config: Any) -> list[str]:
-    """The command line of a program with every setting that differs from its default."""
-    return [sys.executable, "-m", module, *as_arguments(config, type(config))]
-
-
-def _trainer_command(config: LocalConfig) -> list[str]:
+def trainer_command(config: LocalConfig) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
     rendezvous = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", *as_arguments(config, RunConfig)]
+    return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", _parameters(config)]
 
 
-def as_arguments(config: Any, fields_of: type) -> list[str]:
-    """The options, of those that are fields of `fields_of`, in which a configuration differs from its defaults.
-
-    >>> sorted(as_arguments(WorkerConfig(mode="logprob", model_path=".", enforce_eager=True), WorkerConfig))
-    ['--enforce-eager', '--mode=logprob', '--model-path=.']
-    """
-    arguments = []
-    # A value may differ from the recipe's by being the default
-    preset = RECIPES.get(getattr(config, "recipe", None) or "", {})
-    for field in dataclasses.fields(fields_of):
-        value = getattr(config, field.name)
-        if value is None or (value == field.default and field.name not in preset):
-            continue
-        arguments += one_option(field.name, value)
-    return arguments
+def _parameters(config: LocalConfig) -> str:
+    return f"--config={(config.output_path / PARAMS_FILE).resolve()}"

@@ -6,9 +6,12 @@ are accepted with a warning that says what replaced them; an unknown option is a
 
 import dataclasses
 import inspect
+import json
 import logging
 import sys
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,12 +20,12 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from async_grpo.errors import EXIT_FAILED, EXIT_USAGE, AsyncGrpoError, ConfigurationError
-from async_grpo.options.fields import choices_of, dashed
-from async_grpo.options.files import with_files
+from async_grpo.options.fields import choices_of, dashed, nearest
 
 CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
 EVERYDAY = "Everyday options"
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
+Fields = Sequence["dataclasses.Field[Any]"]
 
 
 def run_command(
@@ -37,46 +40,39 @@ def run_command(
 ) -> None:
     """Parse the command line into `config_class`, call `run` with it, and exit.
 
-    Exit codes: 0, 2 for a `ConfigurationError` (or a usage error), 1 for every other error.
+    Exit codes: 0, 2 for a `ConfigurationError` (or a usage error), 1 for every other error of the library; its message
+    is one line on stderr.
 
     Args:
         retired: option name (with underscores) -> what replaced it. All of them took a value.
         program: what the help calls it.
-        foreign: keys of other programs that a `--config` file may hold as well.
+        foreign: keys of other programs that a `--config` file may hold as well; they are passed over.
     """
+
+    def command(context: typer.Context, **values: Any) -> None:
+        sources = {name: context.get_parameter_source(name) for name in values}
+        given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
+        make = getattr(config_class, "from_options", lambda options, given: config_class(**options))
+        run(make(values, given))
+
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *map(_parameter, fields_in_order(config_class))]
+    vars(command)["__signature__"] = inspect.Signature(parameters)
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help=help + CONFIG_HELP, cls=PanelledCommand)(as_function(config_class, run))
-    given = sys.argv[1:] if argv is None else argv
-    reporting_errors(
-        lambda: app(args=normalized(given, config_class, retired or {}, foreign), prog_name=program)
-    )
-
-
-def reporting_errors(run: Callable[[], None]) -> None:
-    """Call `run`; turn the library's own errors into one line on stderr and an exit code."""
+    app.command(help=help + CONFIG_HELP, cls=PanelledCommand)(command)
+    fields = dataclasses.fields(config_class)
     try:
-        run()
+        arguments, files = normalized(sys.argv[1:] if argv is None else argv, fields, retired or {})
+        options: dict[str, Any] = {}
+        for file in files:
+            options |= read_file(Path(file), fields, foreign)
+        app(args=arguments, prog_name=program, default_map=options)
     except AsyncGrpoError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED) from error
 
 
-def as_function(config_class: type, run: Callable[[Any], None]) -> Callable[..., None]:
-    """A function with one typer option per field of the dataclass."""
-
-    def command(context: typer.Context, **values: Any) -> None:
-        given = {name for name in values if _is_given(context, name)}
-        make = getattr(config_class, "from_options", lambda options, given: config_class(**options))
-        reporting_errors(lambda: run(make(values, given)))
-
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-
-    parameters = [context, *map(_parameter, fields_in_order(config_class))]
-    vars(command)["__signature__"] = inspect.Signature(parameters)
-    return command
-
-
-def fields_in_order(config_class: type) -> list["dataclasses.Field[Any]"]:
+def fields_in_order(config_class: type) -> Fields:
     """Those that must be given, the everyday ones, and the others panel by panel."""
     fields = dataclasses.fields(config_class)
     panels = list(dict.fromkeys(field.metadata["panel"] for field in fields))
@@ -103,19 +99,16 @@ class PanelledCommand(typer.core.TyperCommand):
                 formatter.write_dl(records)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
-def _parameter(field: dataclasses.Field) -> inspect.Parameter:
+def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
     name = dashed(field.name)
     spelling = f"--{name}/--no-{name}" if field.type is bool else f"--{name}"
     panel = EVERYDAY if field.metadata["everyday"] else field.metadata["panel"]
-    option = typer.Option(spelling, help=help_of(field), rich_help_panel=panel)
+    said: Any = typer.Option(spelling, help=help_of(field), rich_help_panel=panel)
+    if field.metadata["argument"]:
+        said = typer.Argument(metavar=name.upper(), help=help_of(field))
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.type, option]
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.type, said]
     )
 
 
@@ -126,56 +119,69 @@ def help_of(field: "dataclasses.Field[Any]") -> str:
 
 
 def normalized(
-    given: Sequence[str],
-    config_class: type,
-    retired: Mapping[str, str],
-    foreign: Callable[[], Collection[str]] = tuple,
-) -> list[str]:
-    """The arguments, and before them those of configuration files, in the one spelling that the parser knows.
+    given: Sequence[str], fields: Fields, retired: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """The arguments in the one spelling that the parser knows, and the files of `--config`.
+
+    A file may also stand first, without `--config`: `async-grpo run run.toml`.
+    """
+    flags = {field.name for field in fields if field.type is bool}
+    arguments, kept, files = list(given), [], []
+    if arguments and arguments[0].endswith((".toml", ".json")) and arguments[0][0] != "-":
+        files.append(arguments.pop(0))
+    while arguments:
+        name, equals, value = arguments.pop(0).partition("=")
+        if name == "--" or not name.startswith("--"):
+            kept.append(name + equals + value)
+            continue
+        name = field_name(name[2:], fields)
+        follower = [] if equals else [one for one in arguments[:1] if not one.startswith("--")]
+        value = value or "".join(follower)
+        truth = TRUTH.get(value.lower()) if name in flags else None
+        if name == "config" and value:
+            files.append(value)
+        elif (successor := retired.get(name.removeprefix("no_"))) is not None:
+            print(f"warning: --{dashed(name)} has no effect any more: {successor}", file=sys.stderr)
+        elif truth is not None:
+            kept.append(f"--{'' if truth else 'no-'}{dashed(name)}")
+        else:
+            kept.append(f"--{dashed(name)}{equals}{value if equals else ''}")
+            continue
+        del arguments[: len(follower)]
+    return kept, files
+
+
+def field_name(spelling: str, fields: Fields) -> str:
+    """The field that a spelling stands for, with a warning if it was renamed; any other name with underscores."""
+    name = spelling.replace("-", "_")
+    for field in fields:
+        if name == field.metadata["was"]:
+            print(f"warning: --{dashed(name)} is now called --{dashed(field.name)}", file=sys.stderr)
+        if name in (field.metadata["was"], field.metadata["also"]):
+            return field.name
+    return name
+
+
+def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]) -> dict[str, Any]:
+    """The options in a TOML file or a run's `training_params.json`, by field; lists and tables as the text of options.
 
     Raises:
-        ConfigurationError: a file that cannot be read, or a key in it that no program knows.
-
-    >>> from async_grpo.config.run import WorkerConfig
-    >>> normalized(["--max_num_seqs=8", "--enable_prefix_caching", "false"], WorkerConfig, {})
-    ['--max-num-seqs=8', '--no-enable-prefix-caching']
+        ConfigurationError: the file cannot be read, or holds a key that no program knows.
     """
-    arguments = with_files(given, config_class, foreign)
-    fields = dataclasses.fields(config_class)
-    flags = {dashed(field.name) for field in fields if field.type is bool}
-    renamed = {dashed(field.metadata["was"]): dashed(field.name) for field in fields if field.metadata["was"]}
-    aliases = {
-        dashed(field.metadata["also"]): dashed(field.name) for field in fields if field.metadata["also"]
-    }
-    retired = {dashed(name): successor for name, successor in retired.items()}
-    result: list[str] = []
-    while arguments:
-        argument = arguments.pop(0)
-        if not argument.startswith("--"):
-            result.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        name = dashed(name)
-        if name in renamed:
-            print(f"warning: --{name} is now called --{renamed[name]}", file=sys.stderr)
-        name = renamed.get(name) or aliases.get(name) or name
-        follower = (
-            value if equals else (arguments[0] if arguments and not arguments[0].startswith("--") else None)
-        )
-        if name.removeprefix("no-") in retired:
-            print(
-                f"warning: --{name} has no effect any more: {retired[name.removeprefix('no-')]}",
-                file=sys.stderr,
-            )
-            if follower is not None and not equals:
-                arguments.pop(0)
-        elif name in flags and follower is not None and follower.lower() in TRUTH:
-            result.append(f"--{'' if TRUTH[follower.lower()] else 'no-'}{name}")
-            if not equals:
-                arguments.pop(0)
-        else:
-            result.append(f"--{name}{equals}{value}")
-    return result
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:  # ValueError: what both parsers raise
+        raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
+    options = {}
+    for key, value in content.items():
+        name, known = field_name(key, fields), {field.name for field in fields}
+        if name not in known and name not in foreign():
+            raise ConfigurationError(f"{path}: {key} is no option{nearest(name, sorted(known))}")
+        if isinstance(value, dict):
+            value = [f"{each}={one}" for each, one in value.items()]
+        options[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+    return options
 
 
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:

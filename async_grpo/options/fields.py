@@ -9,13 +9,15 @@ import difflib
 import importlib.util
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import is_file
+
+CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def option(
     everyday: bool = False,
     was: str = "",
     also: str = "",
+    argument: bool = False,
 ) -> Any:
     """A dataclass field that is also an option of a command.
 
@@ -58,9 +61,10 @@ def option(
         choices: the names that it may have, or `module:DICT` for a registry's keys.
         own: one of the user's own may be named as well, by `FILE.py:NAME`.
         was: an earlier spelling, accepted with a warning. `also`: another spelling, accepted without one.
+        argument: on the command line it is given without a dash.
     """
     metadata = {"help": help, "panel": panel, "range": range, "unbounded": unbounded, "choices": choices, "own": own,
-                "everyday": everyday, "was": was, "also": also}  # fmt: skip
+                "everyday": everyday, "was": was, "also": also, "argument": argument}  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -76,23 +80,18 @@ class Section:
     def __post_init__(self) -> None:
         """Raise ConfigurationError for a value that is out of its range or is none of its choices."""
         for one in dataclasses.fields(self):
-            check_value(one, getattr(self, one.name))
+            if (value := getattr(self, one.name)) is not None:
+                _check(f"--{dashed(one.name)}", value, choices_of(one), **one.metadata)
 
 
-def check_value(one: "dataclasses.Field[Any]", value: Any) -> None:
-    """Raise ConfigurationError, with the flag, the value and what it may be."""
-    flag = f"--{dashed(one.name)}"
-    if (
-        isinstance(value, float)
-        and not math.isfinite(value)
-        and not (one.metadata.get("unbounded") and math.isinf(value))
-    ):
-        raise ConfigurationError(f"{flag} {value}: it must be a finite number")
-    allowed: Range | None = one.metadata.get("range")
-    if allowed is not None and value is not None and value not in allowed:
-        raise ConfigurationError(f"{flag} {allowed.says}, not {value}")
-    known = choices_of(one)
-    if known and value is not None and value not in known and not (one.metadata["own"] and is_file(value)):
+def _check(
+    flag: str, value: Any, known: Sequence[str], *, range: Range | None, unbounded: bool, own: bool, **_: Any
+) -> None:
+    unsound = isinstance(value, float) and not math.isfinite(value)
+    refuse(unsound and not (unbounded and math.isinf(value)), f"{flag} {value}: it must be a finite number")
+    if range is not None and value not in range:
+        raise ConfigurationError(f"{flag} {range.says}, not {value}")
+    if known and value not in known and not (own and is_file(value)):
         raise ConfigurationError(
             f"{flag} {value!r} is unknown; known: {', '.join(known)}{nearest(value, known)}"
         )
@@ -150,11 +149,7 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
 
 
 def parse_numbers(text: str, flag: str) -> dict[str, float]:
-    """`name=number,...` -> a dict.
-
-    >>> parse_numbers("judge=0.5,rule=2", "reward-weights")
-    {'judge': 0.5, 'rule': 2.0}
-    """
+    """`name=number,...` -> a dict."""
     found = parse_assignments(text, flag)
     for name, value in found.items():
         refuse(not _is_number(value), f"--{flag} {text!r}: {name}={value} is no finite number")
@@ -162,11 +157,7 @@ def parse_numbers(text: str, flag: str) -> dict[str, float]:
 
 
 def typed_options(given: Mapping[str, Any], defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """The options, if each exists and is of the kind that its default is.
-
-    >>> typed_options({"gamma": 0.9}, {"gamma": 1.0, "whiten": True}, "the estimator gae")
-    {'gamma': 0.9}
-    """
+    """The options, if each exists and is of the kind that its default is; raises ConfigurationError."""
     for name, value in given.items():
         refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
         match defaults[name]:
@@ -186,11 +177,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _value(text: str) -> Any:
-    constants = {"true": True, "false": False, "none": None}
-    if text.lower() in constants:
-        return constants[text.lower()]
     try:
-        return float(text)
+        return CONSTANTS[text.lower()] if text.lower() in CONSTANTS else float(text)
     except ValueError:
         return text
 

@@ -5,13 +5,11 @@ whatever its own disk holds, and the text's digest goes into the run's parameter
 """
 
 import hashlib
-import importlib.util
+import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.abc import ExecutionLoader
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -46,15 +44,21 @@ class ShippedModule:
         loaded = sys.modules.get(self.module_name)
         if loaded is not None and getattr(loaded, "__sha256__", None) == self.sha256:
             return loaded
-        loader = _TextLoader(self.text)
-        spec = ModuleSpec(self.module_name, loader, origin=f"{self.module_name}.py")
-        module = importlib.util.module_from_spec(spec)
-        module.__sha256__ = self.sha256  # type: ignore[attr-defined]  # a mark of ours on the module object
+        module, file = ModuleType(self.module_name), f"{self.module_name}.py"
+        vars(module)["__sha256__"] = self.sha256
+        linecache.cache[file] = (
+            len(self.text),
+            None,
+            self.text.splitlines(keepends=True),
+            file,
+        )  # for tracebacks
         sys.modules[self.module_name] = module  # before it runs: data classes look themselves up here
         try:
-            loader.exec_module(module)
+            exec(compile(self.text, file, "exec"), vars(module))
         except Exception as error:
-            _restore(self.module_name, loaded)
+            del sys.modules[self.module_name]
+            if loaded is not None:
+                sys.modules[self.module_name] = loaded
             message = f"{self.title} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigurationError(message) from error
         return module
@@ -89,26 +93,6 @@ class SourceFile(ShippedModule):
         return getattr(module, self.name)
 
 
-class _TextLoader(ExecutionLoader):
-    """Serves the text as the module's source, to the import system and to tracebacks alike."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-    def get_filename(self, fullname: str) -> str:
-        return f"{fullname}.py"
-
-
-def _restore(module_name: str, module: ModuleType | None) -> None:
-    if module is None:
-        del sys.modules[module_name]
-    else:
-        sys.modules[module_name] = module
-
-
 def read_source(path: Path) -> str:
     """The file's text. Raises ConfigurationError if it cannot be read."""
     try:
@@ -134,15 +118,6 @@ def is_file(name: str) -> bool:
 read_once = cache(SourceFile.read)  # once per process: a file that is edited later changes no run
 
 
-def load_object(reference: str) -> Any:
-    """The object that `FILE.py:NAME` names.
-
-    Raises:
-        ConfigurationError: the file cannot be read or imported, or does not define the name.
-    """
-    return read_once(reference).object()
-
-
 def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., Entry], flag: str) -> Entry:
     """The entry of that name in a registry, or the user's own that `FILE.py:NAME` names.
 
@@ -163,7 +138,7 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
         raise ConfigurationError(
             f"--{flag} {name!r} is unknown; known: {', '.join(registry)}; or FILE.py:NAME"
         )
-    found: Any = load_object(name)
+    found = read_once(name).object()
     if isinstance(entry, type) and isinstance(found, entry):
         return cast(Entry, found)
     if not callable(found):

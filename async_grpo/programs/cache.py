@@ -21,7 +21,7 @@ BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copy
 class CacheConfig:
     """What one may do to a verdict cache."""
 
-    path: str = required("The file that --verdict-cache named in a run.", "Cache")
+    path: str = required("The file that --verdict-cache named in a run.", "Cache", argument=True)
     prune_older_than_days: float | None = option(
         None, "Delete the entries that were last used longer ago.", "Cache"
     )

@@ -4,7 +4,7 @@ import dataclasses
 from importlib import import_module
 from typing import Any
 
-from async_grpo.config.params import FACTS
+from async_grpo.config.run import FACTS
 from async_grpo.options.command_line import EVERYDAY, fields_in_order, help_of
 from async_grpo.options.fields import dashed
 
@@ -28,18 +28,16 @@ own keys. Lists and tables are written out: `reward_fns = ["a", "b"]`, `reward_w
 """
 
 
-def config_class(program: str) -> type:
+def config_class(program: str) -> Any:
     """The configuration that the program's options are made from."""
     module, _, name = PROGRAMS[program].partition(":")
-    found: type = getattr(import_module(module), name)
-    return found
+    return getattr(import_module(module), name)
 
 
 def foreign_keys() -> set[str]:
     """What a configuration file may hold for other programs than the one that reads it."""
-    return {
-        field.name for program in list(PROGRAMS)[:3] for field in dataclasses.fields(config_class(program))
-    } | {*FACTS}
+    fields = [name for program in list(PROGRAMS)[:3] for name in config_class(program).__dataclass_fields__]
+    return {*fields, *FACTS}
 
 
 def page() -> str:
@@ -48,31 +46,21 @@ def page() -> str:
 
 
 def _section(program: str) -> str:
-    own = config_class(program)
-    told = {} if program != "async-grpo run" else _by_name(config_class("async-grpo train, trainer_core.py"))
+    local = program == "async-grpo run"  # whose options begin with those of the trainer
+    told = config_class("async-grpo train, trainer_core.py").__dataclass_fields__ if local else {}
     lines = ["\nAll options of `async-grpo train`, and:\n"] if told else []
     panel = ""
-    for field in fields_in_order(own):
+    for field in fields_in_order(config_class(program)):
         if field.name in told:
             continue
         heading = EVERYDAY if field.metadata["everyday"] else field.metadata["panel"]
         if heading != panel:
             panel = heading
             lines.append(f"\n### {panel}\n\n| option | default | |\n|---|---|---|")
-        lines.append(
-            f"| `--{dashed(field.name)}` | {_default(field)} | {help_of(field).replace('|', chr(92) + '|')} |"
-        )
+        default = "required" if field.default is dataclasses.MISSING else f"`{field.default}`"
+        shown = "" if field.default in (None, "") else default
+        lines.append(f"| `--{dashed(field.name)}` | {shown} | {help_of(field).replace('|', chr(92) + '|')} |")
     return f"\n## {program}\n" + "\n".join(lines) + "\n"
-
-
-def _by_name(config: type) -> dict[str, "dataclasses.Field[Any]"]:
-    return {field.name: field for field in dataclasses.fields(config)}
-
-
-def _default(field: "dataclasses.Field[Any]") -> str:
-    if field.default is dataclasses.MISSING:
-        return "required"
-    return "" if field.default in (None, "") else f"`{field.default}`"
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class VerifyConfig:
         "optionally `input`, `label` (true, false or the right reward), `group_id` (rows that share it are one group; "
         "default: those of one `input`), `completion_token_ids`.",
         "Bench",
+        argument=True,
     )
     reward_fns: str = required(
         "Comma list of rewards: names of the registry file, or FILE.py:NAME for one of another file.", "Bench"

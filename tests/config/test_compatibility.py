@@ -4,7 +4,7 @@ import pytest
 from test_recipes import check, outcome, steps, vote
 
 from async_grpo.config.compatibility import METHODS, VALUES, check_methods
-from async_grpo.config.reward_rules import REWARDS
+from async_grpo.config.rewards import REWARDS
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 

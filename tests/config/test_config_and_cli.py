@@ -1,5 +1,6 @@
 """SharedRunSettings: derived numbers, refusals with the way out, and the command lines built from them."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -8,6 +9,8 @@ from async_grpo import errors
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.command_line import normalized, run_command
+
+WORKER = dataclasses.fields(WorkerConfig)
 
 
 def config(**changes) -> RunConfig:
@@ -60,8 +63,9 @@ def test_dashes_and_underscores_are_one():
 
 
 def test_the_prior_spelling_of_flags_with_a_value_works():
-    assert normalized(["--enable_prefix_caching", "True"], WorkerConfig, {}) == ["--enable-prefix-caching"]
-    assert normalized(["--mask-truncated=false"], RunConfig, {}) == ["--no-mask-truncated"]
+    given = ["--max_num_seqs=8", "--enable_prefix_caching", "false"]
+    assert normalized(given, WORKER, {})[0] == ["--max-num-seqs=8", "--no-enable-prefix-caching"]
+    assert normalized(["--enable-prefix-caching=True"], WORKER, {})[0] == ["--enable-prefix-caching"]
 
 
 def test_a_retired_option_warns_with_its_successor(capsys):

@@ -11,10 +11,9 @@ from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.off_policy import STATISTICS
-from async_grpo.config.params import write_params
-from async_grpo.config.run import RunConfig, WorkerConfig
+from async_grpo.config.run import RunConfig, WorkerConfig, write_params
 from async_grpo.generation.config import EngineOptions
-from async_grpo.launch.local_run import LocalConfig, _workers
+from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
 from async_grpo.options.fields import choices_of, option
 from async_grpo.programs.options_page import foreign_keys, page
 from async_grpo.training.optimizer import LR_SCHEDULES
@@ -138,18 +137,39 @@ def test_the_page_of_options_is_current():
     assert (ROOT / "docs" / "options.md").read_text() == page(), "python -m async_grpo.programs.options_page"
 
 
-def test_run_passes_every_engine_option_on_to_its_workers(tmp_path):
+def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
+    """By its parameters: every engine option, and the user's choice where it is the default and not the recipe's."""
     chosen = {
         "max_num_seqs": 7, "overhead_seqs": 3, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": False, "enforce_eager": True, "engine_options": "block_size=32", "engine": "fake",
     }  # fmt: skip
     assert set(chosen) == {field.name for field in dataclasses.fields(EngineOptions)}
-    config = LocalConfig(
-        model_name_or_path=str(tmp_path), data_path="d", reward_fns="a", samples_per_question=4, **chosen
+    local = LocalConfig(
+        model_name_or_path=str(tmp_path),
+        data_path="d",
+        reward_fns="a",
+        samples_per_question=4,
+        output_dir=str(tmp_path),
+        recipe="dapo",
+        policy_loss="ppo_clip",
+        old_policy="proximal",
+        clip_low=0.2,
+        clip_high=0.3,
+        zero_variance="keep",
+        max_tokens_per_gpu=99,
+        **chosen,
     )
-    worker = _workers(config)[0]
-    assert {name: getattr(worker, name) for name in chosen} == chosen
-    assert worker.further_options == {"block_size": 32}
+    write_params(tmp_path / "training_params.json", local, {})
+    told = [command[command.index("async_grpo.programs.worker") + 1 :] for command in worker_commands(local)]
+    engine, logprob = (parse(*one, config_class=WorkerConfig, foreign=foreign_keys)[0] for one in told)
+    assert {name: getattr(engine, name) for name in chosen} == chosen
+    assert engine.mode == "generation" and engine.further_options == {"block_size": 32}
+    assert (logprob.mode, logprob.role, logprob.max_tokens_per_gpu) == ("logprob", "proximal", 99)
+    trainer, _ = parse(*trainer_command(local)[-1:], foreign=foreign_keys)
+    assert trainer == RunConfig(
+        **{one.name: getattr(local, one.name) for one in dataclasses.fields(RunConfig)}
+    )
+    assert "yours: clip_high=0.3 zero_variance=keep" in capsys.readouterr().out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config import resolved
+from async_grpo.config import rewards
 from async_grpo.config.preflight import prepare
 from async_grpo.config.run import RunConfig
 from async_grpo.data import COUNTDOWN_TRAIN, TINY_MODEL
@@ -27,8 +27,8 @@ def config(tmp_path: Path, **changes) -> RunConfig:
 
 
 def test_the_rewards_of_a_run_are_looked_up_once(tmp_path, monkeypatch):
-    asked, real = [], resolved.resolve
-    monkeypatch.setattr(resolved, "resolve", lambda *args: asked.append(args) or real(*args))
+    asked, real = [], rewards.resolve
+    monkeypatch.setattr(rewards, "resolve", lambda *args: asked.append(args) or real(*args))
     prepared = prepare(config(tmp_path))
     assert prepared.with_rewards("ignored") is prepared and prepared.facts.process == ()
     assert len(asked) == 1

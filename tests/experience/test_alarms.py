@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.config.resolved import ResolvedRewards
+from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.experience.alarms import StepAlarms
 from async_grpo.experience.config import BatchConfig
 from async_grpo.rewards.config import RewardConfig

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from async_grpo.cluster.reward_actors import RunVerification
-from async_grpo.config.resolved import ResolvedRewards
-from async_grpo.config.reward_rules import check_rewards
+from async_grpo.config.rewards import ResolvedRewards, check_rewards
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve

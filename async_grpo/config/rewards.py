@@ -1,12 +1,107 @@
-"""The rules between settings and the run's rewards: the third part of the table of `compatibility`."""
+"""The rewards of a run, looked up once, and the rules between them and the settings: see `config.compatibility`."""
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from async_grpo.config.resolved import ResolvedRewards
-from async_grpo.config.rules import Rule, refuse_broken
+from async_grpo.config.compatibility import Rule, refuse_broken
 from async_grpo.config.run import RunConfig
-from async_grpo.experience.config import OUTCOME, OVERLONG
-from async_grpo.rewards.adapter.decorators import check_options
+from async_grpo.data import registry_file
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.config import OUTCOME, OVERLONG, RunFacts
+from async_grpo.rewards.adapter.decorators import best_reward_of, check_options, traits_of
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
+from async_grpo.rewards.config import RewardConfig
+from async_grpo.rewards.middleware import PRICE
+
+
+@dataclass(frozen=True)
+class ResolvedRewards:
+    """`adapters`: the run's rewards by name. `everyone`: they, and those that stand in for them."""
+
+    source: RewardRegistrySource
+    adapters: Mapping[str, Any]
+    everyone: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> "ResolvedRewards":
+        """Read the registry file and the files that are named, and find the rewards.
+
+        Raises:
+            ConfigurationError: a file cannot be read, or a name is unknown; says which are known.
+        """
+        registry = RewardRegistrySource.from_file(registry_file(config.reward_registry))
+        source, addresses = registry.with_files(config.reward_fns), config.judge_addresses
+        everyone = {name: addresses.give(one) for name, one in resolve(source, config.all_names).items()}
+        return cls(source, {name: everyone[name] for name in config.adapters}, everyone)
+
+    def _with(self, trait: str) -> list[str]:
+        return [name for name, adapter in self.everyone.items() if getattr(traits_of(adapter), trait)]
+
+    @property
+    def process(self) -> list[str]:
+        """The run's rewards that come step by step."""
+        return [name for name in self._with("is_process_reward") if name in self.adapters]
+
+    @property
+    def whole_groups(self) -> list[str]:
+        """Those that look at a whole group before its rewards are final."""
+        return self._with("has_post_process")
+
+    @property
+    def judges(self) -> list[str]:
+        return self._with("is_judge")
+
+    @property
+    def paid(self) -> list[str]:
+        """The judges that have a price."""
+        return [name for name in self.judges if getattr(self.everyone[name], PRICE, None)]
+
+    def facts(self, config: RewardConfig, max_completion_tokens: int) -> RunFacts:
+        """What the batcher must know of them."""
+        options = config.options_by_name
+        return RunFacts(
+            max_completion_tokens,
+            process=tuple(self.process),
+            whole_groups=any(name in self.adapters for name in self.whole_groups),
+            weights=config.weights_by_name,
+            failure_policies=config.failure_policies,
+            best_rewards={name: best_reward_of(one, options) for name, one in self.adapters.items()},
+        )
+
+    def secrets(self) -> dict[str, str]:
+        """The keys that the judges name, from this process's environment.
+
+        They go to the pool as an argument and nowhere else: Ray's job table and the workers' environments can be read
+        by others.
+
+        Raises:
+            ConfigurationError: a key is not in the environment.
+        """
+        named = {self.everyone[name].endpoint().api_key_env for name in self.judges} - {None}
+        if missing := sorted(named - set(os.environ)):
+            raise ConfigurationError(
+                f"a judge's key is missing: set the environment variable {', '.join(missing)}"
+            )
+        return {name: os.environ[name] for name in named}
+
+
+def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
+    """What `--reward-weights` may name."""
+    entry, names = config.estimator, set(rewards.process)
+    if config.reward_combine in ("sum", "mean") or entry.takes_components:
+        names |= set(rewards.adapters)
+    if entry.takes_components and config.overlong_buffer:
+        names |= {OVERLONG}
+    if entry.takes_sources and set(rewards.adapters) - set(rewards.process):
+        names |= {OUTCOME}
+    return sorted(names)
+
+
+def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewards) -> list[str]:
+    """Those of the names that a gate would ask, and believe, before `post_process_scores` has set their reward."""
+    return [name for name in names[:-1] if name in rewards.whole_groups and config.reward_combine == "gate"]
 
 
 def _fills(config: RunConfig) -> list[str]:
@@ -18,21 +113,9 @@ def _unknown(named: Iterable[str], known: Iterable[str]) -> list[str]:
     return sorted(set(named) - set(known))
 
 
-def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
-    """What `--reward-weights` may name."""
-    entry, names = config.estimator, set(rewards.process)
-    if config.reward_combine in ("sum", "mean"):
-        names |= set(rewards.adapters)
-    if entry.takes_components:
-        names |= {*rewards.adapters, *([OVERLONG] if config.overlong_buffer else [])}
-    if entry.takes_sources and set(rewards.adapters) - set(rewards.process):
-        names |= {OUTCOME}
-    return sorted(names)
-
-
-def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewards) -> list[str]:
-    """Those of the names that a gate would ask, and believe, before `post_process_scores` has set their reward."""
-    return [name for name in names[:-1] if name in rewards.whole_groups and config.reward_combine == "gate"]
+def _nobody(flag: str, named: Callable[[RunConfig], Iterable[str]]) -> Rule:
+    why = "names {found}; the rewards are {c.all_adapters}"
+    return Rule(flag, lambda c, r: _unknown(named(c), r.everyone), why)
 
 
 REWARDS = (
@@ -100,28 +183,12 @@ REWARDS = (
         lambda c, r: _unknown(c.failure_policies, r.adapters),
         "names {found}, which is no reward of the run: {c.adapters}",
     ),
-    Rule(
-        "verifiers",
-        lambda c, r: _unknown(c.verifiers_by_name, r.everyone),
-        "names {found}; the rewards are {c.all_adapters}",
-    ),
+    _nobody("verifiers", lambda c: c.verifiers_by_name),
+    _nobody("reward_limits", lambda c: c.limits),
+    _nobody("reward_fallback", lambda c: c.fallbacks),
     Rule(
         "reward_limits",
-        lambda c, r: _unknown(c.limits, r.everyone),
-        "names {found}; the rewards are {c.all_adapters}",
-    ),
-    Rule(
-        "reward_fallback",
-        lambda c, r: _unknown(c.fallbacks, r.everyone),
-        "names {found}; the rewards are {c.all_adapters}",
-    ),
-    Rule(
-        "reward_limits",
-        lambda c, r: [
-            name
-            for name, limits in c.limits.items()
-            if limits.tokens_per_minute is not None and name not in r.judges
-        ],
+        lambda c, r: _unknown([name for name, one in c.limits.items() if one.tokens_per_minute], r.judges),
         "gives {found} a tpm, but it is no judge, and takes no tokens; limit its concurrency or rpm",
     ),
     Rule(
