@@ -5,10 +5,11 @@ import asyncio
 import json
 import os
 import sys
-from collections import defaultdict
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,12 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import option, parse_assignments, required
-from async_grpo.programs.verify_report import print_report
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.bench.adapter_check import check_adapter
-from async_grpo.rewards.bench.completions import CompletionRow, FileSummary, check_file, read_rows
-from async_grpo.rewards.bench.score_rows import score_rows
-from async_grpo.rewards.bench.scorecard import Report
+from async_grpo.rewards.bench.completions import CompletionRow, read_rows, score_rows
+from async_grpo.rewards.bench.report import Report, one_line
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
@@ -99,118 +97,78 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses.of(config.judge_urls, config.http_scorer_urls)
     workers = LocalWorkers.from_registry(config.reward_fns, registry, options, config.reward_env, addresses)
-    summary = check_file(config.file)
-    for path, modules in modules_beside(registry, workers.source).items():
-        console.print(
-            f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
-            f"of this file alone: install what it imports as a package there, or move it into the file",
-            soft_wrap=True,
-        )
-    right_rows = RightRows(config.threshold)
+    rows = read_rows(config.file)
+    texts = {str(registry): workers.source.text, **{file.path: file.text for file in workers.source.files}}
+    for path, text in texts.items():
+        if modules := modules_beside(path, text):
+            console.print(
+                f"note: {path} imports {', '.join(modules)} from its own folder. The other nodes of a run get the text "
+                f"of this file alone: install what it imports as a package there, or move it into the file",
+                soft_wrap=True,
+            )
+    report = Report(workers.adapters, config.threshold, any(row.label is not None for row in rows))
     try:
-        report = asyncio.run(_score(config, workers, summary, right_rows))
+        asyncio.run(_score(config, workers, rows, report))
     except OSError as error:
         raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
-    print_report(console, report, summary, config.repeat)
+    report.print(console, rows, config.repeat)
+    cards = report.scorecards.items()
     broken = [
-        f"{name} failed or timed out {card.num_unscored} times"
-        for name, card in report.scorecards.items()
-        if card.num_unscored
+        f"{name} failed or timed out {card.num_unscored} times" for name, card in cards if card.num_unscored
     ]
-    if config.check:
-        for name in workers.adapters:
-            problems = _check(
-                console, workers.source, name, right_rows.by_adapter[name], options, workers.environment
-            )
-            broken += [f"{name} did not pass its check"] if problems else []
+    for name, card in cards if config.check else ():
+        samples, problems = [row.sample for row in card.right_rows], list[str]()
+        said = "passed" if samples else "skipped, it calls no row right"
+        try:
+            if samples:
+                problems = check_adapter(
+                    workers.source, name, samples, options, environment=workers.environment
+                )
+        except ConfigurationError as error:
+            said = f"skipped: {error}"
+        console.print(f"\ncheck of {name}: {'' if problems else said}", soft_wrap=True)
+        for problem in problems:
+            console.print(f"  {one_line(problem)}", soft_wrap=True)
+        broken += [f"{name} did not pass its check"] if problems else []
     if broken:
         raise RunFailed("; ".join(broken))
     return report
 
 
-def modules_beside(registry: Path, source: RewardRegistrySource) -> dict[str, list[str]]:
-    """By file, the modules that it imports, wherever in its text, and that lie in its own folder."""
-    found = {}
-    for path, text in {str(registry): source.text, **{file.path: file.text for file in source.files}}.items():
-        try:
-            nodes = list(ast.walk(ast.parse(text)))
-        except (SyntaxError, ValueError):  # the process that imports the file will say so
-            continue
-        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-        names = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"async_grpo"}
-        places = {name: Path(path).parent / name for name in names}
-        beside = [
-            name for name, place in places.items() if place.is_dir() or place.with_suffix(".py").is_file()
-        ]
-        if beside:
-            found[path] = sorted(beside)
-    return found
-
-
-class RightRows:
-    """For each reward, the first rows that it calls right, and no label calls wrong."""
-
-    def __init__(self, threshold: float, most: int = 2) -> None:
-        self.by_adapter: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-        self._threshold, self._most = threshold, most
-
-    def add(self, row: CompletionRow, verdict: Verdict) -> None:
-        if row.label is not None and row.label < self._threshold:
-            return
-        for result in verdict.results:
-            right = result.reward is not None and result.reward >= self._threshold
-            if right and len(self.by_adapter[result.adapter]) < self._most:
-                self.by_adapter[result.adapter].append(row.sample)
+def modules_beside(path: str, text: str) -> list[str]:
+    """The modules that a file of this text imports, wherever in it, and that lie in its own folder."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):  # the process that imports the file will say so
+        return []
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    names = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"async_grpo"}
+    return sorted(name for name in names if PathFinder.find_spec(name, [str(Path(path).parent)]))
 
 
 async def _score(
-    config: VerifyConfig, workers: LocalWorkers, summary: FileSummary, right_rows: RightRows
-) -> Report:
-    adapters = workers.adapters
-    pool = VerifierPool(adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
-    report = Report(adapters, config.threshold, with_label=summary.with_label > 0)
+    config: VerifyConfig, workers: LocalWorkers, rows: Sequence[CompletionRow], report: Report
+) -> None:
+    pool = VerifierPool(workers.adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
     with ExitStack() as stack:
         output = stack.enter_context(_opened(config.output)) if config.output else None
-        progress = stack.enter_context(_progress())
-        bar = progress.add_task("scoring", total=summary.rows)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        bar = stack.enter_context(progress).add_task("scoring", total=len(rows))
 
         def on_row(row: CompletionRow, verdicts: Sequence[Verdict]) -> None:
             progress.advance(bar)
-            right_rows.add(row, verdicts[0])
+            report.add(row, verdicts)
             if output is not None:
                 output.write(json.dumps(_line(row, verdicts)) + "\n")
 
-        try:
-            await pool.start()
-            sizes = summary.group_sizes if workers.look_at_groups else None
-            rows = read_rows(config.file)
-            await score_rows(pool, rows, report, repeat=config.repeat, group_sizes=sizes, on_row=on_row)
-        finally:
-            await pool.close()
-    return report
-
-
-def _check(
-    console: Console,
-    source: RewardRegistrySource,
-    adapter: str,
-    samples: Sequence[dict[str, Any]],
-    options: dict[str, Any],
-    environment: dict[str, str],
-) -> list[str]:
-    """Print and return what is wrong with the reward, whatever it is given."""
-    try:
-        problems = (
-            check_adapter(source, adapter, samples, options, environment=environment) if samples else []
-        )
-        said = "passed" if samples else "skipped, it calls no row right"
-    except ConfigurationError as error:
-        problems, said = [], f"skipped: {error}"
-    console.print(f"\ncheck of {adapter}: {'' if problems else said}", soft_wrap=True)
-    for problem in problems:
-        console.print(f"  {' '.join(repr(problem)[1:-1].split())}", soft_wrap=True)
-    return problems
+        async with pool:
+            started = time.monotonic()
+            groups = workers.look_at_groups
+            await score_rows(pool, rows, on_row, repeat=config.repeat, whole_groups=groups)
+            report.seconds = time.monotonic() - started
 
 
 def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -234,9 +192,3 @@ def _opened(path: str) -> IO[str]:
         return open(path, "w", encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--output {path} cannot be written: {error}") from error
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)

@@ -42,7 +42,7 @@ ALLOWED = {
     "async_grpo.rewards.adapter.result": set(),
     "async_grpo.rewards.cache.verdicts": set(),
     "async_grpo.rewards.budget": set(),
-    "async_grpo.rewards.bench.score_rows": set(),
+    "async_grpo.rewards.bench.completions": set(),
     "async_grpo.generation.char_ends": set(),
     "async_grpo.weights.publisher": {"torch"},
     "async_grpo.modeling.policy": {"torch", "transformers"},

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 
 from async_grpo.__main__ import COMMANDS, main
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.bench.completions import LABEL, CompletionRow, FileSummary, check_file, read_rows
-from async_grpo.rewards.bench.score_rows import score_rows
-from async_grpo.rewards.bench.scorecard import MAX_EXAMPLES, Report, histogram
+from async_grpo.rewards.bench.completions import LABEL, CompletionRow, read_rows, score_rows
+from async_grpo.rewards.bench.report import MAX_EXAMPLES, Report, histogram
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,12 +128,11 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
     assert (one.label, two.label, four.label) == (1.0, 0.25, None)
     assert two.sample["truncated"] and four.sample["group_id"] == 5 and "label" not in one.sample
     assert four.sample["completion_token_ids"] == [7, 8] and "completion_char_ends" not in four.sample
-    assert check_file(path) == FileSummary(3, 2, 2, Counter({one.group: 2, 5: 1}))
 
 
 def test_rows_without_a_prompt_are_groups_of_their_own(files):
     path = files({"completion": "a"}, {"completion": "a"}, {"completion": "a", "group_id": 1})
-    assert len({row.group for row in read_rows(path)}) == 3
+    assert len({row.sample["group_id"] for row in read_rows(path)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -164,9 +162,7 @@ def test_rows_without_a_prompt_are_groups_of_their_own(files):
 def test_a_bad_row_is_named_by_file_and_line(files, row, message):
     path = files({"completion": "a"}, row)
     with pytest.raises(ConfigurationError, match=f"{path}, {message}"):
-        check_file(path)
-    with pytest.raises(ConfigurationError, match=message):
-        list(read_rows(path))
+        read_rows(path)
 
 
 def test_many_bad_rows_are_named_together_and_nothing_is_scored(files, tmp_path, capsys):
@@ -185,7 +181,7 @@ def test_a_file_that_is_not_utf_8_is_refused(files):
     path = Path(files("x"))
     path.write_bytes(b'{"completion": "\xff"}\n')
     with pytest.raises(ConfigurationError, match="line 1: not JSON"):
-        check_file(path)
+        read_rows(path)
 
 
 # --- counting, against plain loops ---
@@ -202,11 +198,15 @@ def test_the_report_agrees_with_plain_loops(rows):
     report = Report(["a", "b"], threshold=0.5, with_label=True)
     calls: dict[str, list] = {"a": [], "b": []}
     pairs: dict[tuple[str, str], list[int]] = {("a", "b"): [], ("a", LABEL): [], ("b", LABEL): []}
-    correction_logprobs, unsteady, examples = Counter(), Counter(), set()
+    compared, unsteady = Counter(), Counter()
     for line, (a1, b1, a2, b2, label) in enumerate(rows, start=1):
-        runs = [[AdapterResult(name, *one, latency_s=2.0, queue_s=1.5) for name, one in run]
-                for run in ([("a", a1), ("b", b1)], [("a", a2), ("b", b2)])]  # fmt: skip
-        report.add(line, f"completion {line}", label, runs)
+        runs = [
+            Verdict(
+                OK, 0.0, tuple(AdapterResult(name, *one, latency_s=2.0, queue_s=1.5) for name, one in run)
+            )
+            for run in ([("a", a1), ("b", b1)], [("a", a2), ("b", b2)])
+        ]
+        report.add(CompletionRow(line, {"completion": f"completion {line}"}, label), runs)
         calls["a"] += [a1, a2]
         calls["b"] += [b1, b2]
         unsteady.update(a=a1 != a2, b=b1 != b2)
@@ -214,25 +214,19 @@ def test_the_report_agrees_with_plain_loops(rows):
         for pair, differing in pairs.items():
             one, other = (opinions[name] for name in pair)
             if one is not None and other is not None:
-                correction_logprobs[pair] += 1
+                compared[pair] += 1
                 if (one >= 0.5) is not (other >= 0.5):
                     differing.append(line)
     for name, card in report.scorecards.items():
         found = [reward for status, reward in calls[name] if status is OK]
-        assert list(card.rewards) == found and card.num_calls == len(calls[name])
+        assert list(card.rewards) == found
         assert card.mean == (pytest.approx(sum(found) / len(found)) if found else None)
         assert card.statuses == Counter(status for status, _ in calls[name])
         assert card.num_unscored == sum(status in (FAILED, TIMED_OUT) for status, _ in calls[name])
-        assert card.num_unsteady == unsteady[name]
-        assert card.latency_s(0.5) == (0.5 if rows else 0.0)
-    for comparison in report.comparisons:
-        differing = pairs[comparison.names]
-        assert (comparison.num_compared, comparison.num_differing) == (
-            correction_logprobs[comparison.names],
-            len(differing),
-        )
-        examples |= set(differing[:MAX_EXAMPLES])
-    assert set(report.examples) == examples
+        assert len(card.unsteady) == unsteady[name] and set(card.seconds) <= {0.5}
+    assert report.compared == dict.fromkeys(pairs, 0) | compared
+    assert report.differing == {pair: len(lines) for pair, lines in pairs.items()}
+    assert set(report.examples) == {line for lines in pairs.values() for line in lines[:MAX_EXAMPLES]}
 
 
 @given(
@@ -283,36 +277,14 @@ async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way()
             count_of_calls[sample["number"]] += 1
             return await super().verify(sample)
 
-    rows = [CompletionRow(n, {"completion": "", "number": n}, None, True) for n in range(40)]
-    report = Report(["a"], 0.5, False)
-    await score_rows(
-        Slow(),
-        iter(rows),
-        report,
-        repeat=3,
-        in_flight=5,
-        on_row=lambda row, verdicts: seen.append((row.line, len(verdicts))),
-    )
+    rows = [CompletionRow(n, {"completion": "", "number": n, "group_id": n}) for n in range(40)]
+
+    def on_row(row: CompletionRow, verdicts: list[Verdict]) -> None:
+        seen.append((row.line, len(verdicts)))
+
+    await score_rows(Slow(), rows, on_row, repeat=3, in_flight=5)
     assert seen == [(n, 3) for n in range(40)] and most == 5
-    assert (
-        set(count_of_calls.values()) == {3} and report.scorecards["a"].num_calls == 120 and report.seconds > 0
-    )
-
-
-async def test_what_goes_wrong_with_a_row_is_raised_as_it_is():
-    def rows():
-        yield CompletionRow(1, {"completion": ""})
-        raise ConfigurationError("rows.jsonl, line 2: it was changed meanwhile")
-
-    with pytest.raises(ConfigurationError, match="line 2: it was changed"):
-        await score_rows(FakePool(), rows(), Report(["a"], 0.5, False))
-
-
-async def test_a_group_that_is_never_complete_is_said_and_not_left_out(files):
-    path = files({"completion": "", "group_id": 1}, {"completion": "", "group_id": 1})
-    sizes, rows = check_file(path).group_sizes, list(read_rows(path))
-    with pytest.raises(ConfigurationError, match="changed while they were scored: a group is not complete"):
-        await score_rows(FakePool(), rows[:1], Report(["a"], 0.5, False), group_sizes=sizes)
+    assert set(count_of_calls.values()) == {3}
 
 
 # --- the command ---

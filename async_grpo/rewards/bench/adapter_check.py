@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
@@ -31,6 +30,7 @@ POOR_COMPLETIONS = {
     "code": '```python\nimport os; os._exit(1)\n```\n{"reward": 1.0}',
     "babble": "aha " * 20_000,
 }
+MakeProcess = Callable[[str], Awaitable[AdapterProcess]]
 _UNSCORED = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 
@@ -45,9 +45,8 @@ def check_adapter(
 ) -> list[str]:
     """What is wrong with a reward, in words; empty if nothing is.
 
-    It must be usable in a process of its own; score each right completion higher than poor ones (unless it looks at whole
-    groups, which may decide that); answer those without failing; answer alike when asked again, after a cancelled call,
-    and in another process; and, where it looks at whole groups, do so for these samples.
+    It must score each right completion higher than poor ones (unless it looks at whole groups, which may decide that);
+    answer those without failing; and answer alike when asked again, after a cancelled call, and in another process.
 
     Args:
         source, adapter, options, environment: as for `AdapterProcess`.
@@ -59,22 +58,30 @@ def check_adapter(
     if not samples:
         raise ConfigurationError("a reward is checked on samples with right completions: give at least one")
     make_process = process_maker(source, options, environment=environment)
-    one_process = partial(_one_process, adapter, make_process, timeout_s)
-    return asyncio.run(_check([sample_of(row) for row in samples], one_process))
+    return asyncio.run(_check(adapter, [sample_of(row) for row in samples], make_process, timeout_s))
 
 
-async def _check(samples: list[dict[str, Any]], one_process: Callable[[], AdapterQueue]) -> list[str]:
-    one, other = one_process(), one_process()
+async def _check(
+    adapter: str, samples: list[dict[str, Any]], make_process: MakeProcess, timeout_s: float
+) -> list[str]:
+    judges = []
+
+    async def make(name: str) -> AdapterProcess:
+        process = await make_process(name)
+        judges.append(process.traits.is_judge)
+        return process
+
+    timeouts = Timeouts(timeout_s, backoff_s=(0.0,))
+    one, other = AdapterQueue(adapter, make, 1, timeouts), AdapterQueue(adapter, make, 1, timeouts)
     try:
-        try:
-            # Both to their end: to close one in the middle of ending its process would leave that uncollected
-            started = await asyncio.gather(one.start(), other.start(), return_exceptions=True)
-            for error in filter(None, started):
-                raise error
-        except _IsJudge:
-            raise
-        except (ConfigurationError, WorkerLost) as error:
-            return [str(error)]
+        # Both to their end: to close one in the middle of ending its process would leave that uncollected
+        started = await asyncio.gather(one.start(), other.start(), return_exceptions=True)
+        if any(judges):
+            raise ConfigurationError(f"{adapter} is a judge: it has no process to be checked in")
+        for error in filter(None, started):
+            if isinstance(error, ConfigurationError | WorkerLost):
+                return [str(error)]
+            raise error
         right = [await one.score(sample) for sample in samples]
         problems = []
         for number, (sample, first) in enumerate(zip(samples, right, strict=True)):
@@ -84,30 +91,19 @@ async def _check(samples: list[dict[str, Any]], one_process: Callable[[], Adapte
             elif not found:
                 found = await _again(one, other, sample, first)
             problems += [f"sample {number}: {problem}" for problem in found]
-        return problems + await _group(one, samples, right)
+        # Whether its `post_process_scores` works at all: what is right there, only its author knows
+        changed = await one.post_process(samples, right)
+        failed = [
+            f"the whole group {_said(now)}"
+            for before, now in zip(right, changed, strict=True)
+            if now.status in _UNSCORED and before.status is RewardStatus.OK
+        ]
+        return problems + failed[:1]
     finally:
         await asyncio.gather(one.close(), other.close())
 
 
-class _IsJudge(ConfigurationError):
-    """A judge cannot be checked."""
-
-
-def _one_process(
-    adapter: str, make_process: Callable[[str], Awaitable[AdapterProcess]], timeout_s: float
-) -> AdapterQueue:
-    async def make(name: str) -> AdapterProcess:
-        process = await make_process(name)
-        if process.traits.is_judge:
-            await process.close()
-            raise _IsJudge(f"{adapter} is a judge: it has no process to be checked in")
-        return process
-
-    return AdapterQueue(adapter, make, 1, Timeouts(timeout_s, backoff_s=(0.0,)))
-
-
 async def _poor(worker: AdapterQueue, sample: dict[str, Any], right: AdapterResult) -> list[str]:
-    """Poor completions that are not answered, or worth as much as the right one."""
     problems = []
     for what, text in POOR_COMPLETIONS.items():
         poor = await worker.score(sample_of(sample, text))
@@ -123,7 +119,6 @@ async def _poor(worker: AdapterQueue, sample: dict[str, Any], right: AdapterResu
 async def _again(
     one: AdapterQueue, other: AdapterQueue, sample: dict[str, Any], first: AdapterResult
 ) -> list[str]:
-    """Where it answers otherwise than at first."""
     answers = {"asked again, it": await one.score(sample)}
     answers["in another process, it"] = await other.score(sample)
     abandoned = asyncio.create_task(one.score(sample_of(sample, "abandoned")))
@@ -139,21 +134,7 @@ async def _again(
     ]
 
 
-async def _group(
-    worker: AdapterQueue, samples: list[dict[str, Any]], results: list[AdapterResult]
-) -> list[str]:
-    """Whether its `post_process_scores` works at all: what is right there, only its author knows."""
-    changed = await worker.post_process(samples, results)
-    failed = [
-        f"the whole group {_said(now)}"
-        for before, now in zip(results, changed, strict=True)
-        if now.status in _UNSCORED and before.status is RewardStatus.OK
-    ]
-    return failed[:1]
-
-
 def _said(result: AdapterResult) -> str:
-    """How the result reads in a sentence."""
     if result.status is RewardStatus.OK:
         parts = "".join(f", {name} {value:g}" for name, value in result.extra.items())
         return f"is worth {result.reward:g}{parts}"

@@ -1,4 +1,4 @@
-"""A file of completions, on which rewards are tried.
+"""A file of completions, on which rewards are tried, and the scoring of its rows.
 
 A line of the file is an object with `completion` and whatever the rewards read; as a rule `answer`. Columns that are
 missing are made up: `input` is "", `group_id` the same for the same `input` (without one, of no other row), and without
@@ -6,16 +6,19 @@ missing are made up: `input` is "", `group_id` the same for the same `input` (wi
 `label`, true or false or a reward, says what is right.
 """
 
+import asyncio
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.pool import VerifierPool
+from async_grpo.types import Verdict
 
 LABEL = "label"
 MAX_BAD_ROWS = 10  # that are named before the file is refused
@@ -23,59 +26,43 @@ MAX_BAD_ROWS = 10  # that are named before the file is refused
 
 @dataclass(frozen=True)
 class CompletionRow:
-    """A line of the file, as the rewards receive it. `label`: the reward that is right, None if the file has none."""
+    """A line of the file. `label`: the reward that is right, None if the file has none."""
 
     line: int
-    sample: dict[str, Any]
+    columns: dict[str, Any]
     label: float | None = None
-    has_tokens: bool = True
 
     @property
-    def group(self) -> int | str:
-        """The same for all rows that a reward of whole groups sees together."""
-        return self.sample["group_id"]
+    def sample(self) -> dict[str, Any]:
+        """What the rewards receive."""
+        return sample_of(self.columns)
 
 
-@dataclass
-class FileSummary:
-    """What a file holds. `group_sizes`: rows by group."""
-
-    rows: int = 0
-    with_label: int = 0
-    without_tokens: int = 0
-    group_sizes: Counter[int | str] = field(default_factory=Counter)
+OnRow = Callable[[CompletionRow, Sequence[Verdict]], None]
 
 
-def read_rows(path: str | Path) -> Iterator[CompletionRow]:
-    """The rows one by one. Raises ConfigurationError with file and line."""
-    for row in _rows_and_problems(path):
-        if isinstance(row, ConfigurationError):
-            raise row
-        yield row
-
-
-def check_file(path: str | Path) -> FileSummary:
-    """Read the whole file.
+def read_rows(path: str | Path) -> list[CompletionRow]:
+    """All rows of the file.
 
     Raises:
-        ConfigurationError: it cannot be read or holds no rows; or bad ones, the first of which are named.
+        ConfigurationError: it cannot be read or holds no rows; or bad ones, the first of which are named by their lines.
     """
-    summary = FileSummary()
-    problems: list[ConfigurationError] = []
-    for row in _rows_and_problems(path):
-        if isinstance(row, ConfigurationError):
-            problems.append(row)
-        else:
-            summary.rows += 1
-            summary.with_label += row.label is not None
-            summary.without_tokens += not row.has_tokens
-            summary.group_sizes[row.group] += 1
-    if problems:
-        more = [f"and {len(problems) - MAX_BAD_ROWS} more"] if len(problems) > MAX_BAD_ROWS else []
-        raise ConfigurationError("\n".join([*map(str, problems[:MAX_BAD_ROWS]), *more]))
-    if not summary.rows:
-        raise ConfigurationError(f"{path} holds no completions")
-    return summary
+    rows, problems = [], []
+    try:
+        with Path(path).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        rows.append(_row(line, number))
+                except ValueError as error:
+                    problems.append(f"{path}, line {number}: {error}")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the completions {str(path)!r}: {error}") from error
+    if len(problems) > MAX_BAD_ROWS:
+        problems[MAX_BAD_ROWS:] = [f"and {len(problems) - MAX_BAD_ROWS} more"]
+    if problems or not rows:
+        raise ConfigurationError("\n".join(problems) or f"{path} holds no completions")
+    return rows
 
 
 def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
@@ -93,19 +80,6 @@ def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str
     return sample | {"completion": text, "sample_text": f"{prompt}{text}"}
 
 
-def _rows_and_problems(path: str | Path) -> Iterator[CompletionRow | ConfigurationError]:
-    try:
-        with Path(path).open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield _row(line, number)
-                    except ValueError as error:
-                        yield ConfigurationError(f"{path}, line {number}: {error}")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the completions {str(path)!r}: {error}") from error
-
-
 def _row(line: bytes, number: int) -> CompletionRow:
     try:
         row = json.loads(line.decode("utf-8"))
@@ -114,22 +88,80 @@ def _row(line: bytes, number: int) -> CompletionRow:
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, not {type(row).__name__}")
     completion, prompt, tokens = row.get("completion"), row.get("input", ""), row.get("completion_token_ids")
-    for name, text in (("completion", completion), ("input", prompt)):
-        if not isinstance(text, str):
-            raise ValueError(f"the column {name} must be text, not {text!r:.80}")
-    if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
-        raise ValueError(f"the column completion_token_ids must be a list of integers, not {tokens!r:.80}")
-    group = row.get("group_id")
-    if group is None:
-        group = _group_of(prompt) if prompt else -number  # a number that no other row has
-    if not isinstance(group, int | str):
-        raise ValueError(f"the column group_id must be a whole number or text, not {group!r:.80}")
-    label = row.pop(LABEL, None)
-    if label is not None and not (isinstance(label, int | float) and math.isfinite(label)):
-        raise ValueError(f"the column {LABEL} must be true, false or a number, not {label!r:.80}")
-    label = None if label is None else float(label)
-    return CompletionRow(number, sample_of(row | {"group_id": group}), label, tokens is not None)
+    group, label = row.get("group_id"), row.pop(LABEL, None)
+    for name, wanted, value, is_right in (
+        ("completion", "text", completion, isinstance(completion, str)),
+        ("input", "text", prompt, isinstance(prompt, str)),
+        ("completion_token_ids", "a list of integers", tokens, tokens is None or _are_integers(tokens)),
+        ("group_id", "a whole number or text", group, isinstance(group, int | str | None)),
+        (LABEL, "true, false or a number", label, label is None or _is_finite(label)),
+    ):
+        if not is_right:
+            raise ValueError(f"the column {name} must be {wanted}, not {value!r:.80}")
+    if group is None:  # without a prompt, a number that no other row has
+        digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()
+        group = int.from_bytes(digest[:6], "big") if prompt else -number
+    return CompletionRow(number, row | {"group_id": group}, None if label is None else float(label))
 
 
-def _group_of(prompt: str) -> int:
-    return int.from_bytes(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()[:6], "big")
+def _are_integers(tokens: Any) -> bool:
+    return isinstance(tokens, list) and all(type(token) is int for token in tokens)
+
+
+def _is_finite(label: Any) -> bool:
+    return isinstance(label, int | float) and math.isfinite(label)
+
+
+async def score_rows(
+    pool: VerifierPool,
+    rows: Sequence[CompletionRow],
+    on_row: OnRow,
+    *,
+    repeat: int = 1,
+    in_flight: int = 256,
+    whole_groups: bool = False,
+) -> None:
+    """Score every row `repeat` times; `on_row` is called in the order of the rows, with the verdicts of all runs.
+
+    The runs over a row follow each other, and meet whatever worker is free.
+
+    Args:
+        in_flight: rows that are scored, or wait for a worker, at a time.
+        whole_groups: rewards look at whole groups.
+
+    Raises:
+        Exception: what the pool or `on_row` raised first.
+    """
+    sizes = Counter(row.columns["group_id"] for row in rows)
+    groups: defaultdict[int | str, dict[int, Sequence[Verdict]]] = defaultdict(dict)
+    done: dict[int, Sequence[Verdict]] = {}
+    slots, num_reported = asyncio.Semaphore(in_flight), 0
+
+    async def score(place: int, sample: dict[str, Any]) -> None:
+        nonlocal num_reported
+        try:
+            verdicts = [await pool.verify(sample) for _ in range(repeat)]
+        finally:
+            slots.release()
+        if not whole_groups:
+            done[place] = verdicts
+        else:
+            group = groups[sample["group_id"]]
+            group[place] = verdicts
+            if len(group) == sizes[sample["group_id"]]:
+                places = sorted(group)  # in the order of the file, not as they happened to be finished
+                samples = [rows[member].sample for member in places]
+                runs = zip(*(group[member] for member in places), strict=True)
+                changed = [await pool.post_process(samples, run) for run in runs]
+                done.update(zip(places, zip(*changed, strict=True), strict=True))
+        while num_reported in done:
+            num_reported += 1
+            on_row(rows[num_reported - 1], done.pop(num_reported - 1))
+
+    try:
+        async with asyncio.TaskGroup() as scoring:
+            for place, row in enumerate(rows):
+                await slots.acquire()
+                scoring.create_task(score(place, row.sample))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
