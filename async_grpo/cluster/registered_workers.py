@@ -159,7 +159,7 @@ class LeasedWorker:
 
     def release(self, sequences: int = 1) -> None:
         """Give sequences back; those of a worker that was fenced are void already."""
-        self._workers.registry.release(self._lease.lease_id, sequences)
+        self._workers.registry.release(self._lease, sequences)
 
     def fence(self, lost: WorkerLost) -> None:
         """The worker is gone: it gets no more work."""

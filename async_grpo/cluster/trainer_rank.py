@@ -30,12 +30,11 @@ from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Verification, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
-from async_grpo.training.sharding import shard_policy
+from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.publisher import Canary

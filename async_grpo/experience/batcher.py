@@ -15,17 +15,26 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
-from async_grpo.experience.alarms import StepAlarms
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.dataset import PromptCursor, Question
-from async_grpo.experience.engine_utilization import EngineUtilization
-from async_grpo.experience.failure_policy import FailurePolicy
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.experience.groups import mean_reward, num_scored, reward_sample
+from async_grpo.experience.groups import (
+    mean_reward,
+    num_scored,
+    reward_sample,
+    wants_refill,
+    with_group_mean,
+)
 from async_grpo.experience.packing import Packer
-from async_grpo.experience.staleness import StalenessBudget
-from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
-from async_grpo.experience.step_metrics import readable_samples, refuse_unscored, reward_stats, step_stats
+from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
+from async_grpo.experience.step_metrics import (
+    EngineUtilization,
+    StepAlarms,
+    readable_samples,
+    refuse_unscored,
+    reward_stats,
+    step_stats,
+)
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Completion, Group, MicroBatch, Prompt, Sample, StepEnd
 
@@ -45,9 +54,8 @@ class ExperienceBatcher:
         num_ranks: int = 1,
         facts: RunFacts = NO_FACTS,
     ) -> None:
-        self.config, self.facts, self.num_ranks = config, facts, num_ranks
+        self.config, self.facts = config, facts
         self.advantages = GroupAdvantages(config, facts)
-        self.failures = FailurePolicy(facts.failure_policies, config.min_valid_samples)
         self.generation, self.verification = generation, verification
         self.reference, self.proximal = reference, proximal
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
@@ -65,8 +73,7 @@ class ExperienceBatcher:
         ]
         self._tasks: set[asyncio.Task] = set()
         self._offering = asyncio.Lock()
-        self._failed = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._sequences = 0  # admitted and still generating
         self._samples_done = 0
 
@@ -84,20 +91,20 @@ class ExperienceBatcher:
             RunFailed: a task of the batcher failed; carries its error.
             DeadlineExceeded: nothing came for `experience_timeout_s` seconds.
         """
-        get = asyncio.ensure_future(self._next_message(rank))
-        failed = asyncio.ensure_future(self._failed.wait())
+        message = asyncio.ensure_future(self._next_message(rank))
+        either: set[asyncio.Future[Any]] = {message, self._failure}
         try:
             await asyncio.wait(
-                {get, failed}, timeout=self.config.experience_timeout_s, return_when="FIRST_COMPLETED"
+                either, timeout=self.config.experience_timeout_s, return_when="FIRST_COMPLETED"
             )
-            if self._failure:
-                raise RunFailed(f"{type(self._failure).__name__}: {self._failure}") from self._failure
-            if not get.done():
+            if self._failure.done():
+                error = self._failure.result()
+                raise RunFailed(f"{type(error).__name__}: {error}") from error
+            if not message.done():
                 raise DeadlineExceeded(self._describe_wait(rank))
-            return get.result()
+            return message.result()
         finally:
-            get.cancel()
-            failed.cancel()
+            message.cancel()
 
     async def _next_message(self, rank: int) -> MicroBatch | StepEnd:
         message = await self._queues[rank].get()
@@ -143,10 +150,11 @@ class ExperienceBatcher:
             self._retire_if_solved(group)
             if not self._wants_another(group):
                 break
-        await self._offer(await self._add_logprobs(self.failures.apply(group)))
+        group = with_group_mean(group, self.facts.failure_policies, self.config.min_valid_samples)
+        await self._offer(await self._add_logprobs(group))
 
     def _wants_another(self, group: Group) -> bool:
-        return self.failures.wants_refill(group) or (
+        return wants_refill(group, self.facts.failure_policies) or (
             self.config.zero_variance == "resample" and not self.advantages.has_signal(group)
         )
 
@@ -224,45 +232,37 @@ class ExperienceBatcher:
     async def _offer(self, group: Group) -> None:
         """Hand out what follows from a finished group. A step's end is put in its place at once, and filled in later."""
         async with self._offering:  # a minibatch may be in a thread: no other group may come in between
-            for event in await self._events(group):
+            if self.advantages.group_local:
+                events = self.steps.offer(group)
+            else:  # a whole minibatch at once is a thread's work, as the loop serves others
+                events = await asyncio.to_thread(self.steps.offer, group)
+            for event in events:
                 messages: Sequence[MicroBatch | asyncio.Task[StepEnd]]
-                match event:
-                    case MicroBatchRound(micro_batches):
-                        messages = micro_batches
-                    case StepComplete():
-                        refuse_unscored(event.step, event.groups)
-                        end = self._supervise(self._step_end(event), f"the end of step {event.step}")
-                        messages = [end] * self.num_ranks
+                if isinstance(event, StepComplete):
+                    refuse_unscored(event.step, event.groups)
+                    end = self._supervise(self._step_end(event), f"the end of step {event.step}")
+                    messages = [end] * len(self._queues)
+                else:
+                    messages = event
                 for queue, message in zip(self._queues, messages, strict=True):
                     queue.put_nowait(message)
 
-    async def _events(self, group: Group) -> list[MicroBatchRound | StepComplete]:
-        """What follows from a finished group; a whole minibatch at once is a thread's work, as the loop serves others."""
-        if self.advantages.group_local:
-            return self.steps.offer(group)
-        return await asyncio.to_thread(self.steps.offer, group)
-
     async def _step_end(self, closed: StepComplete) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
-        stats = await self._take_stats()
+        generation = await self.generation.take_stats()
+        verification = await self.verification.take_stats()
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.config.steps_per_batch),
             "groups_without_signal": sum(not self.advantages.has_signal(group) for group in closed.groups),
             "questions_retired": len(self.cursor.retired),
-            **stats,
-            "alarms": self._alarms.of_step(closed.groups, stats.get("verifiers", {})),
+            **self.utilization.take(generation.pop("busy")),
+            **generation,
+            **verification,
+            "alarms": self._alarms.of_step(closed.groups, verification.get("verifiers", {})),
         }
         if self.config.dump_samples_filename is not None:
             stats["samples"] = readable_samples(closed.groups)
         return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)
-
-    async def _take_stats(self) -> dict[str, Any]:
-        generation = await self.generation.take_stats()
-        return {
-            **self.utilization.take(generation.pop("busy")),
-            **generation,
-            **await self.verification.take_stats(),
-        }
 
     # Supervision ------------------------------------------------------------------------------------------------
 
@@ -275,9 +275,8 @@ class ExperienceBatcher:
 
     def _task_done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self._failed.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+            self._failure.set_result(error)
 
     def _generating(self, change: int) -> None:
         self._sequences += change

@@ -1,13 +1,14 @@
 """Verdicts -> advantages: what each sample of a group is worth, and which of its tokens are trained on.
 
 Everything that changes a reward between the verifier and the estimator happens here: the length penalty, a KL in the
-reward, process rewards on the tokens that earned them (`reward_tensors`). The verdicts themselves stay as they are, and
+reward, process rewards on the tokens that earned them (`token_rewards`). The verdicts themselves stay as they are, and
 are logged.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from async_grpo.algorithm.estimator import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
-from async_grpo.experience.groups import all_ok, earned, num_scored
+from async_grpo.experience.groups import num_scored
 from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors
-from async_grpo.types import Completion, Group, RewardStatus, Sample
+from async_grpo.types import Completion, Group, RewardStatus, Sample, Verdict
 
 
 class GroupAdvantages:
@@ -47,13 +48,20 @@ class GroupAdvantages:
         if self.entry.compares_with_greedy:
             greedy = None if group.baseline is None else group.baseline.reward
             return greedy is not None and {verdict.reward for verdict in readable} != {greedy}
-        apart = self.entry.rewards == COMPONENTS or bool(self.facts.process)
-        return len({earned(verdict, apart=apart) for verdict in readable}) > 1
+        return len({self._earned(verdict) for verdict in readable}) > 1
+
+    def _earned(self, verdict: Verdict) -> Any:
+        """What two verdicts are compared by: two samples of one total may have earned it in different places."""
+        if self.entry.rewards == COMPONENTS or self.facts.process:
+            return tuple((r.adapter, r.reward, r.steps) for r in verdict.results)
+        return verdict.reward
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
-        batch = RewardTensors(self.config, self.facts, groups, samples, one_column=self._one_column)
+        rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
+        one_column = not rewards_on_tokens and self.entry.one_column_does(self._options)
+        batch = RewardTensors(self.config, self.facts, groups, samples, one_column=one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         kept = torch.tensor([not self._left_out(group) for group in groups])
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
@@ -67,12 +75,6 @@ class GroupAdvantages:
         rows = iter(zip(samples, masks, advantages.numpy().astype(np.float32), strict=True))
         return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
 
-    @property
-    def _one_column(self) -> bool:
-        """Whether each sample has one reward and one advantage: a column per token would be full of copies."""
-        rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
-        return not rewards_on_tokens and self.entry.one_column_does(self._options)
-
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
         entry, rewards = self.entry, REWARDS[self.entry.rewards](batch)
         inputs = {name: batch.own_input(name, read) for name, read in entry.inputs.items()}
@@ -84,9 +86,10 @@ class GroupAdvantages:
         verdict = sample.verdict
         if verdict.status is not RewardStatus.OK:
             return False
-        apart = self.entry.rewards != TOTAL or bool(self.facts.process)
-        # What one adapter did not say must not count as 0 beside the others
-        return not (self.entry.needs_all_rewards and apart) or all_ok(verdict)
+        if self.entry.needs_all_rewards and (self.entry.rewards != TOTAL or self.facts.process):
+            # What one adapter did not say must not count as 0 beside the others
+            return {result.status for result in verdict.results} == {RewardStatus.OK}
+        return True
 
     def _loss_mask(self, completion: Completion, step: int) -> np.ndarray | None:
         """(T,): the tokens that are trained on; None: the sample is not."""
@@ -102,13 +105,11 @@ class GroupAdvantages:
         tokens = sum(int(np.count_nonzero(mask)) for _, mask, _ in rows if mask is not None)
         samples = []
         for sample, mask, values in rows:
-            if mask is None:
-                samples.append(replace(sample, group_tokens=tokens))
-                continue
-            values = np.broadcast_to(values[: len(mask)], len(mask))
-            if not mask.all():
-                values = np.where(mask, values, np.float32(0))
-            samples.append(replace(sample, advantages=values, loss_mask=mask, group_tokens=tokens))
+            if mask is not None:
+                values = np.broadcast_to(values[: len(mask)], len(mask))
+                values = values if mask.all() else np.where(mask, values, np.float32(0))
+                sample = replace(sample, advantages=values, loss_mask=mask)
+            samples.append(replace(sample, group_tokens=tokens))
         return replace(group, samples=tuple(samples))
 
     def _left_out(self, group: Group) -> bool:

@@ -1,8 +1,12 @@
-"""One finished group: what its verifiers see, and whether there is anything to learn from it."""
+"""One finished group: what its verifiers see, whether there is anything to learn from it, and what became of failures."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from async_grpo.types import Completion, Group, Prompt, RewardStatus, Verdict
+
+LOST = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
@@ -20,21 +24,6 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def earned(verdict: Verdict, *, apart: bool) -> Any:
-    """What two verdicts are compared by.
-
-    Args:
-        apart: what each adapter said counts by itself, and process rewards step by step: two samples of one total may
-            have earned it in different places.
-    """
-    return tuple((r.adapter, r.reward, r.steps) for r in verdict.results) if apart else verdict.reward
-
-
-def all_ok(verdict: Verdict) -> bool:
-    """Whether there are results, and every adapter gave a reward."""
-    return {result.status for result in verdict.results} == {RewardStatus.OK}
-
-
 def num_scored(group: Group) -> int:
     """How many of its samples have a reward."""
     return sum(sample.verdict.status is RewardStatus.OK for sample in group.samples)
@@ -44,3 +33,36 @@ def mean_reward(group: Group) -> float | None:
     """Of the samples that have one; None if none has."""
     rewards = [sample.verdict.reward for sample in group.samples if sample.verdict.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
+
+
+# A reward that could not be had is never a silent zero. By the adapter that failed (`--on-reward-failure`) it masks its
+# sample (the default), `group_mean` gives the sample the mean reward of its group, which moves the baseline nowhere, and
+# `refill` drops the whole group for another prompt (a constant is the combination's matter).
+
+
+def wants_refill(group: Group, policies: Mapping[str, str]) -> bool:
+    """Whether one of its failures asks for another group in its place."""
+    verdicts = [sample.verdict for sample in group.samples]
+    if group.baseline is not None:
+        verdicts.append(group.baseline)
+    return any(policies.get(culprit) == "refill" for verdict in verdicts for culprit in _culprits(verdict))
+
+
+def with_group_mean(group: Group, policies: Mapping[str, str], min_valid: int) -> Group:
+    """The group with its mean reward where all failures of a sample ask for it, if `min_valid` others have one."""
+    mean = mean_reward(group)
+    if mean is None or num_scored(group) < min_valid:
+        return group
+    samples = []
+    for sample in group.samples:
+        verdict = sample.verdict
+        blamed = {policies.get(culprit) for culprit in _culprits(verdict)}
+        if blamed == {"group_mean"} and verdict.status in LOST:
+            verdict = Verdict(RewardStatus.OK, mean, verdict.results, filled=True)
+        samples.append(replace(sample, verdict=verdict))
+    return replace(group, samples=tuple(samples))
+
+
+def _culprits(verdict: Verdict) -> Iterator[str]:
+    """The adapters that failed."""
+    return (result.adapter for result in verdict.results if result.status in LOST)

@@ -15,8 +15,8 @@ class Packer:
     All ranks get the same number of micro-batches by construction, so their collectives stay aligned.
     """
 
-    def __init__(self, num_ranks: int, max_tokens: int, dummy_token_id: int = 0) -> None:
-        self.num_ranks, self.max_tokens, self._dummy_token_id = num_ranks, max_tokens, dummy_token_id
+    def __init__(self, num_ranks: int, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self._open: list[list[Sample]] = [[] for _ in range(num_ranks)]
         self._tokens = [0] * num_ranks
 
@@ -30,9 +30,9 @@ class Packer:
             raise ConfigurationError(
                 f"a sample of {sample.num_tokens} tokens cannot fit --max-tokens-per-gpu {self.max_tokens}"
             )
-        rank = int(np.argmin(self._tokens))
-        full = self.flush() if self._tokens[rank] + sample.num_tokens > self.max_tokens else None
-        rank = 0 if full else rank
+        rank, full = int(np.argmin(self._tokens)), None
+        if self._tokens[rank] + sample.num_tokens > self.max_tokens:
+            rank, full = 0, self.flush()
         self._open[rank].append(sample)
         self._tokens[rank] += sample.num_tokens
         return full
@@ -41,24 +41,15 @@ class Packer:
         """Close the open micro-batches of all ranks; None when all of them are empty."""
         if not any(self._open):
             return None
-        ranks, self._open = self._open, [[] for _ in range(self.num_ranks)]
-        self._tokens = [0] * self.num_ranks
-        return [self._pack(samples) for samples in ranks]
-
-    def _pack(self, samples: Sequence[Sample]) -> MicroBatch:
-        if not samples:
-            return dummy_micro_batch(self._dummy_token_id)
-        return pack(samples)
+        ranks, self._open, self._tokens = self._open, [[] for _ in self._open], [0] * len(self._open)
+        return [pack(samples) if samples else dummy_micro_batch(0) for samples in ranks]
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
     """Lay samples end to end: prompt, completion, prompt, completion ... Prompt tokens carry no loss."""
-    lengths = [sample.num_tokens for sample in samples]
     return MicroBatch(
-        input_ids=np.concatenate(
-            [ids for s in samples for ids in (s.prompt.token_ids, s.completion.token_ids)]
-        ),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        input_ids=np.concatenate([sample.token_ids for sample in samples]),
+        cu_seqlens=np.cumsum([0, *(sample.num_tokens for sample in samples)]).astype(np.int32),
         loss_mask=_over_completions(samples, "loss_mask", False),
         behaviour_logprobs=_over_completions(samples, "completion.logprobs", np.float32(0)),
         advantages=_over_completions(samples, "advantages", np.float32(0)),

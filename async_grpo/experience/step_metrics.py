@@ -1,18 +1,26 @@
-"""The rollout side's numbers of one step or one evaluation, from its groups. Fractions are fractions (0 to 1)."""
+"""The rollout side's numbers of one step or one evaluation, and what of them a user should look at.
 
+Fractions are fractions (0 to 1), a mean of nothing is None (JSON null: no value is not a zero).
+"""
+
+import math
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from async_grpo.errors import RunFailed
+from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.groups import num_scored
 from async_grpo.types import Group, RewardStatus, Sample
 
+ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
+Interval = tuple[float, float]  # wall-clock seconds, from and to
 
-def mean(values: Iterable[float]) -> float | None:
-    """The mean, or None of nothing (JSON null: no value is not a zero)."""
+
+def _mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return float(np.mean(values)) if values else None
 
@@ -28,10 +36,10 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
                 if value is not None:
                     components.setdefault(f"{result.adapter}/{name}", []).append(value)
     return {
-        "avg_reward": mean(s.verdict.reward for s in scored if s.verdict.reward is not None),
+        "avg_reward": _mean(s.verdict.reward for s in scored if s.verdict.reward is not None),
         "num_reward_filled": sum(sample.verdict.filled for sample in samples),
         **{f"num_reward_{status.value}": statuses[status] for status in RewardStatus},
-        **{name: mean(values) for name, values in sorted(components.items())},
+        **{name: _mean(values) for name, values in sorted(components.items())},
     }
 
 
@@ -53,41 +61,33 @@ def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
 def step_stats(
     step: int, groups: Sequence[Group], total_samples: int, steps_per_batch: int
 ) -> dict[str, Any]:
-    """The keys of the prior library that the rollout side knows, and staleness.
-
-    Staleness of a token is the step minus the policy version that produced it.
-    """
+    """Rewards, lengths, and staleness: of a token the step minus the policy version that produced it."""
     samples = [sample for group in groups for sample in group.samples]
     trained = [sample for sample in samples if sample.advantages is not None]
     staleness = np.concatenate([step - sample.completion.versions for sample in samples])
+    rewards = reward_stats(samples)
+    of_groups = [[s.verdict.reward for s in g.samples if s.verdict.reward is not None] for g in groups]
     return {
         "iteration": step // steps_per_batch,
         "total_samples_accumulated": total_samples,
         "samples_in_batch": len(samples),
         "samples_trained": len(trained),
-        **reward_stats(samples),
-        "avg_output_tokens": mean(len(sample.completion) for sample in samples),
-        "avg_max_reward_in_group": mean(_best_rewards(groups)),
+        **rewards,
+        "avg_output_tokens": _mean(len(sample.completion) for sample in samples),
+        "avg_max_reward_in_group": _mean(max(found) for found in of_groups if found),
         "groups_too_small": sum(num_scored(group) < 2 for group in groups),
         "prompts_resampled": sum(group.resampled for group in groups),
-        "perc_with_0_advantage": mean(float(not np.any(sample.advantages)) for sample in trained),
-        "perc_truncated_samples": mean(sample.completion.truncated for sample in samples),
+        "perc_with_0_advantage": _mean(float(not np.any(sample.advantages)) for sample in trained),
+        "perc_truncated_samples": _mean(sample.completion.truncated for sample in samples),
         "num_modified_samples": 0,
         "avg_modified_reward": None,
-        "avg_non_modified_reward": reward_stats(samples)["avg_reward"],
+        "avg_non_modified_reward": rewards["avg_reward"],
         "avg_delimiter_not_found": None,
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
         "staleness_fraction": float((staleness > 0).mean()),
         "batch_done": (step + 1) % steps_per_batch == 0,
     }
-
-
-def _best_rewards(groups: Sequence[Group]) -> Iterable[float]:
-    for group in groups:
-        rewards = [sample.verdict.reward for sample in group.samples if sample.verdict.reward is not None]
-        if rewards:
-            yield max(rewards)
 
 
 def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -111,3 +111,122 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for group in groups
         for sample in group.samples
     ]
+
+
+class StepAlarms:
+    """What goes wrong without an error, in words. It remembers for how many steps a reward has said one value only.
+
+    Args:
+        best_rewards: the highest reward of an adapter by its name; 1 where none is given.
+
+    >>> alarms = StepAlarms(BatchConfig(failure_alarm=0.1))
+    >>> alarms.of_step([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}})
+    ['judge: 3 of 4 calls failed (HTTP 500)']
+    >>> alarms.of_step([], {"judge": {"ok": 4, "breakers_opened": 1}})
+    ['judge: a server of it went out of service 1 time(s)']
+    """
+
+    def __init__(self, limits: BatchConfig, best_rewards: Mapping[str, float] | None = None) -> None:
+        self._limits, self._best_rewards = limits, best_rewards or {}
+        self._constant_steps: Counter[str] = Counter()
+
+    def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The alarms of the next step; usually none.
+
+        Args:
+            verifiers: `VerifierPool.stats` of the step.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        alarms = self._about_samples(samples) if samples else []
+        for name, stats in verifiers.items():
+            calls = sum(stats.get(status.value, 0) for status in RewardStatus)
+            failed = stats.get("failed", 0) + stats.get("timed_out", 0)
+            if calls and failed / calls > self._limits.failure_alarm:
+                reason = stats.get("first_reason") or "no reason given"
+                alarms.append(f"{name}: {failed} of {calls} calls failed ({reason})")
+            if self._is_constant(name, stats):
+                said, only = stats["rewards_so_far"], stats["only_reward_so_far"]
+                alarms.append(f"{name}: all of its {said} rewards so far are {only:g}")
+            if opened := stats.get("breakers_opened", 0):
+                alarms.append(f"{name}: a server of it went out of service {opened} time(s)")
+        return alarms
+
+    def _about_samples(self, samples: Sequence[Sample]) -> list[str]:
+        alarms = []
+        truncated = sum(sample.completion.truncated for sample in samples) / len(samples)
+        if truncated > self._limits.truncation_alarm:
+            alarms.append(
+                f"{truncated:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
+            )
+        rewards = {sample.verdict.reward for sample in samples if sample.verdict.reward is not None}
+        if len(rewards) == 1:
+            alarms.append(f"every reward of the step is {rewards.pop():g}: there is nothing to learn from")
+        return alarms
+
+    def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
+        """It has never said but one value; not if that is the best it can say: then all earned it."""
+        only, num_rewards = stats.get("only_reward_so_far"), stats.get("rewards_so_far", 0)
+        if only is None or only >= self._best_rewards.get(name, 1.0):
+            return False
+        self._constant_steps[name] += 1
+        return num_rewards >= ENOUGH_REWARDS and self._constant_steps[name] >= ENOUGH_STEPS
+
+
+class EngineUtilization:
+    """Notes when the engines may work: the budget has a free slot, or admitted sequences are unfinished.
+
+    >>> clock = iter([0.0, 1.0, 4.0, 6.0])
+    >>> utilization = EngineUtilization(lambda: next(clock))
+    >>> utilization.set(sequences=8, free_slots=0)    # at 1: a free slot until here, from now on work
+    >>> utilization.set(sequences=0, free_slots=0)    # at 4: the budget is used up
+    >>> utilization.take(busy=[(1.5, 3.0), (2.0, 4.5)])    # at 6
+    {'engine_busy_s': 2.5, 'engine_allowed_s': 4.0, 'wait_generation_budget_s': 2.0}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._since = clock, clock()
+        self._is_allowed = True
+        self._allowed: list[Interval] = []
+        self._barred_s = 0.0
+
+    def set(self, *, sequences: int, free_slots: int) -> None:
+        """The state from now on."""
+        self._close_interval()
+        self._is_allowed = bool(sequences or free_slots)
+
+    def take(self, busy: Sequence[Interval] = ()) -> dict[str, float]:
+        """Seconds since the last call.
+
+        Args:
+            busy: when any engine held at least one unfinished request, as the engines report it.
+        """
+        self._close_interval()
+        allowed, self._allowed = self._allowed, []
+        barred_s, self._barred_s = self._barred_s, 0.0
+        return {
+            "engine_busy_s": overlap_s(busy, allowed),
+            "engine_allowed_s": sum(end - start for start, end in allowed),
+            "wait_generation_budget_s": barred_s,
+        }
+
+    def _close_interval(self) -> None:
+        now = self._clock()
+        if self._is_allowed:
+            self._allowed.append((self._since, now))
+        else:
+            self._barred_s += now - self._since
+        self._since = now
+
+
+def overlap_s(several: Sequence[Interval], disjoint: Sequence[Interval]) -> float:
+    """Seconds that lie in any of `several` (which may overlap) and in one of `disjoint`.
+
+    >>> overlap_s([(0, 2), (1, 3), (5, 6)], [(2, 5.5)])
+    1.5
+    """
+    seconds, counted_to = 0.0, -math.inf
+    for start, end in sorted(several):
+        start = max(start, counted_to)
+        seconds += sum(max(0.0, min(end, to) - max(start, since)) for since, to in disjoint)
+        counted_to = max(counted_to, end)
+    return seconds

@@ -1,16 +1,17 @@
 """Verdicts as padded tensors: what each token of each sample is paid, for the estimators to read."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from async_grpo.algorithm.estimator import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
-from async_grpo.types import Group, RewardStatus, Sample
+from async_grpo.types import AdapterResult, Group, Sample
 
 
 class RewardTensors:
@@ -31,66 +32,58 @@ class RewardTensors:
         one_column: bool = False,
     ) -> None:
         self._config, self._facts, self._groups, self._samples = config, facts, groups, samples
-        self._lengths = [len(sample.completion) for sample in samples]
-        lengths = torch.tensor(self._lengths)
-        self._shape = (len(samples), 1 if one_column else max(self._lengths))
+        self._lengths = torch.tensor([len(sample.completion) for sample in samples])
+        self._width = 1 if one_column else int(self._lengths.max())
+        lengths = self._lengths[:, None]
         # (B, T): how many tokens each entry stands for
-        self.tokens = lengths[:, None] if one_column else torch.arange(self._shape[1]) < lengths[:, None]
+        self.tokens = lengths if one_column else torch.arange(self._width) < lengths
         self.group_ids = torch.repeat_interleave(
             torch.arange(len(groups)), torch.tensor([len(group.samples) for group in groups])
         )
+        longest = facts.max_completion_tokens
+        costs = [config.overlong_cost(length, longest) for length in self._lengths.tolist()]
+        self._overlong = torch.tensor(costs, dtype=torch.float64)
 
-    @property
-    def has_baseline(self) -> Tensor:
-        """(B,): the greedy completion of the sample's prompt has a reward."""
-        found = [g.baseline is not None and g.baseline.status is RewardStatus.OK for g in self._groups]
-        return torch.tensor(found)[self.group_ids]
+        # (B,): the reward of the greedy completion of each sample's prompt (0 where it is missing), and whether it has one
+        greedy = [group.baseline.reward if group.baseline else None for group in groups]
+        self.has_baseline = torch.tensor([reward is not None for reward in greedy])[self.group_ids]
+        baselines = torch.tensor([reward or 0.0 for reward in greedy], dtype=torch.float64)
+        self.baselines = baselines[self.group_ids]
 
     @property
     def rewards(self) -> Tensor:
         """Everything that pays, on the token that it pays for; an outcome stands on the last one."""
-        steps = [self._steps(name) * self._facts.weight(name) for name in self._process]
-        return sum(steps, start=self._outcomes()) - self._kl()
+        paid = self._outcome()[0] - self._kl()
+        for name in self._facts.process:
+            paid += self._facts.weight(name) * self._steps(name)[0]
+        return paid
+
+    @property
+    def sources(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(rewards, the tokens that they stand on) of each process reward, and of the best outcome if there is any."""
+        sources = {name: self._steps(name) for name in self._facts.process}
+        outcome, judged = self._outcome()
+        return sources | ({OUTCOME: (outcome, judged)} if judged.any() else {})
 
     @property
     def step_mask(self) -> Tensor:
         """Where a reward stands."""
-        places = [self._places(name) for name in self._process]
-        return torch.stack([*places, self._outcome_places()]).any(dim=0)
-
-    @property
-    def sources(self) -> dict[str, Tensor]:
-        """Each process reward, and the best outcome (if any sample has one), apart."""
-        sources = {name: self._steps(name) for name in self._process}
-        return sources | ({OUTCOME: self._outcomes()} if self._outcome_places().any() else {})
-
-    @property
-    def source_masks(self) -> dict[str, Tensor]:
-        """The tokens that the rewards of each source stand on."""
-        masks = {name: self._places(name) for name in self._process}
-        return masks | ({OUTCOME: places} if (places := self._outcome_places()).any() else {})
+        places = [self._steps(name)[1] for name in self._facts.process]
+        return torch.stack([*places, self._outcome()[1]]).any(dim=0)
 
     @property
     def components(self) -> dict[str, Tensor]:
         """The reward of each adapter on the last token, apart; the length penalty is a component of its own."""
         names = sorted({result.adapter for sample in self._samples for result in sample.verdict.results})
-        components = {
-            name: self._on_last([self._component(sample, name) for sample in self._samples]) for name in names
-        }
+        components = {}
+        for name in names:
+            rewards = [_reward(_result(sample, name)) or 0.0 for sample in self._samples]
+            components[name] = self._on_last(torch.tensor(rewards, dtype=torch.float64))
         if self._config.overlong_buffer:
-            components[OVERLONG] = self._on_last([-self._overlong(n) for n in self._lengths])
+            components[OVERLONG] = self._on_last(-self._overlong)
         return components
 
-    @property
-    def baselines(self) -> Tensor:
-        """(B,): the reward of the greedy completion of each sample's prompt, 0 where it is missing."""
-        rewards = [
-            group.baseline.reward if group.baseline is not None and group.baseline.reward is not None else 0.0
-            for group in self._groups
-        ]
-        return torch.tensor(rewards, dtype=torch.float64)[self.group_ids]
-
-    def weights(self, names: Iterable[str]) -> dict[str, float]:
+    def weights(self, names: Sequence[str]) -> dict[str, float]:
         """The user's weight of each name, 1 where there is none."""
         return {name: self._facts.weight(name) for name in names}
 
@@ -108,87 +101,67 @@ class RewardTensors:
             ) from error
         if all(value.dim() == 0 for value in values):
             return torch.stack(values)
-        placed = torch.zeros(self._shape, dtype=torch.float64)
-        for row, (value, length) in enumerate(zip(values, self._lengths, strict=True)):
-            if value.shape != (length,) or self._shape[1] < length:
+        for value, length in zip(values, self._lengths.tolist(), strict=True):
+            if value.shape != (length,) or self._width < length:
                 raise RunFailed(
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
                     "give every sample a number, or (unless the estimator is per_sample) one per token"
                 )
-            placed[row, :length] = value
-        return placed
+        return pad_sequence(values, batch_first=True)
 
-    def _overlong(self, num_tokens: int) -> float:
-        return self._config.overlong_cost(num_tokens, self._facts.max_completion_tokens)
+    def _outcome(self) -> tuple[Tensor, Tensor]:
+        """(the best reward that is not a process reward, where it stands); who abstained has said nothing, and no 0."""
+        found = [self._best_outcome(sample) for sample in self._samples]
+        judged = [reward is not None or bool(self._config.overlong_buffer) for reward in found]
+        rewards = torch.tensor([reward or 0.0 for reward in found], dtype=torch.float64)
+        return self._on_last(rewards - self._overlong), self._on_last(torch.tensor(judged))
 
-    @property
-    def _process(self) -> tuple[str, ...]:
-        return self._facts.process
-
-    def _outcomes(self) -> Tensor:
-        scores = [
-            (self._outcome(s) or 0.0) - self._overlong(n)
-            for s, n in zip(self._samples, self._lengths, strict=True)
-        ]
-        return self._on_last(scores)
-
-    def _outcome_places(self) -> Tensor:
-        """The last token of each sample that has an outcome: who abstained has said nothing, and no 0."""
-        judged = [self._outcome(sample) is not None for sample in self._samples]
-        return self._on_last([float(found or bool(self._config.overlong_buffer)) for found in judged]).bool()
-
-    def _outcome(self, sample: Sample) -> float | None:
-        if not self._process:
+    def _best_outcome(self, sample: Sample) -> float | None:
+        if not self._facts.process:
             return sample.verdict.reward
-        others = [
-            r.reward
-            for r in sample.verdict.results
-            if r.adapter not in self._process and r.reward is not None
-        ]
-        return max(others, default=None)
+        others = [r for r in sample.verdict.results if r.adapter not in self._facts.process]
+        return max((r.reward for r in others if r.reward is not None), default=None)
 
-    def _component(self, sample: Sample, name: str) -> float:
-        return next(
-            (r.reward for r in sample.verdict.results if r.adapter == name and r.reward is not None), 0.0
-        )
-
-    def _steps(self, adapter: str) -> Tensor:
-        rewards = torch.zeros(self._shape, dtype=torch.float64)
-        for row, steps in enumerate(self._steps_of(adapter)):
-            for token, reward in steps:
-                rewards[row, token] += reward
-        return rewards
-
-    def _places(self, adapter: str) -> Tensor:
-        places = torch.zeros(self._shape, dtype=torch.bool)
-        for row, steps in enumerate(self._steps_of(adapter)):
-            places[row, [token for token, _ in steps]] = True
-        return places
-
-    def _steps_of(self, adapter: str) -> list[tuple[tuple[int, float], ...]]:
-        return [
-            next((result.steps for result in sample.verdict.results if result.adapter == adapter), ())
-            for sample in self._samples
-        ]
+    def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """(rewards, places) of a process reward."""
+        rewards = torch.zeros(len(self._samples), self._width, dtype=torch.float64)
+        places = torch.zeros(rewards.shape, dtype=torch.bool)
+        for row, sample in enumerate(self._samples):
+            result = _result(sample, adapter)
+            if result and result.steps:
+                tokens, paid = (torch.tensor(column) for column in zip(*result.steps, strict=True))
+                rewards[row].index_add_(0, tokens, paid.double())
+                places[row, tokens] = True
+        return rewards, places
 
     def _kl(self) -> Tensor:
-        kl = torch.zeros(self._shape, dtype=torch.float64)
-        if self._config.reward_kl_coef:
-            for row, (sample, length) in enumerate(zip(self._samples, self._lengths, strict=True)):
-                behaviour = torch.tensor(sample.completion.logprobs, dtype=torch.float64)
-                reference = torch.tensor(sample.ref_logprobs, dtype=torch.float64)
-                kl[row, :length] = kl_penalty(
-                    behaviour, reference, self._config.kl_kind, clamp=self._config.kl_clamp
-                )
-        return self._config.reward_kl_coef * kl
+        coef = self._config.reward_kl_coef
+        if not coef:
+            return torch.zeros(len(self._samples), self._width, dtype=torch.float64)
+        rows = [
+            kl_penalty(
+                torch.tensor(sample.completion.logprobs, dtype=torch.float64),
+                torch.tensor(sample.ref_logprobs, dtype=torch.float64),
+                self._config.kl_kind,
+                clamp=self._config.kl_clamp,
+            )
+            for sample in self._samples
+        ]
+        return coef * pad_sequence(rows, batch_first=True)
 
-    def _on_last(self, scores: Sequence[float]) -> Tensor:
-        values = torch.tensor(scores, dtype=torch.float64)
-        if self._shape[1] == 1:
-            return values[:, None]
-        placed = torch.zeros(self._shape, dtype=torch.float64)
-        placed[torch.arange(len(scores)), torch.tensor(self._lengths) - 1] = values
+    def _on_last(self, values: Tensor) -> Tensor:
+        """(B,) -> (B, T): on the last token of each sample."""
+        placed = values.new_zeros(len(values), self._width)
+        placed[torch.arange(len(values)), (self._lengths - 1).clamp(max=self._width - 1)] = values
         return placed
+
+
+def _result(sample: Sample, adapter: str) -> AdapterResult | None:
+    return next((result for result in sample.verdict.results if result.adapter == adapter), None)
+
+
+def _reward(result: AdapterResult | None) -> float | None:
+    return None if result is None else result.reward
 
 
 # How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
@@ -196,11 +169,11 @@ class RewardTensors:
 REWARDS: dict[str, Callable[[RewardTensors], Any]] = {
     TOTAL: lambda batch: batch.rewards,
     COMPONENTS: lambda batch: batch.components,
-    SOURCES: lambda batch: batch.sources,
+    SOURCES: lambda batch: {name: rewards for name, (rewards, _) in batch.sources.items()},
 }
 INPUTS: dict[str, Callable[[RewardTensors, Any], Any]] = {
     "baselines": lambda batch, rewards: batch.baselines,
     "step_mask": lambda batch, rewards: batch.step_mask,
-    "masks": lambda batch, rewards: batch.source_masks,
+    "masks": lambda batch, rewards: {name: at for name, (_, at) in batch.sources.items()},
     "weights": lambda batch, rewards: batch.weights(rewards),
 }

@@ -5,11 +5,11 @@ it ends. Which of the workers with room gets a piece, a scheduling policy says.
 """
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.options.source_file import find_entry
@@ -24,6 +24,9 @@ class Member:
     active: bool = False  # gets work; False until it holds the current weights
     sequences: int = 0  # outstanding
     tokens: int = 0  # outstanding, as estimated when admitted
+
+    def has_room(self, sequences: int) -> bool:
+        return self.active and self.sequences + sequences <= self.info.max_sequences
 
     def load_with(self, sequences: int, tokens: int) -> float:
         """The fuller of its two resources once it also had this work."""
@@ -57,19 +60,15 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
 
 @dataclass
 class Lease:
-    """Work admitted to one worker: `sequences` of `tokens_each`, given back one by one."""
+    """Work admitted to one worker: `sequences` of `tokens_each` that were not given back yet."""
 
-    lease_id: int
-    worker_id: str
+    member: Member
     sequences: int
     tokens_each: int
 
-
-@dataclass
-class _Waiter:
-    sequences: int
-    tokens_each: int
-    granted: asyncio.Future = field(repr=False)
+    @property
+    def worker_id(self) -> str:
+        return self.member.info.worker_id
 
 
 class WorkerRegistry:
@@ -84,13 +83,11 @@ class WorkerRegistry:
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
         self.kind, self.grace_s, self._policy = kind, grace_s, policy
         self._members: dict[str, Member] = {}
-        self._leases: dict[int, Lease] = {}
-        self._waiters: deque[_Waiter] = deque()
-        self._lease_ids = itertools.count()
+        self._line: deque[asyncio.Event] = (
+            deque()
+        )  # who waits for work to be admitted; the first is told of changes
         self._last_loss = "none has registered yet"
         self._empty_since: float | None = time.monotonic()
-
-    # Membership -------------------------------------------------------------------------------------------------
 
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
@@ -104,14 +101,13 @@ class WorkerRegistry:
     def activate(self, worker_id: str) -> None:
         """The worker holds the current weights: it may be given work."""
         self._members[worker_id].active = True
-        self._serve_waiters()
+        self._tell_first()
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""
         if self._members.pop(worker_id, None) is None:
             return
         self._last_loss = f"{worker_id}: {reason}"
-        self._leases = {i: lease for i, lease in self._leases.items() if lease.worker_id != worker_id}
         if not self._members:
             self._empty_since = time.monotonic()
 
@@ -123,8 +119,6 @@ class WorkerRegistry:
         members = self._members.values()
         return sum(m.sequences for m in members), sum(m.tokens for m in members)
 
-    # Scheduling -------------------------------------------------------------------------------------------------
-
     async def acquire(self, sequences: int, tokens_each: int) -> Lease:
         """Admit `sequences` sequences to one worker (together, for the prefix they share); first come, first served.
 
@@ -132,64 +126,41 @@ class WorkerRegistry:
             ConfigurationError: no registered worker could ever take so many at once.
             WorkerLost: no worker was registered for `grace_s` seconds.
         """
-        self._refuse_impossible(sequences)
-        waiter = _Waiter(sequences, tokens_each, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        self._serve_waiters()
+        turn = asyncio.Event()
+        self._line.append(turn)
         try:
-            while not waiter.granted.done():
-                await asyncio.wait({waiter.granted}, timeout=1.0)
-                if not waiter.granted.done():  # the workers may have changed meanwhile
-                    self._refuse_impossible(sequences)
-                    self._refuse_deserted()
-            return waiter.granted.result()
-        except BaseException:
-            self._forget(waiter)
-            raise
+            while True:
+                self._refuse_impossible(sequences)
+                self._refuse_deserted()
+                fitting = [member for member in self._members.values() if member.has_room(sequences)]
+                if fitting and self._line[0] is turn:  # behind it everybody waits: no starvation
+                    member = self._policy(fitting, sequences, sequences * tokens_each)
+                    member.sequences += sequences
+                    member.tokens += sequences * tokens_each
+                    return Lease(member, sequences, tokens_each)
+                turn.clear()
+                with suppress(TimeoutError):  # the workers may have changed meanwhile
+                    async with asyncio.timeout(1.0):
+                        await turn.wait()
+        finally:
+            self._line.remove(turn)
+            self._tell_first()
 
-    def release(self, lease_id: int, sequences: int = 1) -> None:
-        """Give back `sequences` of a lease. A void lease (its worker is gone) is ignored: loads never go negative."""
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            return
+    def release(self, lease: Lease, sequences: int = 1) -> None:
+        """Give back `sequences` of a lease. Of a void one (its worker is gone) nobody will hear."""
         sequences = min(sequences, lease.sequences)
-        member = self._members[lease.worker_id]
-        member.sequences -= sequences
-        member.tokens -= sequences * lease.tokens_each
         lease.sequences -= sequences
-        if lease.sequences == 0:
-            del self._leases[lease_id]
-        self._serve_waiters()
+        lease.member.sequences -= sequences
+        lease.member.tokens -= sequences * lease.tokens_each
+        self._tell_first()
 
     def largest_capacity(self) -> int:
         """Sequences that the largest registered worker takes at once (0: none is registered)."""
         return max((member.info.max_sequences for member in self._members.values()), default=0)
 
-    def _serve_waiters(self) -> None:
-        while self._waiters:
-            waiter = self._waiters[0]
-            fitting = [member for member in self._members.values() if _has_room(member, waiter.sequences)]
-            if not fitting:
-                return  # the first in line waits, and so does everybody behind it: no starvation
-            member = self._policy(fitting, waiter.sequences, waiter.sequences * waiter.tokens_each)
-            self._waiters.popleft()
-            waiter.granted.set_result(self._admit(member, waiter))
-
-    def _admit(self, member: Member, waiter: _Waiter) -> Lease:
-        lease = Lease(next(self._lease_ids), member.info.worker_id, waiter.sequences, waiter.tokens_each)
-        member.sequences += lease.sequences
-        member.tokens += lease.sequences * lease.tokens_each
-        self._leases[lease.lease_id] = lease
-        return Lease(lease.lease_id, lease.worker_id, lease.sequences, lease.tokens_each)
-
-    def _forget(self, waiter: _Waiter) -> None:
-        """The caller went away: leave the queue, or hand back what was granted in the meantime."""
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-            self._serve_waiters()  # somebody behind it may fit
-        elif waiter.granted.done():
-            lease = waiter.granted.result()
-            self.release(lease.lease_id, lease.sequences)
+    def _tell_first(self) -> None:
+        if self._line:
+            self._line[0].set()
 
     def _refuse_impossible(self, sequences: int) -> None:
         if self._members and sequences > self.largest_capacity():
@@ -205,7 +176,3 @@ class WorkerRegistry:
                 f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "
                 f"python worker_dispatcher.py --mode {self.kind} ..."
             )
-
-
-def _has_room(member: Member, sequences: int) -> bool:
-    return member.active and member.sequences + sequences <= member.info.max_sequences

@@ -13,34 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from async_grpo.errors import ConfigurationError
 
-# What decides whether weights of one folder make sense in a model built from another. Fields that only record
-# how a folder was written (dtype, library version, names) stay out, so that a checkpoint has its origin's
-# fingerprint.
+# What decides whether weights of one folder make sense in a model built from another. Fields that only record how a
+# folder was written (dtype, library version, names) stay out: a checkpoint has its origin's fingerprint.
 ARCHITECTURE_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "layer_types",
-    "attention_bias",
-    "mlp_bias",
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    *("rope_parameters", "sliding_window", "layer_types", "attention_bias", "mlp_bias"),
     "tie_word_embeddings",
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def model_folder(path: str | Path) -> Path:
@@ -66,11 +48,9 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedModel:
     """The folder's causal LM on the CPU, every weight in `dtype`; ConfigurationError if it has none."""
-    config = load_config(path)
+    config, options = load_config(path), {"dtype": torch_dtype(dtype), "local_files_only": True}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            model_folder(path), config=config, dtype=torch_dtype(dtype), local_files_only=True
-        )
+        return AutoModelForCausalLM.from_pretrained(model_folder(path), config=config, **options)
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
 
@@ -84,7 +64,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
         return dtype
     if dtype not in DTYPES:
         raise ConfigurationError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return getattr(torch, dtype)
 
 
 def model_fingerprint(path: str | Path) -> str:
@@ -114,11 +94,12 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     ConfigurationError if no place names one.
     """
     folder = model_folder(path)
-    ids = _as_ids(load_config(folder).get_text_config().eos_token_id)
+    named: list[int | list[int] | None] = [load_config(folder).get_text_config().eos_token_id]
     if (folder / "generation_config.json").is_file():
-        ids |= _as_ids(json.loads((folder / "generation_config.json").read_text()).get("eos_token_id"))
+        named.append(json.loads((folder / "generation_config.json").read_text()).get("eos_token_id"))
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        ids |= _as_ids(AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id)
+        named.append(AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id)
+    ids = {i for value in named if value is not None for i in ([value] if isinstance(value, int) else value)}
     if not ids:
         raise ConfigurationError(
             f"{folder} names no end-of-sequence id; add eos_token_id to its generation_config.json"
@@ -126,16 +107,9 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _as_ids(value: int | list[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
-
-
 def context_length(path: str | Path) -> int:
     """The most tokens of prompt and completion together that the model's positions reach."""
-    config = load_config(path).get_text_config()
-    length = getattr(config, "max_position_embeddings", None)
+    length = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
     if length is None:
         raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")
     return int(length)

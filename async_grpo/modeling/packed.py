@@ -6,7 +6,6 @@ block-diagonal structure comes from the `Packing` that is passed through the mod
 instead. Cost grows with the sum of the squared lengths, never with N squared.
 """
 
-import inspect
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,9 +26,6 @@ except ImportError:  # optional: needs a GPU tool-chain to build; torch's own ke
     flash_attn_varlen_func = None
 
 PACKED_ATTENTION = "async_grpo_packed"
-VARLEN_TAKES_GQA = (
-    "enable_gqa" in inspect.signature(varlen_attn).parameters
-)  # not in every torch that has the kernel
 
 
 @dataclass(frozen=True)
@@ -55,29 +51,24 @@ class Packing:
         return torch.tensor(np.arange(len(starts)) - starts, dtype=torch.int64, device=self.device)
 
     @cached_property
-    def buckets(self) -> tuple[tuple[int, Tensor], ...]:
-        """(padded length P, token index (n * P,)) of each set of n sequences that share one attention call.
+    def buckets(self) -> tuple[list[tuple[int, Tensor]], Tensor]:
+        """(padded length P, token index (n * P,)) of each set of n sequences that share one attention call;
+        and (N,) int64: the row of each token in the concatenated outputs of the calls.
 
         A short sequence is filled up by repeating its last token. That is exact: attention is causal, so no
         real token looks at the filling, and the filling's own outputs are never read.
         """
-        padded = bucket_length(self.lengths)
-        buckets = []
+        padded, starts, calls, rows = bucket_length(self.lengths), self.cu_seqlens[:-1], [], 0
+        places = np.empty(self.cu_seqlens[-1], np.int64)
         for width in np.unique(padded).tolist():
             members = padded == width
             offsets = np.minimum(np.arange(width), self.lengths[members, None] - 1)
-            index = (self.cu_seqlens[:-1][members, None] + offsets).ravel()
-            buckets.append((width, torch.tensor(index, dtype=torch.int64, device=self.device)))
-        return tuple(buckets)
-
-    @cached_property
-    def rows_of_tokens(self) -> Tensor:
-        """(N,) int64: the row of each token in the concatenated outputs of the buckets."""
-        padded = bucket_length(self.lengths)
-        order = np.argsort(padded, kind="stable")  # buckets ascend in width and keep the order within
-        starts = np.empty(len(padded), np.int64)
-        starts[order] = np.cumsum(padded[order]) - padded[order]
-        return torch.tensor(np.repeat(starts, self.lengths), device=self.device) + self.position_ids
+            index = (starts[members, None] + offsets).ravel()
+            is_real = (np.arange(width) < self.lengths[members, None]).ravel()
+            places[index[is_real]] = rows + np.flatnonzero(is_real)
+            rows += len(index)
+            calls.append((width, torch.tensor(index, dtype=torch.int64, device=self.device)))
+        return calls, torch.tensor(places, device=self.device)
 
 
 def bucket_length(lengths: np.ndarray) -> np.ndarray:
@@ -123,16 +114,10 @@ def _attend_with_kernel(
         return flash_attn_varlen_func(
             query, key, value, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True
         )
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "window_size": (-1, 0),
-    }  # unbounded to the left, none to the right
-    if VARLEN_TAKES_GQA:
-        options["enable_gqa"] = True
-    else:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
-    attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    causal: dict[str, Any] = {"window_size": (-1, 0)}  # unbounded to the left, none to the right
+    attended = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True, **causal
+    )
     assert isinstance(attended, Tensor)  # a pair only where the normalisers are asked for
     return attended
 
@@ -140,15 +125,15 @@ def _attend_with_kernel(
 def _attend_in_buckets(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    outputs = []
-    for width, index in packing.buckets:
+    outputs, (calls, places) = [], packing.buckets
+    for width, index in calls:
         q, k, v = (
             heads.index_select(0, index).unflatten(0, (-1, width)).transpose(1, 2)
             for heads in (query, key, value)
         )
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.rows_of_tokens)
+    return torch.cat(outputs).index_select(0, places)
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
@@ -161,26 +146,21 @@ def check_packable(model: PreTrainedModel) -> None:
         raise ConfigurationError(
             f"{type(model).__name__} does not use transformers' attention interface, so it cannot be packed"
         )
-    layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    if set(layer_types or ["full_attention"]) != {"full_attention"} or (
-        layer_types is None and window is not None
-    ):
+    layers = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding"])
+    if layers != {"full_attention"}:
         raise ConfigurationError(
             "packed attention sees a whole sequence, but the model has layers "
-            f"{sorted(set(layer_types or []))} and sliding_window {window}; use a model with full attention"
+            f"{sorted(layers)} and sliding_window {window}; use a model with full attention"
         )
     scaled_head = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
-    changed = {
-        name: value for name in scaled_head if (value := getattr(config, name, None)) not in (None, 1, 1.0)
-    }
-    if changed:
+    found = {name: getattr(config, name, None) for name in scaled_head}
+    if changed := {name: value for name, value in found.items() if value not in (None, 1)}:
         raise ConfigurationError(
             f"log-probs here are those of a plain linear head, but the model has {changed}"
         )
     dropouts = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    rate = max([getattr(config, "attention_dropout", 0.0) or 0.0, *dropouts])
-    if rate:
+    if rate := max([getattr(config, "attention_dropout", 0.0) or 0.0, *dropouts]):
         raise ConfigurationError(
             f"the model has dropout {rate}: its log-probs would be random; set it to 0 in config.json"
         )

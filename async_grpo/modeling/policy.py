@@ -5,15 +5,32 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling import full_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing, check_packable
-from async_grpo.modeling.shards import full_tensor
-from async_grpo.modeling.value_head import ValueHead
 
 DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
+
+
+class ValueHead(nn.Linear):
+    """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input).
+
+    It starts at zero: values are 0, and the trunk feels no value loss before the head's first step. The
+    product is float32 whatever the compute dtype, since values near 1 would come out of a bfloat16 one in
+    steps of 0.008; that keeps 4 H bytes per value until the backward.
+    """
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return linear(hidden.to(wide), self.weight.to(wide), self.bias.to(wide))[:, 0]
 
 
 class PolicyModel(nn.Module):
@@ -36,10 +53,11 @@ class PolicyModel(nn.Module):
         super().__init__()
         check_packable(model)
         model.set_attn_implementation(PACKED_ATTENTION)
-        self.model = model
-        self.chunk_tokens = chunk_tokens
-        hidden_size = model.config.get_text_config().hidden_size
-        self.value_head = ValueHead(hidden_size, model.device) if value_head else None
+        self.model, self.chunk_tokens = model, chunk_tokens
+        self.value_head: ValueHead | None = None
+        if value_head:
+            hidden_size = model.config.get_text_config().hidden_size
+            self.value_head = ValueHead(hidden_size, 1, device=model.device, dtype=torch.float32)
         self.value_trunk_gradient = value_trunk_gradient
 
     def forward(
@@ -73,13 +91,12 @@ class PolicyModel(nn.Module):
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )
         if with_values:
-            results = (*results, self._values(states))
+            if self.value_head is None:
+                raise ConfigurationError(
+                    "this policy has no critic: build it with PolicyModel(value_head=True)"
+                )
+            results = (*results, self.value_head(states if self.value_trunk_gradient else states.detach()))
         return tuple(r.new_zeros(len(input_ids)).index_copy(0, positions, r) for r in results)
-
-    def _values(self, states: Tensor) -> Tensor:
-        if self.value_head is None:
-            raise ConfigurationError("this policy has no critic; build it with PolicyModel(value_head=True)")
-        return self.value_head(states if self.value_trunk_gradient else states.detach())
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +109,12 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     The live weights, not copies; of a sharded policy its shards (DTensors). The value head is not among them: engines
     and Hugging Face folders know no critic.
     """
-    return _distinct(policy.model)
+    seen: set[int] = set()
+    # state_dict, not named_parameters: its hooks bring FSDP's shards back if a forward left them gathered
+    for name, tensor in policy.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
@@ -104,15 +126,5 @@ def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:
     """The value head's `weight` (1, H) and `bias` (1,), whole; {} without one. A collective of a sharded policy."""
-    if policy.value_head is None:
-        return {}
-    return {name: full_tensor(weight) for name, weight in _distinct(policy.value_head)}
-
-
-def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    # state_dict, not named_parameters: its hooks bring FSDP's shards back if a forward left them gathered
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+    head = {} if policy.value_head is None else policy.value_head.state_dict(keep_vars=True)
+    return {name: full_tensor(weight) for name, weight in head.items()}

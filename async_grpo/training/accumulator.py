@@ -7,6 +7,7 @@ A mean per micro-batch or per rank would weigh a token by the company it was pac
 import math
 import resource
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,25 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from async_grpo.algorithm.diagnostics import mismatch_report, mismatch_sums
 from async_grpo.algorithm.value_loss import explained_variance
 from async_grpo.errors import NonFiniteGradient
+from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.modeling.shards import local_shard
 from async_grpo.training.distributed import Ranks
-from async_grpo.training.norms import UpdateStatistics, tensor_norms
-from async_grpo.training.objective import Objective, StepTerms
-from async_grpo.training.whole_step import step_terms
+from async_grpo.training.objective import BatchTensors, Objective
+from async_grpo.training.whole_step import add_step_terms
 from async_grpo.types import MicroBatch
 
 # Reported by every step, also where the loss in use does not compute them
-ALWAYS_REPORTED = (
-    "avg_kl_div",
-    "clip_frac_low",
-    "clip_frac_high",
-    "entropy",
-    "ratio_mean",
-    "ratio_max",
-)
-
-
+ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
 NOTHING_COMPARED = {name: value.item() for name, value in mismatch_sums(*[torch.zeros(0, 0)] * 3).items()}
 
 
@@ -60,33 +51,26 @@ class GradientAccumulator:
         self._objective, self._ranks = objective, ranks
         self._max_grad_norm, self._update_stats = max_grad_norm, update_stats
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
-        self._waiting: list[MicroBatch] = []  # for the end of their step
+        self._waiting: list[BatchTensors] = []  # for the end of their step
+        self._totals: dict[str, Tensor] = {}  # of this step, on the device
         self._steps = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._histogram: Tensor | float = 0.0
 
     def add(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; or keep it, if the objective must see its whole step first."""
+        self._objective.check_inputs(batch)
+        row = BatchTensors(batch, self._policy.device)
         if self._objective.needs_whole_step:
-            self._objective.check_inputs(batch)
-            self._waiting.append(batch)
+            self._waiting.append(row)
         else:
-            self._backward(batch)
+            self._backward(row)
 
-    def _backward(self, batch: MicroBatch, terms: StepTerms | None = None) -> None:
-        """What it adds to the metrics stays on the device."""
-        contribution = self._objective(self._policy, batch, terms)
-        contribution.loss.backward()
-        self._histogram = self._histogram + contribution.ratio_histogram
-        for name, value in contribution.sums.items():
-            self._sums[name] = self._sums.get(name, 0) + value.double()
-        for name, value in contribution.maxima.items():
-            previous = self._maxima.get(name)
-            self._maxima[name] = value if previous is None else torch.maximum(previous, value)
+    def _backward(self, row: BatchTensors) -> None:
+        loss, totals = self._objective(self._policy, row)
+        loss.backward()
+        for name, value in totals.items():
+            combine = torch.maximum if name.endswith("_max") else torch.add
+            before = self._totals.get(name)
+            self._totals[name] = value.double() if before is None else combine(before, value)
 
     def finish(self) -> dict[str, float]:
         """Scale, clip and apply the summed gradient; the step's metrics, the same on every rank.
@@ -94,30 +78,29 @@ class GradientAccumulator:
         A step without one loss token changes no weight and says so (`update_skipped` 1). NonFiniteGradient:
         on all ranks alike, before anything was changed.
         """
-        if self._waiting:
-            batches, self._waiting = self._waiting, []
-            all_terms = step_terms(self._policy, self._objective, batches, self._ranks, self._steps)
-            for batch, terms in zip(batches, all_terms, strict=True):
-                self._backward(batch, terms)
+        rows, self._waiting = self._waiting, []
+        if rows:
+            add_step_terms(self._policy, self._objective, rows, self._ranks, self._steps)
+        for row in rows:
+            self._backward(row)
         self._steps += 1
-        sums, maxima, histogram = self._reduce()
-        lr = self._scheduler.get_last_lr()[0]
-        count = (
-            sums.get(self._objective.unit, 0.0) if self._objective.unit else float(sums.get("tokens", 0) > 0)
-        )
-        update = self._update(count, sums["backward_loss"]) if count else {"grad_norm": 0.0}
+        totals, histogram = self._reduce()
+        lr, unit = self._scheduler.get_last_lr()[0], self._objective.unit
+        count = totals.get(unit, 0.0) if unit else float(totals.get("tokens", 0) > 0)
+        update = self._update(count, totals["backward_loss"]) if count else {"grad_norm": 0.0}
         self._optimizer.zero_grad(set_to_none=True)
-        report = _metrics(sums, maxima, histogram, count) | update | self._peak_memory()
+        report = _metrics(totals, histogram, count) | update | self._peak_memory()
         return report | {"lr": float(lr), "update_skipped": float(count == 0)}
 
-    def _reduce(self) -> tuple[dict[str, float], dict[str, float], Tensor]:
-        """This step's sums, maxima and histogram over all ranks; forgets them."""
-        sums, maxima = self._sums, self._maxima
-        counts = torch.as_tensor(self._histogram).flatten().tolist()
-        self._forget()
-        total, highest = self._ranks.sum(_read(sums)), self._ranks.max(_read(maxima))
-        histogram = torch.tensor(self._ranks.sum(counts))
-        return dict(zip(sums, total, strict=True)), dict(zip(maxima, highest, strict=True)), histogram
+    def _reduce(self) -> tuple[dict[str, float], Tensor]:
+        """This step's totals and histogram over all ranks; forgets them. Nothing, if there was no micro-batch."""
+        totals, self._totals = self._totals, {}
+        histogram = self._ranks.sum(totals.pop("histogram", torch.zeros(1)).tolist())
+        sums = [name for name in totals if not name.endswith("_max")]
+        maxima = [name for name in totals if name.endswith("_max")]
+        reduced = self._ranks.sum([totals[name].item() for name in sums])
+        reduced += self._ranks.max([totals[name].item() for name in maxima])
+        return dict(zip(sums + maxima, reduced, strict=True)), torch.tensor(histogram)
 
     def _update(self, count: float, loss: float) -> dict[str, float]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -132,10 +115,27 @@ class GradientAccumulator:
             )
         clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
-        statistics = UpdateStatistics(self._parameters, self._ranks) if self._update_stats else None
+        before = [shard.clone() for shard in self._shards()] if self._update_stats else []
         self._optimizer.step()
         self._scheduler.step()
-        return {"grad_norm": grad_norm} | (statistics.after_step() if statistics else {})
+        return {"grad_norm": grad_norm} | (self._moved_from(before) if before else {})
+
+    def _shards(self) -> list[Tensor]:
+        return [local_shard(parameter.detach()) for parameter in self._parameters]
+
+    def _moved_from(self, before: list[Tensor]) -> dict[str, float]:
+        """model_norm (before the step), model_delta_norm, quantiles over tensors of |delta| / |weight|."""
+        model_norms = tensor_norms(before, self._ranks)
+        delta_norms = tensor_norms(torch._foreach_sub(self._shards(), before), self._ranks)
+        moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
+        quantiles = torch.linspace(0, 1, 5, dtype=torch.float64)
+        ratios = torch.quantile((delta_norms / model_norms)[moved], quantiles).tolist()
+        names = ("min", "p25", "p50", "p75", "max")
+        return {
+            "model_norm": model_norms.norm().item(),
+            "model_delta_norm": delta_norms.norm().item(),
+            **{f"update_ratio_{name}": ratio for name, ratio in zip(names, ratios, strict=True)},
+        }
 
     def _peak_memory(self) -> dict[str, float]:
         """The highest of all ranks: the GPU's allocator since the last step; on a CPU, the process."""
@@ -149,21 +149,25 @@ class GradientAccumulator:
         return {"peak_memory_usage_GB": self._ranks.max([peak / 1e9])[0]}
 
 
-def _read(scalars: dict[str, Tensor]) -> list[float]:
-    return torch.stack(list(scalars.values())).tolist() if scalars else []
+def tensor_norms(tensors: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    """(len(tensors),) float64 on the CPU: the L2 norm of each full tensor; one collective.
+
+    The tensors are sharded without replication, so every element is counted on exactly one rank.
+    """
+    local = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
+    squares = torch.stack(local).double().square()
+    return torch.tensor(ranks.sum(squares.tolist()), dtype=torch.float64).sqrt()
 
 
-def _metrics(
-    sums: dict[str, float], maxima: dict[str, float], histogram: Tensor, count: float
-) -> dict[str, float]:
+def _metrics(totals: dict[str, float], histogram: Tensor, count: float) -> dict[str, float]:
     """Token sums -> token means; the losses are divided by what divides their gradient."""
-    mismatch = {name: sums.pop(name) for name in list(sums) if name.startswith("mismatch_")}
+    mismatch = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
     report = mismatch_report(mismatch or NOTHING_COMPARED, histogram)
-    tokens, sequences = sums.pop("tokens", 0.0), sums.pop("sequences", 0.0)
-    sums.pop("groups", None)
-    losses = {name: sums.pop(name, 0.0) / (count or 1.0) for name in ("avg_loss", "backward_loss")}
+    tokens, sequences = totals.pop("tokens", 0.0), totals.pop("sequences", 0.0)
+    totals.pop("groups", None)
+    losses = {name: totals.pop(name, 0.0) / (count or 1.0) for name in ("avg_loss", "backward_loss")}
     means = dict.fromkeys(ALWAYS_REPORTED, 0.0) | {
-        name: total / max(1.0, tokens) for name, total in sums.items()
+        name: total if name.endswith("_max") else total / max(1.0, tokens) for name, total in totals.items()
     }
     if "value_error" in means:
         report["explained_variance"] = explained_variance(means)
@@ -171,7 +175,6 @@ def _metrics(
     return {
         **losses,
         **means,
-        **maxima,
         **report,
         "avg_pg_clip": means["clip_frac_low"] + means["clip_frac_high"],
         "rejected_share": 1 - tokens / compared if compared else 0.0,

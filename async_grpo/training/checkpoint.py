@@ -16,8 +16,7 @@ from async_grpo.modeling.load import model_folder, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.distributed import Ranks
 
-# Copied as they are, not written anew: a checkpoint speaks the tokens, byte for byte, that the run was
-# trained on
+# Copied as they are: a checkpoint speaks the tokens, byte for byte, that the run was trained on
 COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,7 +33,7 @@ VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 
 class CheckpointWriter:
-    """Writes and prunes checkpoints; `save` is a collective, the files are rank 0's.
+    """Writes and prunes checkpoints; saving is a collective, the files are rank 0's.
 
     model_path: the folder the run started from; tokenizer and generation settings are taken from it. dtype:
     of the saved weights. min_samples_between: a checkpoint is due that many samples after the last.
@@ -51,24 +50,17 @@ class CheckpointWriter:
         dtype: str | torch.dtype = "bfloat16",
         min_samples_between: int = 30_000,
         keep_last: int | None = None,
-        samples_before: int = 0,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ConfigurationError(
-                f"keep_last is {keep_last}; keep at least 1 checkpoint, or leave it unset for all"
-            )
         self._folder = Path(output_dir) / "hf_format"
         self._source, self._ranks, self._dtype = model_folder(model_path), ranks, torch_dtype(dtype)
         self._min_samples_between, self._keep_last = min_samples_between, keep_last
-        self._last_saved = samples_before
+        self._last_saved = 0
         self._written: list[Path] = []  # by this run, the oldest first
 
-    def save_if_due(self, policy: PolicyModel, samples: int) -> bool:
-        """Save if `samples` trained on is far enough beyond the last checkpoint; whether it did."""
-        if samples - self._last_saved < self._min_samples_between:
-            return False
-        self.save(policy, samples)
-        return True
+    def save_if_due(self, policy: PolicyModel, samples: int) -> None:
+        """Save if `samples` trained on is far enough beyond the last checkpoint."""
+        if samples - self._last_saved >= self._min_samples_between:
+            self.save(policy, samples)
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
         """Save unless the last checkpoint already holds these weights."""
@@ -77,7 +69,7 @@ class CheckpointWriter:
 
     def save(self, policy: PolicyModel, samples: int) -> Path:
         """Write the weights after `samples` samples. A collective; rank 0 returns when it is complete."""
-        target = self._path(samples)
+        target = self._folder / f"samples_{samples}"
         state: dict[str, Tensor] = {}
         for name, tensor in named_full_tensors(policy):  # every rank takes part, one keeps
             if self._ranks.is_main:
@@ -88,9 +80,6 @@ class CheckpointWriter:
             self._prune(target)
         self._last_saved = samples
         return target
-
-    def _path(self, samples: int) -> Path:
-        return self._folder / f"samples_{samples}"
 
     def _write(
         self, model: PreTrainedModel, state: dict[str, Tensor], value_head: dict[str, Tensor], target: Path
@@ -117,34 +106,26 @@ class CheckpointWriter:
 
     def _prune(self, written: Path) -> None:
         """Remove what this run wrote before the last `keep_last`; other runs' checkpoints are not ours to judge."""
-        self._written = [path for path in self._written if path != written] + [written]
+        self._written.append(written)
         while self._keep_last and len(self._written) > self._keep_last:
             shutil.rmtree(self._written.pop(0))
 
 
 def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
-    """Load the value head of the checkpoint in `folder` into a policy not yet sharded; False: it has none.
+    """Load the value head of the checkpoint in `folder` into a policy not yet sharded; False: either has none.
 
-    False too if the policy has no value head to load into. ConfigurationError: a broken file, or one for
-    another model.
+    ConfigurationError: a broken file, or one for another model.
     """
     path = Path(folder) / VALUE_HEAD_FILE
     if policy.value_head is None or not path.is_file():
         return False
     try:
-        tensors = load_file(path)
-    except SafetensorError as error:
+        policy.value_head.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read: {error}; remove it to start a new critic"
+            f"{path} cannot be read as the value head of this model: {error}; give the checkpoint of the same model, "
+            "or remove the file to start a new critic"
         ) from error
-    expected = {name: tuple(tensor.shape) for name, tensor in policy.value_head.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        raise ConfigurationError(
-            f"{path} holds {found}, but the value head of this model is {expected}; "
-            "give the checkpoint of the same model, or remove the file to start a new critic"
-        )
-    policy.value_head.load_state_dict(tensors)
     return True
 
 

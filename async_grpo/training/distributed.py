@@ -21,7 +21,7 @@ from async_grpo.processes.process_tree import die_with
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the trainer's processes."""
+    """This process among the trainer's processes. `sum`, `max`, `mean` and `must_agree` are collectives."""
 
     rank: int
     world_size: int
@@ -37,19 +37,19 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def sum(self, values: list[float]) -> list[float]:
-        """The element-wise sum over all ranks; a collective."""
+        """The element-wise sum over all ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: list[float]) -> list[float]:
-        """The element-wise maximum over all ranks; a collective."""
+        """The element-wise maximum over all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def mean(self, values: list[float]) -> list[float]:
-        """The element-wise mean over all ranks; a collective."""
+        """The element-wise mean over all ranks."""
         return [value / self.world_size for value in self.sum(values)]
 
     def must_agree(self, what: str, text: str) -> None:
-        """A collective. Raises ConfigurationError on every rank if the ranks' texts differ."""
+        """Raises ConfigurationError on every rank if the ranks' texts differ."""
         number = float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))  # 48 bits: exact in float64
         highest, negated_lowest = self.max([number, -number])
         if highest != -negated_lowest:
@@ -68,38 +68,35 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     """Join the process group for the length of the `with` block.
 
     device: "cpu" (gloo), "cuda" (nccl), or "auto": cuda where there is one. timeout_s: how long a collective
-    may wait for the other ranks. Rank and world size come from torchrun's environment. ConfigurationError: no
-    such device.
+    may wait for the other ranks. Rank and world size come from torchrun's environment; the kernel kills a rank
+    when its torchrun dies (Linux only). ConfigurationError: no such device.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" in os.environ:
-        die_with_parent()
-    chosen = _choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        die_with(os.getppid())  # SIGKILL, because a rank inside a collective does not get to run handlers
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    chosen = _own_gpu(int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     # Alone, an in-process store: nothing to listen on, so nothing that could be taken or reached from outside
     store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]  # torch names it in no __all__
     dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
+        "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=chosen if chosen.type == "cuda" else None,
+        device_id=chosen if on_gpu else None,
     )
     try:
         yield Ranks(rank, world_size, chosen)
     except BaseException:
         # Taking NCCL down in an orderly way waits for collectives that a failed rank will never join
-        if chosen.type != "cuda":
+        if not on_gpu:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
-def _choose_device(device: str, local_rank: int) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigurationError(f"unknown device {device!r}; choose auto, cpu or cuda")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
+def _own_gpu(local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigurationError(
             f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible; "
@@ -120,12 +117,3 @@ def leave(code: int = 0) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, or a killed torchrun's ranks train on.
-
-    Linux only (elsewhere nothing happens). SIGKILL, because a rank inside a collective does not get to run
-    handlers.
-    """
-    die_with(os.getppid())

@@ -1,11 +1,10 @@
 """What one micro-batch adds to a step: an un-normalised loss, the counts that divide it, metric sums.
 
 Everything is additive over micro-batches and ranks, so a step is the same whatever the packing. What can only be known
-of the whole step (`whole_step`) is worked out before, and handed in.
+of the whole step (`whole_step`) is written into the rows before.
 """
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,36 +12,42 @@ from async_grpo.algorithm.aggregation import count_units, get_aggregation
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.diagnostics import mismatch_sums, ratio_histogram
 from async_grpo.algorithm.kl import kl_penalty
+from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
 from async_grpo.algorithm.value_loss import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.batch_tensors import BatchTensors
-from async_grpo.training.correction import OffPolicyCorrection
 from async_grpo.types import MicroBatch
 
 
-@dataclass(frozen=True)
-class StepTerms:
-    """What a micro-batch is told of its whole step; (1, N) tensors, None where the objective needs none."""
+class BatchTensors:
+    """A micro-batch on the trainer's device: one packed row, (1, N) each.
 
-    advantages: Tensor | None = None  # in place of the micro-batch's own
+    `mask` leaves out the first token of every sequence, which nothing predicts.
+    """
+
+    # Of the whole step, None where the objective needs none; so may `advantages` and `group_tokens` be replaced
     returns: Tensor | None = None
     old_values: Tensor | None = None
     selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
     weight_mean: float | None = None  # of the importance weights
-    group_tokens: Tensor | None = (
-        None  # of each token's group without the rejected, in place of the batch's own
-    )
 
+    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
+        def row(values: np.ndarray) -> Tensor:
+            return torch.tensor(values, device=device)[None]
 
-@dataclass(frozen=True)
-class Contribution:
-    """`loss` (0-dim) is a sum, still to be divided; `sums` are sums over tokens, and the counts; all additive."""
-
-    loss: Tensor
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-    ratio_histogram: Tensor
+        trained = batch.loss_mask.copy()
+        trained[batch.cu_seqlens[:-1]] = False
+        ids = batch.sequence_ids()
+        self.input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=device)  # (N,)
+        self.cu_seqlens = torch.tensor(batch.cu_seqlens)  # (S + 1,)
+        self.mask = row(trained)
+        self.sequence_ids = row(ids)
+        self.group_ids = row(batch.group_ids[ids])
+        self.group_tokens = row(batch.group_tokens[ids])
+        self.advantages = row(batch.advantages)
+        self.behaviour_logprobs = row(batch.behaviour_logprobs)
+        self.ref_logprobs = None if batch.ref_logprobs is None else row(batch.ref_logprobs)
+        self.proximal_logprobs = None if batch.proximal_logprobs is None else row(batch.proximal_logprobs)
 
 
 class Objective:
@@ -62,31 +67,22 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
         self.config, self.loss, self.loss_settings = config, config.loss, config.loss_settings
-        self.correction = OffPolicyCorrection(config)
         self.has_critic, self._estimator = config.estimator.needs_critic, config.estimator
         self._estimator_settings = config.estimator_settings
         self._scale = float(max_completion_tokens or config.max_generation_tokens)
         self._aggregation = get_aggregation(config.loss_aggregation, self._scale)
-
-    @property
-    def unit(self) -> str | None:
-        """The count that divides the loss: "tokens", "sequences", "groups", or nothing."""
-        return self._aggregation.unit
+        # The count that divides the loss: "tokens", "sequences", "groups", or nothing
+        self.unit = self._aggregation.unit
+        # The tokens of a group, which weigh its loss, must be counted anew after rejection
+        self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
+        self.averages_weights = config.importance_level != "none" and config.importance_normalize
 
     @property
     def needs_whole_step(self) -> bool:
         """Whether micro-batches must wait for the end of their step, and be looked at together first."""
         return (
-            self.has_critic
-            or self.loss.needs_selection
-            or self.correction.averages
-            or self.rejects_from_groups
+            self.has_critic or self.loss.needs_selection or self.averages_weights or self.rejects_from_groups
         )
-
-    @property
-    def rejects_from_groups(self) -> bool:
-        """Whether the tokens of a group, which weigh its loss, must be counted anew after rejection."""
-        return self.unit == "groups" and self.correction.rejects
 
     @property
     def whitens(self) -> bool:
@@ -99,57 +95,8 @@ class Objective:
         assert self._estimator.critic_returns is not None
         return self._estimator.critic_returns(rewards, values, mask, **options)
 
-    def __call__(
-        self, policy: PolicyModel, batch: MicroBatch, terms: StepTerms | None = None
-    ) -> Contribution:
-        """One forward of `policy` over `batch`; `loss.backward()` is the caller's.
-
-        ConfigurationError: the loss or the KL term needs log-probs that the micro-batch does not carry.
-        """
-        self.check_inputs(batch)
-        terms = terms or StepTerms()
-        row = BatchTensors(batch, policy.device)
-        if terms.group_tokens is not None:
-            row.group_tokens = terms.group_tokens
-        outputs = policy(
-            row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature, with_values=self.has_critic
-        )
-        logprobs, entropy, *values = (output[None] for output in outputs)
-        mask = self.correction.keep(logprobs, row)
-        per_token, metrics = self._policy_loss(logprobs, row, mask, terms)
-        policy_loss = self._total(per_token, mask, row)
-        kl = self._kl(logprobs, row, mask)
-        if self.config.loss_kl_coef:
-            per_token = per_token + self.config.loss_kl_coef * kl
-        if (
-            self.config.entropy_coef
-        ):  # else its gradient, a product with the whole vocabulary, is not computed
-            per_token = per_token - self.config.entropy_coef * _where(mask, entropy)
-        if self.has_critic:
-            assert terms.returns is not None and terms.old_values is not None
-            value_losses, value_metrics = value_loss(
-                values[0], terms.returns, terms.old_values, mask, clip=self.config.critic_clip
-            )
-            per_token = per_token + self.config.critic_coef * value_losses
-            metrics |= value_metrics | {"value_loss": value_losses.detach()}
-        loss = self._total(per_token, mask, row)
-        metrics |= {"entropy": _where(mask, entropy.detach()), "avg_kl_div": kl.detach()}
-        sums, maxima = _reduce_metrics(metrics)
-        sums |= {"avg_loss": policy_loss.detach(), "backward_loss": loss.detach()}
-        sums |= count_units(mask, row.sequence_ids, group_tokens=row.group_tokens)
-        sums |= mismatch_sums(logprobs, row.behaviour_logprobs, row.mask, sequence_ids=row.sequence_ids)
-        return Contribution(loss, sums, maxima, ratio_histogram(logprobs, row.behaviour_logprobs, row.mask))
-
-    def ratio_denominator_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
-        """What the ratio is taken against; for a loss with a proximal policy of its own, the engine's."""
-        if self.config.old_policy == "current":
-            return logprobs.detach()
-        if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
-            return _or_zeros(row.proximal_logprobs, logprobs)
-        return row.behaviour_logprobs
-
     def check_inputs(self, batch: MicroBatch) -> None:
-        """ConfigurationError: the batch lacks log-probs that the objective needs."""
+        """ConfigurationError: the batch lacks log-probs that the loss or the KL term needs."""
         if batch.is_dummy:
             return
         if self.config.loss_kl_coef and batch.ref_logprobs is None:
@@ -163,19 +110,97 @@ class Objective:
                 "log-probs but the samples carry none; run a proximal logprob worker or choose another loss"
             )
 
+    def forward(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, ...]:
+        """(log-probs, entropies) and, with a critic, values; (1, N) each."""
+        outputs = policy(
+            row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature, with_values=self.has_critic
+        )
+        return tuple(output[None] for output in outputs)
+
+    def __call__(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
+        """One forward of `policy`: (loss, totals), the loss a sum still to be divided; its backward is the caller's.
+
+        Totals are additive over micro-batches (sums over tokens, counts, the histogram of the ratio), but for those whose
+        name ends in `_max`.
+        """
+        logprobs, entropy, *values = self.forward(policy, row)
+        mask = self.keep(logprobs, row)
+        per_token, metrics = self._policy_loss(logprobs, row, mask)
+        policy_loss = self._total(per_token, mask, row)
+        kl = self._kl(logprobs, row, mask)
+        if self.config.loss_kl_coef:
+            per_token = per_token + self.config.loss_kl_coef * kl
+        if self.config.entropy_coef:  # without it, no gradient of the whole vocabulary is computed
+            per_token = per_token - self.config.entropy_coef * _where(mask, entropy)
+        if self.has_critic:
+            assert row.returns is not None and row.old_values is not None
+            value_losses, value_metrics = value_loss(
+                values[0], row.returns, row.old_values, mask, clip=self.config.critic_clip
+            )
+            per_token = per_token + self.config.critic_coef * value_losses
+            metrics |= value_metrics | {"value_loss": value_losses}
+        loss = self._total(per_token, mask, row)
+        metrics |= {"entropy": _where(mask, entropy), "avg_kl_div": kl}
+        totals = {
+            name: (value.max() if name.endswith("_max") else value.sum()).detach()
+            for name, value in metrics.items()
+        }
+        totals |= {"avg_loss": policy_loss.detach(), "backward_loss": loss.detach()}
+        totals |= count_units(mask, row.sequence_ids, group_tokens=row.group_tokens)
+        totals |= mismatch_sums(logprobs, row.behaviour_logprobs, row.mask, sequence_ids=row.sequence_ids)
+        return loss, totals | {"histogram": ratio_histogram(logprobs, row.behaviour_logprobs, row.mask)}
+
+    def keep(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
+        """The part of the mask that is not rejected for its distance to the engine."""
+        if self.config.rejection_statistic is None:
+            return row.mask
+        return rejection_mask(
+            _corrected(logprobs, row),
+            row.behaviour_logprobs,
+            row.mask,
+            statistic=self.config.rejection_statistic,
+            low=self.config.rejection_low,
+            high=self.config.rejection_high,
+            sequence_ids=row.sequence_ids,
+        )
+
+    def weights(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
+        """Importance weights for the engine's policy; divided by `row.weight_mean` if it is known."""
+        return importance_weights(
+            _corrected(logprobs, row),
+            row.behaviour_logprobs,
+            mask,
+            level=self.config.importance_level,
+            mode=self.config.importance_mode,
+            low=self.config.importance_low,
+            high=self.config.importance_high,
+            normalize=row.weight_mean is not None,
+            mean=row.weight_mean,
+            sequence_ids=row.sequence_ids,
+        )
+
+    def ratio_denominator_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
+        """What the ratio is taken against; for a loss with a proximal policy of its own, the engine's."""
+        if self.config.old_policy == "current":
+            return logprobs.detach()
+        if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
+            return _or_zeros(row.proximal_logprobs, logprobs)
+        return row.behaviour_logprobs
+
     def _policy_loss(
-        self, logprobs: Tensor, row: BatchTensors, mask: Tensor, terms: StepTerms
+        self, logprobs: Tensor, row: BatchTensors, mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:
             options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
         if self.loss.needs_selection:
-            options["selected"] = terms.selected
-        weights = self.correction.weights(logprobs, row, mask, terms.weight_mean)
+            options["selected"] = row.selected
+        weighs = self.config.importance_level != "none"
+        weights = self.weights(logprobs, row, mask) if weighs else None
         per_token, metrics = self.loss(
             logprobs,
             self.ratio_denominator_logprobs(logprobs, row),
-            row.advantages if terms.advantages is None else terms.advantages,
+            row.advantages,
             mask,
             importance_weights=weights,
             sequence_ids=row.sequence_ids,
@@ -186,13 +211,8 @@ class Objective:
     def _kl(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
         if row.ref_logprobs is None:
             return torch.zeros_like(logprobs)
-        kl = kl_penalty(
-            _where(mask, logprobs),
-            _where(mask, row.ref_logprobs),
-            self.config.kl_kind,
-            clamp=self.config.kl_clamp,
-        )
-        return _where(mask, kl)
+        own, reference = _where(mask, logprobs), _where(mask, row.ref_logprobs)
+        return _where(mask, kl_penalty(own, reference, self.config.kl_kind, clamp=self.config.kl_clamp))
 
     def _total(self, per_token: Tensor, mask: Tensor, row: BatchTensors) -> Tensor:
         return self._aggregation.total(
@@ -209,8 +229,6 @@ def _or_zeros(values: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if values is None else values
 
 
-def _reduce_metrics(metrics: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-token metrics -> (sums, maxima); the name says which: `_max` at its end."""
-    sums = {name: value.detach().sum() for name, value in metrics.items() if not name.endswith("_max")}
-    maxima = {name: value.detach().max() for name, value in metrics.items() if name.endswith("_max")}
-    return sums, maxima
+def _corrected(logprobs: Tensor, row: BatchTensors) -> Tensor:
+    """The policy whose distance to the engine is corrected: the proximal one if there is one."""
+    return logprobs.detach() if row.proximal_logprobs is None else row.proximal_logprobs

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,41 +12,34 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.config import OptimizerConfig
 
 
-@dataclass(frozen=True)
-class Horizon:
-    """What a schedule is told: both count optimizer steps, and decay ends at `total_steps`."""
-
-    warmup_steps: int
-    total_steps: int
-
-
-def _warmup(step: int, horizon: Horizon) -> float:
+def _warmup(step: int, warmup_steps: int, total_steps: int) -> float:
     """(step + 1) / warmup_steps, at most 1: a ramp that began at 0 would waste the first step."""
-    return min(1.0, (step + 1) / horizon.warmup_steps) if horizon.warmup_steps else 1.0
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def _decay_progress(step: int, horizon: Horizon) -> float:
+def _decay_progress(step: int, warmup_steps: int, total_steps: int) -> float:
     """0 at the end of the warm-up, 1 at `total_steps` and ever after."""
-    return min(1.0, max(0, step - horizon.warmup_steps) / (horizon.total_steps - horizon.warmup_steps))
+    return min(1.0, max(0, step - warmup_steps) / (total_steps - warmup_steps))
 
 
-def _linear(step: int, horizon: Horizon) -> float:
-    return _warmup(step, horizon) * (1 - _decay_progress(step, horizon))
+def _linear(step: int, *horizon: int) -> float:
+    return _warmup(step, *horizon) * (1 - _decay_progress(step, *horizon))
 
 
-def _cosine(step: int, horizon: Horizon) -> float:
-    return _warmup(step, horizon) * (1 + math.cos(math.pi * _decay_progress(step, horizon))) / 2
+def _cosine(step: int, *horizon: int) -> float:
+    return _warmup(step, *horizon) * (1 + math.cos(math.pi * _decay_progress(step, *horizon))) / 2
 
 
-def _inverse_sqrt(step: int, horizon: Horizon) -> float:
+def _inverse_sqrt(step: int, warmup_steps: int, total_steps: int) -> float:
     """sqrt(warmup_steps / step) after warm-up (Vaswani et al. 2017, 5.3); without, 1 / sqrt(step + 1)."""
-    if not horizon.warmup_steps:
+    if not warmup_steps:
         return 1 / math.sqrt(step + 1)
-    return min(_warmup(step, horizon), math.sqrt(horizon.warmup_steps / max(1, step)))
+    return min(_warmup(step, warmup_steps, total_steps), math.sqrt(warmup_steps / max(1, step)))
 
 
-LR_SCHEDULES: dict[str, Callable[[int, Horizon], float]] = {
-    "constant": lambda step, horizon: 1.0,
+# (step, warm-up steps, total steps) -> the share of the peak rate
+LR_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "constant": lambda *step_and_horizon: 1.0,
     "constant_with_warmup": _warmup,
     "linear": _linear,
     "cosine": _cosine,
@@ -80,8 +72,8 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         foreach=True,
     )
-    schedule, horizon = LR_SCHEDULES[config.lr_scheduler], Horizon(config.num_warmup_steps, total_steps)
-    return optimizer, LambdaLR(optimizer, lambda step: schedule(step, horizon))
+    schedule, warmup_steps = LR_SCHEDULES[config.lr_scheduler], config.num_warmup_steps
+    return optimizer, LambdaLR(optimizer, lambda step: schedule(step, warmup_steps, total_steps))
 
 
 def build_policy_optimizer(

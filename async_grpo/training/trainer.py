@@ -1,6 +1,8 @@
 """The training loop: take what experience has, step, publish, write it down."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +10,6 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.protocols import ExperienceSource, MetricsSink, StepHook, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter
-from async_grpo.training.clock import StepClock
 from async_grpo.training.distributed import Ranks
 from async_grpo.types import StepEnd
 
@@ -17,6 +18,43 @@ TRAINED_NOTHING = (
     "truncated and reward counts of this line; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance "
     "leave tokens out)"
 )
+DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
+AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it
+
+
+class StepClock:
+    """Where the seconds of a step go on this rank, by cause; its intervals are in Unix time, as other processes' are."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._started, self._time_per_batch = ranks, time.perf_counter(), 0.0
+        self._seconds = dict.fromkeys((*DURING_STEP, *AFTER_STEP), 0.0)
+        self._compute_intervals: list[tuple[float, float]] = []
+
+    @contextmanager
+    def measure(self, cause: str) -> Iterator[None]:
+        """Add the time of the `with` block to `cause`; waits for the device, or its work is uncounted."""
+        wall, start = time.time(), time.perf_counter()
+        yield
+        self._ranks.synchronize()
+        elapsed = time.perf_counter() - start
+        self._seconds[cause] += elapsed
+        if cause == "computing":
+            self._compute_intervals.append((wall, wall + elapsed))
+
+    def stop(self) -> None:
+        """The step is done: its weights are live. What follows is measured apart."""
+        self._time_per_batch = time.perf_counter() - self._started
+
+    def report(self) -> dict[str, Any]:
+        """A collective: means over the ranks; of what follows the step, the longest of any rank."""
+        means = self._ranks.mean([self._seconds[cause] for cause in DURING_STEP])
+        longest = self._ranks.max([self._seconds[cause] for cause in AFTER_STEP])
+        seconds = dict(zip(self._seconds, (*means, *longest), strict=True))
+        return {
+            **{f"seconds_{cause}": value for cause, value in seconds.items()},
+            "time_per_batch": self._time_per_batch,
+            "compute_intervals": self._compute_intervals,
+        }
 
 
 @dataclass
@@ -50,11 +88,11 @@ class Trainer:
             clock = StepClock(self.ranks)
             end = self._accumulate_until_step_end(clock)
             metrics = self._take_step(clock, end)
-            metrics |= self._publish(clock)
+            with clock.measure("publishing_weights"):
+                metrics |= self.publisher.publish(self.policy, self.progress.version, self_test=False)
             clock.stop()
             metrics |= self._evaluate_and_save(clock)
-            metrics |= clock.report()
-            self._write_line(end, metrics)
+            self._write_line(end, metrics | clock.report())
         self.checkpoints.save_final(self.policy, self.progress.samples)
 
     def _accumulate_until_step_end(self, clock: StepClock) -> StepEnd:
@@ -73,10 +111,6 @@ class Trainer:
         self.progress.samples += end.num_samples
         return metrics
 
-    def _publish(self, clock: StepClock) -> dict[str, float]:
-        with clock.measure("publishing_weights"):
-            return self.publisher.publish(self.policy, self.progress.version, self_test=False)
-
     def _evaluate_and_save(self, clock: StepClock) -> dict[str, float]:
         with clock.measure("evaluating"):
             metrics = self.hook.on_step(self.progress.version) if self.hook else {}
@@ -85,11 +119,10 @@ class Trainer:
         return metrics
 
     def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
-        alarms = end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped"))
         line = {
             **end.stats,
             **metrics,
-            "alarms": alarms,
+            "alarms": end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped")),
             "step": self.progress.version,
             "policy_version": self.progress.version,
             "samples_in_batch": end.num_samples,

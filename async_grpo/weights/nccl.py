@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
-from async_grpo.modeling.shards import full_tensor
+from async_grpo.modeling import full_tensor
 from async_grpo.protocols import EngineControl, TensorRecord, WeightPackage
 from async_grpo.weights.manifest import record
 from async_grpo.weights.package import SELF_TEST, Differences

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from async_grpo.modeling.shards import full_tensor
+from async_grpo.modeling import full_tensor
 from async_grpo.protocols import EngineLink, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.manifest import record
 from async_grpo.weights.package import SELF_TEST, Differences, prove_landed, rms

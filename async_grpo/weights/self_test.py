@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from async_grpo.modeling.shards import local_shard
+from async_grpo.modeling import local_shard
 
 # Units in the last place of the wire dtype by which a healthy engine may miss the canary's movement
 ROUNDINGS = 4.5

@@ -3,8 +3,8 @@
 import pytest
 
 from async_grpo.config.rewards import ResolvedRewards
-from async_grpo.experience.alarms import StepAlarms
 from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.step_metrics import StepAlarms
 from async_grpo.rewards.config import RewardConfig
 
 

@@ -1,6 +1,6 @@
 """What the engines were allowed to do, from one report to the next."""
 
-from async_grpo.experience.engine_utilization import EngineUtilization
+from async_grpo.experience.step_metrics import EngineUtilization
 
 
 def test_every_report_is_of_the_time_since_the_last_one_alone():

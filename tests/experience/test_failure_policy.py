@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from async_grpo.experience.failure_policy import FailurePolicy
+from async_grpo.experience.groups import with_group_mean
 from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Verdict
 
@@ -27,5 +27,5 @@ def group_of(*verdicts: Verdict) -> Group:
 def test_the_mean_of_the_group_stands_in_only_if_every_failure_asks_for_it(culprits, policies, filled):
     lost = Verdict(FAILED, None, tuple(AdapterResult(name, FAILED) for name in culprits))
     group = group_of(Verdict(OK, 1.0), Verdict(OK, 3.0), lost)
-    changed = FailurePolicy(policies).apply(group).samples[2].verdict
+    changed = with_group_mean(group, policies, 2).samples[2].verdict
     assert changed.reward == filled and changed.filled == (filled is not None)

@@ -15,7 +15,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
-from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
+from async_grpo.experience.staleness import StepAssembler, StepComplete
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Verdict
@@ -200,9 +200,7 @@ def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_mi
     plan = rule(advantage_estimator=name)
     assembler = StepAssembler(4, 0, Packer(2, 10_000), plan)
     events = [event for n in order for event in assembler.offer(groups[n])]
-    assert isinstance(events[-1], StepComplete) and all(
-        isinstance(event, MicroBatchRound) for event in events[:-1]
-    )
+    assert isinstance(events[-1], StepComplete) and all(isinstance(event, list) for event in events[:-1])
     expected = dict(enumerate(plan(groups, 0)))
     for closed in events[-1].groups:
         for got, wanted in zip(closed.samples, expected[closed.sequence_number].samples, strict=True):

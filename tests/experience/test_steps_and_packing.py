@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError, StalenessViolated
 from async_grpo.experience.packing import Packer, pack
-from async_grpo.experience.staleness import StalenessBudget
-from async_grpo.experience.step_assembler import MicroBatchRound, StepAssembler, StepComplete
+from async_grpo.experience.staleness import Event, StalenessBudget, StepAssembler, StepComplete
 from async_grpo.testing import completion
 from async_grpo.types import PROMPT_TOKEN, Group, Prompt, RewardStatus, Sample, Verdict
 
@@ -83,9 +82,7 @@ def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(
     assert packer.flush() is None
 
 
-def run_assembler(
-    order: list[int], groups_per_step: int, num_ranks: int, seed: int
-) -> list[MicroBatchRound | StepComplete]:
+def run_assembler(order: list[int], groups_per_step: int, num_ranks: int, seed: int) -> list[Event]:
     draw = random.Random(seed)
     assembler = StepAssembler(
         groups_per_step, max_staleness=10**6, packer=Packer(num_ranks, 40), advantages=AsTheyCome()
@@ -111,14 +108,13 @@ def test_whatever_the_order_of_arrival_each_step_trains_exactly_its_own_groups(
     random.Random(seed).shuffle(order)
     step, seen = 0, []
     for event in run_assembler(order, groups_per_step, num_ranks, seed):
-        match event:
-            case MicroBatchRound(micro_batches):
-                seen += [int(i) for batch in micro_batches if not batch.is_dummy for i in batch.group_ids]
-            case StepComplete(closed_step, groups):
-                wanted = set(range(step * groups_per_step, (step + 1) * groups_per_step))
-                assert closed_step == step and set(seen) == wanted and len(seen) == 3 * groups_per_step
-                assert {g.prompt.ordinal for g in groups} == wanted
-                step, seen = step + 1, []
+        if isinstance(event, StepComplete):
+            wanted = set(range(step * groups_per_step, (step + 1) * groups_per_step))
+            assert event.step == step and set(seen) == wanted and len(seen) == 3 * groups_per_step
+            assert {g.prompt.ordinal for g in event.groups} == wanted
+            step, seen = step + 1, []
+        else:
+            seen += [int(i) for batch in event if not batch.is_dummy for i in batch.group_ids]
     assert step == steps and not seen  # nothing is carried over
 
 
@@ -129,7 +125,7 @@ def test_ranks_start_on_the_first_full_micro_batch_not_at_the_end_of_the_step():
     assert assembler.offer(group(0, [8])) == []
     assert assembler.offer(group(1, [8])) == []
     (early,) = assembler.offer(group(2, [8]))  # 30 tokens do not fit 20: the first two leave
-    assert isinstance(early, MicroBatchRound) and early.micro_batches[0].num_sequences == 2
+    assert isinstance(early, list) and early[0].num_sequences == 2
 
 
 def test_samples_left_out_of_the_loss_still_count_for_their_step():

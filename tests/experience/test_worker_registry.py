@@ -34,7 +34,7 @@ async def test_the_worker_with_the_least_outstanding_work_is_chosen():
     first = await registry.acquire(4, 10)
     second = await registry.acquire(4, 10)
     assert {first.worker_id, second.worker_id} == {"a", "b"}
-    registry.release(first.lease_id, 1)
+    registry.release(first, 1)
     third = await registry.acquire(1, 10)  # 3 outstanding against 4
     assert third.worker_id == first.worker_id
 
@@ -51,9 +51,9 @@ async def test_each_finished_sequence_makes_room_for_the_next():
     registry = registry_of(info("a", max_sequences=4))
     lease = await registry.acquire(4, 10)
     waiting = asyncio.create_task(registry.acquire(2, 10))
-    registry.release(lease.lease_id, 1)
+    registry.release(lease, 1)
     assert await is_waiting(waiting)  # one free, two needed
-    registry.release(lease.lease_id, 1)
+    registry.release(lease, 1)
     assert (await waiting).worker_id == "a"
 
 
@@ -63,8 +63,8 @@ async def test_first_come_first_served_so_that_a_large_group_does_not_starve():
     large = asyncio.create_task(registry.acquire(4, 10))
     small = asyncio.create_task(registry.acquire(1, 10))
     assert await is_waiting(small)  # it would fit, but it came later
-    registry.release(lease.lease_id, 3)
-    registry.release((await large).lease_id, 4)
+    registry.release(lease, 3)
+    registry.release((await large), 4)
     assert (await small).sequences == 1
 
 
@@ -88,11 +88,11 @@ async def test_a_lost_worker_takes_its_leases_with_it_and_loads_never_go_negativ
     lease = await registry.acquire(8, 10)
     registry.deregister("a", "died")
     registry.deregister("a", "died")  # told twice
-    registry.release(lease.lease_id, 8)
+    registry.release(lease, 8)
     assert registry.outstanding() == (0, 0)
     registry.register(info("a"))
     registry.activate("a")
-    registry.release(lease.lease_id, 8)  # late news of the old lease
+    registry.release(lease, 8)  # late news of the old lease
     assert registry.outstanding() == (0, 0)
 
 
@@ -121,7 +121,7 @@ async def test_a_caller_that_goes_away_leaves_the_queue():
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
-    registry.release(lease.lease_id, 1)
+    registry.release(lease, 1)
     assert (await asyncio.wait_for(next_one, 1)).sequences == 1
 
 
@@ -130,7 +130,7 @@ async def test_a_caller_that_goes_away_just_when_it_is_served_gives_the_lease_ba
     held = await registry.acquire(4, 10)
     gone = asyncio.create_task(registry.acquire(4, 10))
     assert await is_waiting(gone)
-    registry.release(held.lease_id, 4)  # grants it, and the caller has not heard of that yet
+    registry.release(held, 4)  # grants it, and the caller has not heard of that yet
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -173,8 +173,7 @@ def test_whatever_comes_no_worker_is_overfilled_and_everything_is_served(capacit
             assert registry.outstanding()[0] >= sum(held.values())
             if leases:
                 lease = leases[draw.randrange(len(leases))]
-                registry.release(lease.lease_id, 1)
-                lease.sequences -= 1
+                registry.release(lease, 1)
                 held[lease.worker_id] -= 1
                 if not lease.sequences:
                     leases.remove(lease)

@@ -25,12 +25,11 @@ from async_grpo.testing import (
     LoopThread,
 )
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
-from async_grpo.training.sharding import shard_policy
+from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.training.trainer import Progress, Trainer
 from async_grpo.types import SharedRunSettings, WorkerInfo
 from async_grpo.weights.config import WeightConfig

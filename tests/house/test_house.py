@@ -47,7 +47,7 @@ ALLOWED = {
     "async_grpo.weights.publisher": {"torch"},
     "async_grpo.modeling.policy": {"torch", "transformers"},
     "async_grpo.training.trainer": {"torch", "transformers"},
-    "async_grpo.training.canary": {"torch", "transformers"},
+    "async_grpo.training.sharding": {"torch", "transformers"},
     "async_grpo.logprob.logprob_worker": {"torch", "transformers"},
     "async_grpo.config.compatibility": set(),
     "async_grpo.config.rewards": set(),

@@ -13,7 +13,7 @@ from tiny_policy import VOCAB, save_tiny_model, tiny_model
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.logprob.logprob_worker import LogprobWorker
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
-from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.sharding import canary_logprobs
 
 DEADLINE_S = 20
 

@@ -101,8 +101,9 @@ def test_every_token_is_attended_once_and_filling_stays_below_a_quarter():
     long = lengths >= 64
     assert (padded[long] <= 1.25 * lengths[long]).all()
     packing = Packing(np.cumsum([0, *lengths[:100]]), torch.device("cpu"))
-    order = torch.cat([index for _, index in packing.buckets])
-    assert torch.equal(order[packing.rows_of_tokens], torch.arange(lengths[:100].sum()))
+    calls, places = packing.buckets
+    order = torch.cat([index for _, index in calls])
+    assert torch.equal(order[places], torch.arange(lengths[:100].sum()))
 
 
 def test_only_the_positions_asked_for_are_computed_and_first_tokens_never():

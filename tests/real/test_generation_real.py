@@ -24,7 +24,7 @@ from async_grpo.modeling.load import (
 )
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest
-from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.sharding import canary_logprobs
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher

@@ -21,13 +21,12 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.errors import ConfigurationError, NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.canary import canary_logprobs
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_optimizer
-from async_grpo.training.sharding import shard_policy
+from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.types import dummy_micro_batch
 
 NUM_BATCHES, WORLD_SIZE, DEADLINE_S = 16, 2, 120

@@ -15,7 +15,7 @@ from watched_link import WatchedLink
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
-from async_grpo.training.canary import canary_logprobs
+from async_grpo.training.sharding import canary_logprobs
 from async_grpo.weights.manifest import record
 from async_grpo.weights.publisher import Canary, Publisher
 
