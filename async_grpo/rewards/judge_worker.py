@@ -1,22 +1,25 @@
-"""`JudgeWorker`: a remote judge as a worker of a queue. No process: it only waits for the network."""
+"""Workers that wait for permits of the run's rate limiter: remote judges, and any other worker under limits."""
 
+import asyncio
 import contextlib
 import inspect
 import time
+from dataclasses import replace
 from typing import Any
 
 from async_grpo.rewards.adapter.decorators import JUDGE_CAPACITY
 from async_grpo.rewards.adapter.result import describe, failure, read_answer
-from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, JudgeTimeout, after
+from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, JudgeTimeout, Limits, after
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
-from async_grpo.rewards.verifier_worker import QUEUE_S
+from async_grpo.rewards.verifier_worker import QUEUE_S, VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus
 
 
 class JudgeWorker:
-    """Scores up to `capacity` samples at once; what may really be in flight is the business of the judge's limits.
+    """A remote judge; no process, it only waits for the network. Scores up to `capacity` samples at once: what may
+    really be in flight is the business of the judge's limits.
 
     Args:
         judge: see `judges`.
@@ -48,32 +51,28 @@ class JudgeWorker:
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """The judge's result; FAILED with the reason for whatever it or the network does."""
         started, deadline = time.monotonic(), after(timeout_s, QUEUE_S)
-        spent: dict[str, float] = {}
+        awake = self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext()
         try:
-            answer = read_answer(await self._ask(sample, deadline), sample, False)
+            async with awake:
+                said = await self._judge.score(dict(sample), self._client, deadline=deadline, **self._options)
+            answer = read_answer(said, sample, False)
         except JudgeError as error:
-            timed_out = isinstance(error, JudgeTimeout)
-            answer = failure(
-                str(error), RewardStatus.TIMED_OUT.value if timed_out else RewardStatus.FAILED.value
-            )
-            spent = getattr(error, "spent", {})  # a call that failed has cost something all the same
-        except (
-            Exception
-        ) as error:  # a judge is asked by code of many hands; no error of it may cost the phase
+            status = RewardStatus.TIMED_OUT if isinstance(error, JudgeTimeout) else RewardStatus.FAILED
+            answer = failure(str(error), status.value)
+            answer["extra"] = getattr(
+                error, "spent", {}
+            )  # a call that failed has cost something all the same
+        except Exception as error:  # of code of many hands; none may cost the run
             answer = failure(describe(error))
         return AdapterResult(
             self._name,
             RewardStatus(answer["status"]),
             answer["reward"],
-            extra={**answer["extra"], **spent},
+            extra=answer["extra"],
             reason=answer["reason"],
             latency_s=time.monotonic() - started,
             queue_s=deadline.queue_s,
         )
-
-    async def _ask(self, sample: dict[str, Any], deadline: Deadline) -> Any:
-        async with self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext():
-            return await self._judge.score(dict(sample), self._client, deadline=deadline, **self._options)
 
     def take_stats(self) -> dict[str, int]:
         """Since the last call: requests, those that were sent again, hedges, time-outs, and how often a replica went out of
@@ -87,3 +86,38 @@ class JudgeWorker:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+class LimitedWorker:
+    """Each call of `score` of this worker starts with a permit; the wait for it is not on the sample's time.
+
+    Args:
+        key: of the permits: workers of the same key share the limits.
+        phase: "train" or "eval": they share them fairly.
+    """
+
+    max_queue_s = QUEUE_S
+
+    def __init__(
+        self, worker: VerifierWorker, rate_limiter: RateLimiter, key: str, limits: Limits, phase: str
+    ) -> None:
+        self._worker, self._rate_limiter = worker, rate_limiter
+        self._key, self._limits, self._phase = key, limits, phase
+        self.capacity, self.close = worker.capacity, worker.close
+        self.has_post_process = getattr(worker, "has_post_process", False)  # a worker need not say
+        self.post_process = getattr(worker, "post_process", None)
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        """As the worker's; TIMED_OUT if no permit comes."""
+        asked_at = time.monotonic()
+        try:
+            async with asyncio.timeout(self.max_queue_s):
+                permit = await self._rate_limiter.acquire(self._key, self._limits, phase=self._phase)
+        except TimeoutError:
+            reason = f"no permit within {self.max_queue_s:g} s, by {self._limits}"
+            return AdapterResult(self._key, RewardStatus.TIMED_OUT, reason=reason)
+        queue_s = time.monotonic() - asked_at
+        try:
+            return replace(await self._worker.score(sample, timeout_s), queue_s=queue_s)
+        finally:
+            await self._rate_limiter.release(self._key, permit)

@@ -45,41 +45,43 @@ class CallMiddleware:
 
         async def call() -> dict[str, Any]:
             paid.append(await self._paid(name, sample, score))
-            return _as_answer(paid[0])
+            answer = asdict(paid[0]) | {"status": paid[0].status.value}
+            return {key: value for key, value in answer.items() if key not in OF_THE_CALL}
 
         asked_at = time.monotonic()
         answer = await self._cache.get_or_call(key_of(name, self._versions[name], sample), call)
-        return paid[0] if paid else _as_result(name, answer, time.monotonic() - asked_at)
+        if paid:
+            return paid[0]
+        steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
+        kept = {**answer, "adapter": name, "status": RewardStatus(answer["status"]), "steps": steps}
+        return AdapterResult(**kept, attempts=0, latency_s=time.monotonic() - asked_at)
 
     async def _paid(self, name: str, sample: dict[str, Any], score: Score) -> AdapterResult:
         if self._budget is None or name not in self._estimates:
             return await score(sample)
         try:
             estimate = self._estimates[name](sample)
-        except (
-            Exception
-        ) as error:  # a judge of the user's own, or a sample that lacks what its template names
-            return AdapterResult(name, RewardStatus.FAILED, reason=describe(error), attempts=0)
-        try:
-            reservation = await self._budget.reserve(name, estimate)
-        except BudgetExhausted as error:
-            return AdapterResult(name, RewardStatus.FAILED, reason=str(error), attempts=0)
+            await self._budget.reserve(name, estimate)
+        except Exception as error:  # a judge of the user's own; a sample that lacks what its template names
+            reason = str(error) if isinstance(error, BudgetExhausted) else describe(error)
+            return AdapterResult(name, RewardStatus.FAILED, reason=reason, attempts=0)
         cost = estimate  # also of a call that is cancelled, or whose server does not count: it may have been all of it
         try:
             result = await score(sample)
             cost = result.extra.get(COST, estimate)
         finally:
-            self._budget.settle(reservation, cost)
+            self._budget.settle(name, estimate, cost)
         return result
 
     def stats(self) -> dict[str, Any]:
         """Of the cache and the budget, where there are any."""
-        stats: dict[str, Any] = {}
-        if self._cache is not None:
-            stats |= {f"verdict_cache_{name}": value for name, value in self._cache.stats().items()}
-        if self._budget is not None:
-            stats |= {f"judge_budget_{name}": value for name, value in self._budget.stats().items()}
-        return stats
+        parts = {"verdict_cache": self._cache, "judge_budget": self._budget}
+        return {
+            f"{part}_{name}": value
+            for part, owner in parts.items()
+            if owner is not None
+            for name, value in owner.stats().items()
+        }
 
     async def close(self) -> None:
         if self._cache is not None:
@@ -95,15 +97,3 @@ def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:
         prompt, completion = len(sample.get("sample_text", sample["completion"])) / CHARACTERS_PER_TOKEN, 0.0
     price_in, price_out = price if isinstance(price, tuple | list) else (price, price)
     return (prompt * price_in + completion * price_out) / 1e6
-
-
-def _as_answer(result: AdapterResult) -> dict[str, Any]:
-    """What is worth keeping: not how long it took this time."""
-    kept = {name: value for name, value in asdict(result).items() if name not in OF_THE_CALL}
-    return {**kept, "status": result.status.value}
-
-
-def _as_result(name: str, answer: Mapping[str, Any], latency_s: float) -> AdapterResult:
-    steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
-    given = {**answer, "adapter": name, "status": RewardStatus(answer["status"]), "steps": steps}
-    return AdapterResult(**given, attempts=0, latency_s=latency_s)

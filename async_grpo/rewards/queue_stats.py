@@ -1,4 +1,4 @@
-"""What one lane did: counts, latencies and the seconds that its workers were busy."""
+"""What one queue did: counts, latencies and the seconds that its workers were busy."""
 
 import math
 from collections import Counter, deque
@@ -36,8 +36,7 @@ class QueueStats:
         self._statuses: Counter[RewardStatus] = Counter()
         self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._queue_s: deque[float] = deque(maxlen=MAX_LATENCIES)
-        self.retries = 0
-        self.workers_lost = 0
+        self.retries = self.workers_lost = 0
         self.busy_s = 0.0
         self.first_reason = ""  # of a failure or a time-out
 
@@ -47,9 +46,7 @@ class QueueStats:
         self._latencies_s.append(result.latency_s)
         self._queue_s.append(result.queue_s)
         self.retries += max(0, result.attempts - 1)
-        self._note_reason(result)
-        if not self.has_hook:
-            self._note_reward(result)
+        self._note(result, is_final=not self.has_hook)
 
     def revise(self, before: AdapterResult, after: AdapterResult) -> None:
         """What a group hook made of a result. One that was not counted since the last reset moves no count."""
@@ -57,21 +54,19 @@ class QueueStats:
         if before.attempts > 0 and self._statuses[before.status] > 0:
             self._statuses[before.status] -= 1
             self._statuses[after.status] += 1
-        self._note_reason(after)
-        self._note_reward(after)
+        self._note(after, is_final=True)
 
-    def _note_reason(self, result: AdapterResult) -> None:
-        if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) and not self.first_reason:
-            self.first_reason = result.reason
-
-    def _note_reward(self, result: AdapterResult) -> None:
-        if result.reward is not None:
+    def _note(self, result: AdapterResult, is_final: bool) -> None:
+        if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
+            self.first_reason = self.first_reason or result.reason
+        if is_final and result.reward is not None:
             self._rewards += 1
             if len(self._values) < 2:
                 self._values.add(result.reward)
 
     def as_dict(self) -> dict[str, Any]:
         """Counts by status; latency from request to answer and the queueing in it, both in seconds."""
+        shares = {"latency_p50_s": 0.5, "latency_p95_s": 0.95, "latency_max_s": 1.0}
         return {
             **{status.value: self._statuses[status] for status in RewardStatus},
             "retries": self.retries,
@@ -80,9 +75,7 @@ class QueueStats:
             "first_reason": self.first_reason,
             "rewards_so_far": self._rewards,
             "only_reward_so_far": next(iter(self._values)) if len(self._values) == 1 else None,
-            "latency_p50_s": quantile(self._latencies_s, 0.5),
-            "latency_p95_s": quantile(self._latencies_s, 0.95),
-            "latency_max_s": quantile(self._latencies_s, 1.0),
+            **{name: quantile(self._latencies_s, share) for name, share in shares.items()},
             "queue_p50_s": quantile(self._queue_s, 0.5),
             "queue_p95_s": quantile(self._queue_s, 0.95),
         }

@@ -1,12 +1,16 @@
-"""What a queue asks of a worker, and how long it waits for it."""
+"""What a queue asks of a worker, how long it waits for it, and what each worker has been given."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from async_grpo.errors import WorkerLost
-from async_grpo.types import AdapterResult
+from async_grpo.types import AdapterResult, RewardStatus
 
+PREFETCH_S, MAX_PREFETCH = 0.02, 8  # longer, and samples would wait while another worker is idle
 QUEUE_S = 1800.0  # that a call may wait inside a worker with `max_queue_s`, for permits and the like
 
 
@@ -71,3 +75,84 @@ class Timeouts:
     def answer_s(self) -> float:
         """For one answer: another sample or batch may have to end first, and a process to be started."""
         return 2 * self.timeout_s + self.make_s + self.grace_s
+
+
+class Job:
+    """A sample to score, or the results of a group to be looked at: a call of a `VerifierWorker`.
+
+    Its outcome is what `read` makes of the worker's answer; or a WorkerLost, that is not raised: nobody may be waiting.
+    """
+
+    def __init__(self, ticket: int, read: Callable[[Any], Any], method: str, *arguments: Any) -> None:
+        self.ticket, self.read = ticket, read
+        self.method, self.arguments = method, arguments
+        self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.asked_at = self.queued_at = time.monotonic()
+        self.queue_s = 0.0
+        self.lost_attempts = 0  # that ended without a result, perhaps by its fault
+        self.alone = False  # to be served while nothing else is: it may have crashed its process
+
+    def __lt__(self, other: "Job") -> bool:
+        return self.ticket < other.ticket  # also of one that comes back
+
+    def end(self, outcome: Any) -> None:
+        """Tell the caller, if it still waits."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class WorkerSlot:
+    """A place for a worker: who has it, if anybody, and what that one is given."""
+
+    def __init__(self, worker: VerifierWorker) -> None:
+        self.calls: list[Job] = []  # in the order in which they were given
+        self.given_up = False  # no worker could be made for it
+        self._free_at = 0.0  # when the last call ended
+        self.assign(worker)
+
+    def assign(self, worker: VerifierWorker) -> None:
+        self.worker: VerifierWorker | None = worker
+        self.given_up = False
+        self.service_s = math.inf  # recent mean of one sample; so long, and nothing is given ahead
+
+    def num_calls(self) -> int:
+        return len(self.calls)
+
+    def has_room_for(self, job: Job) -> bool:
+        if self.worker is None or job.alone or any(other.alone for other in self.calls[:1]):
+            return self.worker is not None and not self.calls
+        prefetch = 0
+        if getattr(self.worker, "prefetch", False):
+            prefetch = min(MAX_PREFETCH, int(PREFETCH_S / max(self.service_s, 1e-9)))
+        return len(self.calls) < self.worker.capacity + prefetch
+
+    def is_ahead(self, job: Job) -> bool:
+        """Whether the job waits for those before it: they are served in order."""
+        return self.worker is not None and job not in self.calls[: self.worker.capacity]
+
+    def served(self, given_at: float) -> None:
+        """Note how long the call took."""
+        now = time.monotonic()
+        took_s = now - max(given_at, self._free_at)
+        self.service_s = took_s if math.isinf(self.service_s) else 0.8 * self.service_s + 0.2 * took_s
+        self._free_at = now
+
+
+def checked(result: AdapterResult, sample: Mapping[str, Any]) -> AdapterResult:
+    """A worker may be remote and of another make: only finite rewards are some, and only on tokens there are."""
+    if result.status is not RewardStatus.OK:
+        return result
+    num_tokens = len(sample.get("completion_token_ids", ()))
+    wrong = [
+        f"the step that ends in token {token} of {num_tokens} is worth {reward}"
+        for token, reward in result.steps
+        if not (0 <= token < num_tokens and math.isfinite(reward))
+    ]
+    if result.reward is None or not math.isfinite(result.reward):
+        wrong.append(f"the reward is {result.reward}")
+    return failed(result, wrong[0]) if wrong else result
+
+
+def failed(result: AdapterResult, reason: str) -> AdapterResult:
+    """The same sample without an answer."""
+    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=reason)

@@ -16,7 +16,7 @@ from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache
 from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
-from async_grpo.rewards.limited_worker import LimitedWorker
+from async_grpo.rewards.judge_worker import LimitedWorker
 from async_grpo.rewards.middleware import COST, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, RewardStatus

@@ -15,7 +15,7 @@ from async_grpo.rewards.adapter_queue import TAKE_BACK_S
 from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.worker_slot import MAX_PREFETCH
+from async_grpo.rewards.verifier_worker import MAX_PREFETCH
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 from tests.helpers.one_worker import OneWorker
 

@@ -14,6 +14,7 @@ import pytest
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.config import RewardConfig
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import RewardStatus
@@ -183,32 +184,26 @@ async def test_a_runs_verifiers_get_the_variables_as_an_argument_and_its_paramet
 async def test_the_way_of_a_verdict_is_short(registry, monkeypatch):
     """From `verify` to the pipe, and from there to the function: every call that is under way at these two points,
     and those that led to it in the one turn of the event loop between."""
-    ways: list[list[str]] = []
-    ask = ChildProcess.ask
+    calls: list[str] = []
 
-    def seen(*arguments: Any) -> Any:
-        stack = [frame for frame in traceback.extract_stack() if "async_grpo/rewards" in frame.filename]
-        ways.append(
-            [f"{Path(frame.filename).name} {frame.name}" for frame in stack] + ["child_process.py ask"]
-        )
-        return ask(*arguments)
+    def noted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def seen(*arguments: Any) -> Any:
+            stack = [
+                frame for frame in traceback.extract_stack()[:-1] if "async_grpo/rewards" in frame.filename
+            ]
+            calls.extend(f"{Path(frame.filename).name} {frame.name}" for frame in stack)
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, seen)
 
     async with VerifierPool.from_registry("way", registry) as pool:
-        monkeypatch.setattr(ChildProcess, "ask", seen)
-        enqueued: list[list[str]] = []
-        queue = pool._queues["train"]["way"]
-        give = queue._give
-
-        def given(*arguments: Any) -> None:
-            stack = [frame for frame in traceback.extract_stack() if "async_grpo/rewards" in frame.filename]
-            enqueued.append([f"{Path(frame.filename).name} {frame.name}" for frame in stack])
-            give(*arguments)
-
-        monkeypatch.setattr(queue, "_give", given)
+        noted(AdapterProcess, "score")
+        noted(ChildProcess, "ask")
         verdict = await pool.verify({"completion": ""})
     assert verdict.status is RewardStatus.FAILED
     in_child = verdict.results[0].reason.split(" at ")[0].removeprefix("ValueError: ").split(" > ")
-    in_child = [call for call in in_child if not call.endswith((" way", " main"))]
-    calls = [*enqueued[0], "adapter_queue.py _give", *ways[0], *in_child]
+    calls += ["child_process.py ask", *(call for call in in_child if not call.endswith((" way", " main")))]
     assert len(calls) <= MAX_CALLS - RUN_CALLS, calls
     assert len({call.split()[0] for call in calls}) <= MAX_FILES - RUN_FILES, calls
