@@ -1,15 +1,14 @@
-"""The rules between two settings, in one table: what is refused, what is warned about, and the way out.
+"""The rules between two settings: what is refused, what is warned about, and the way out.
 
-The rows stand in three parts, by what must be known to judge them: VALUES alone, METHODS (the registry's entries of
-estimator, loss, schedule and transport), and in `config.rewards` REWARDS (what the run's rewards are). The range of a
-single value is said where its option is.
+They stand in three parts, by what must be known to judge them: the values alone, the methods (the registry's entries of
+estimator, loss, schedule and transport), and in `config.rewards` what the run's rewards are. The range of a single value
+is said where its option is.
 """
 
-import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
@@ -20,223 +19,164 @@ from async_grpo.weights.transports import get_transport
 if TYPE_CHECKING:
     from async_grpo.config.run import RunConfig
 
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One row: refuse (or warn) if `wrong(config, ...)` is true.
-
-    Args:
-        flags: the options it speaks of.
-        why: what follows them in the message; `{c}` is the configuration, `{found}` what `wrong` returned. Or a function
-            of what `wrong` is given.
-        idle: it speaks of those flags alone that differ from their defaults, and of nothing if none does.
-        warns: the run may go on.
-    """
-
-    flags: str
-    wrong: Callable[..., Any]
-    why: str | Callable[..., str]
-    idle: bool = False
-    warns: bool = False
-
-    def message(self, config: Any, *facts: Any) -> str | None:
-        """The refusal, or None where the rule is kept."""
-        defaults = type(config).__dataclass_fields__
-        flags = self.flags.split()
-        if self.idle:
-            flags = [name for name in flags if getattr(config, name) != defaults[name].default]
-        found = self.wrong(config, *facts) if flags else None
-        if not found:
-            return None
-        listed = ", ".join(map(str, found)) if isinstance(found, list | set | tuple) else found
-        why = self.why(config, *facts) if callable(self.why) else self.why.format(c=config, found=listed)
-        return " ".join([*(f"--{dashed(name)} {getattr(config, name)}" for name in flags), why])
+Broken = Iterator[
+    tuple[str, str]
+]  # the options that a rule speaks of, and what its message says after their values
 
 
-def idle(flags: str, wrong: Callable[..., Any], why: str, *, warns: bool = False) -> Rule:
-    """A row about flags that would be accepted, and then do nothing."""
-    return Rule(flags, wrong, f"does nothing {why}", idle=True, warns=warns)
+def refuse_broken(config: Any, broken: Broken) -> None:
+    """Raise ConfigurationError for the first rule that is broken."""
+    for flags, why in broken:
+        raise ConfigurationError(_told(config, flags, why))
 
 
-def refuse_broken(rules: Iterable[Rule], *facts: Any) -> None:
-    """Raise ConfigurationError for the first rule that is broken; those that merely warn are printed, on rank 0."""
-    for rule in rules:
-        if (message := rule.message(*facts)) is None:
-            continue
-        if not rule.warns:
-            raise ConfigurationError(message)
+def idle(config: Any, flags: str, why: str) -> Broken:
+    """Those of the flags that were set, if any, would be accepted, and then do nothing."""
+    defaults = type(config).__dataclass_fields__
+    changed = [name for name in flags.split() if getattr(config, name) != defaults[name].default]
+    if changed:
+        yield " ".join(changed), f"does nothing {why}"
+
+
+def _warn(config: Any, broken: Broken) -> None:
+    for flags, why in broken:
         if os.environ.get("RANK", "0") == "0":
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            print(f"warning: {_told(config, flags, why)}", file=sys.stderr, flush=True)
 
 
-def _useless_bounds(c: "RunConfig") -> str:
-    """What is wrong with the bounds of the rejection, if anything."""
+def _told(config: Any, flags: str, why: str) -> str:
+    return " ".join([*(f"--{dashed(name)} {getattr(config, name)}" for name in flags.split()), why])
+
+
+def broken_values(c: "RunConfig") -> Broken:
+    """What can be seen to be wrong without looking anything up."""
+    if c.top_p != 1.0 or c.top_k not in (0, -1):
+        yield (
+            "top_p top_k",
+            "would make the engine report log-probs of the truncated policy, and the trainer those of the whole one: "
+            "their ratio would mean nothing. Sample with --top-p 1 --top-k 0, and shape the policy by --temperature, or "
+            "by an entropy or length term",
+        )
+    if not 2 <= c.min_valid_samples <= c.samples_per_question:
+        fit = (
+            "--min-valid-samples must lie between 2 (one has nothing to compare with) and the size of a group"
+        )
+        yield "min_valid_samples samples_per_question", f"do not fit: {fit}"
+    size, per_step = c.samples_per_question, c.samples_per_step
+    if per_step % size:
+        fit = f"a step is not a whole number of groups of {size}: use {max(1, per_step // size) * size}"
+        yield "train_minibatch_size samples_per_question", f"do not fit: {fit}"
+    if c.batch_size % c.groups_per_step:
+        fit = f"the batch is not a whole number of steps of {c.groups_per_step} groups; make --batch-size a multiple"
+        yield "batch_size train_minibatch_size samples_per_question", f"do not fit: {fit} of that"
+    if c.importance_low is not None and c.importance_low > c.importance_high:
+        yield "importance_low importance_high", "leave no weight at all: give low <= high"
+    if c.dump_samples_filename and "/" in c.dump_samples_filename:
+        yield "dump_samples_filename", "must be a plain name; it goes to --output-dir"
+    if c.zero_variance == "resample" and not c.max_resamples:
+        yield "zero_variance max_resamples", "replaces nothing: allow at least one, or use keep"
+    if c.overlong_buffer and not c.overlong_penalty:
+        yield (
+            "overlong_buffer overlong_penalty",
+            "penalises nothing: give a penalty above 0, or leave both out",
+        )
+    yield from _broken_rejection(c)
+    yield from _idle_values(c)
+
+
+def _broken_rejection(c: "RunConfig") -> Broken:
+    flags = "rejection_statistic rejection_low rejection_high"
+    if c.rejection_statistic is None:
+        why = "without --rejection-statistic: give one, or leave the bounds out"
+        yield from idle(c, "rejection_low rejection_high", why)
+        return
     low = -math.inf if c.rejection_low is None else c.rejection_low
     high = math.inf if c.rejection_high is None else c.rejection_high
-    same = 1 if c.rejection_statistic and c.rejection_statistic.endswith("k1") else 0
+    same = 1 if c.rejection_statistic.endswith("k1") else 0  # the statistic of tokens on which both agree
     if not low <= same <= high:
-        return f"would reject tokens on which trainer and engine agree: the bounds must hold {same}"
+        yield flags, f"would reject tokens on which trainer and engine agree: the bounds must hold {same}"
     if high == math.inf and low <= 0:
-        return "rejects nothing: give an upper bound that some token may exceed, or leave the statistic out"
-    return ""
+        why = "rejects nothing: give an upper bound that some token may exceed, or leave the statistic out"
+        yield flags, why
 
 
-VALUES = (
-    Rule(
-        "top_p top_k",
-        lambda c: c.top_p != 1.0 or c.top_k not in (0, -1),
-        "would make the engine report log-probs of the truncated policy, and the trainer those of the whole one: their "
-        "ratio would mean nothing. Sample with --top-p 1 --top-k 0, and shape the policy by --temperature, or by an "
-        "entropy or length term",
-    ),
-    Rule(
-        "min_valid_samples samples_per_question",
-        lambda c: not 2 <= c.min_valid_samples <= c.samples_per_question,
-        "do not fit: --min-valid-samples must lie between 2 (one has nothing to compare with) and the size of a group",
-    ),
-    Rule(
-        "train_minibatch_size samples_per_question",
-        lambda c: (
-            c.samples_per_step % c.samples_per_question
-            and max(1, c.samples_per_step // c.samples_per_question) * c.samples_per_question
-        ),
-        "do not fit: a step is not a whole number of groups of {c.samples_per_question}: use {found}",
-    ),
-    Rule(
-        "batch_size train_minibatch_size samples_per_question",
-        lambda c: c.batch_size % c.groups_per_step,
-        "do not fit: the batch is not a whole number of steps of {c.groups_per_step} groups; make --batch-size a "
-        "multiple of that",
-    ),
-    Rule(
-        "importance_low importance_high",
-        lambda c: c.importance_low is not None and c.importance_low > c.importance_high,
-        "leave no weight at all: give low <= high",
-    ),
-    Rule(
-        "dump_samples_filename",
-        lambda c: c.dump_samples_filename and "/" in c.dump_samples_filename,
-        "must be a plain name; it goes to --output-dir",
-    ),
-    Rule(
-        "rejection_statistic rejection_low rejection_high",
-        lambda c: c.rejection_statistic and _useless_bounds(c),
-        "{found}",
-    ),
-    idle("kl_kind kl_clamp kl_in_reward", lambda c: not c.kl_coef, "without --kl-coef above 0: give --kl-coef"),
-    idle(
-        "importance_mode importance_low importance_high importance_normalize",
-        lambda c: c.importance_level == "none",
-        "without --importance-level token or sequence",
-    ),
-    idle(
-        "rejection_low rejection_high",
-        lambda c: c.rejection_statistic is None,
-        "without --rejection-statistic: give one, or leave the bounds out",
-    ),
-    idle(
-        "max_resamples",
-        lambda c: c.zero_variance != "resample" and "refill" not in c.failure_policies.values(),
-        "without --zero-variance resample (or a reward that is refilled by --on-reward-failure)",
-    ),
-    Rule(
-        "zero_variance max_resamples",
-        lambda c: c.zero_variance == "resample" and not c.max_resamples,
-        "replaces nothing: allow at least one, or use keep",
-    ),
-    idle("overlong_penalty", lambda c: not c.overlong_buffer, "without --overlong-buffer above 0"),
-    Rule(
-        "overlong_buffer overlong_penalty",
-        lambda c: c.overlong_buffer and not c.overlong_penalty,
-        "penalises nothing: give a penalty above 0, or leave both out",
-    ),
-    idle(
-        "max_token_staleness",
-        lambda c: c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness,
-        "with --max-staleness {c.max_staleness}: no token is older than that",
-        warns=True,
-    ),
-    idle("gate_threshold", lambda c: c.reward_combine != "gate", "without --reward-combine gate"),
-    idle("verdict_cache_mb", lambda c: not c.verdict_cache, "without --verdict-cache"),
-    idle("judge_budget_policy", lambda c: c.judge_budget is None, "without --judge-budget"),
-    idle("eval_every evaluation_verifiers", lambda c: not c.eval_data_path, "without --eval-data-path"),
-    idle("num_warmup_steps", lambda c: c.lr_scheduler == "constant",
-         "with --lr-scheduler constant: use constant_with_warmup", warns=True),
-)  # fmt: skip
-
-METHODS = (
-    idle(
-        "critic_coef critic_clip critic_learning_rate critic_trunk_gradient",
-        lambda c: not c.estimator.needs_critic,
-        "without an --advantage-estimator that has a critic, such as gae",
-    ),
-    idle(
-        "critic_clip",
-        lambda c: c.estimator.needs_critic,
-        "as yet: a step trains its minibatch once, so no value has moved from the old one",
-        warns=True,
-    ),
-    Rule(
-        "advantage_estimator kl_in_reward",
-        lambda c: c.kl_in_reward and not c.estimator.outcome,
-        "do not go together: the KL would pay every token, and the estimator compares steps; use the KL in the loss",
-    ),
-    Rule(
-        "advantage_estimator zero_variance",
-        lambda c: c.zero_variance != "keep" and c.estimator.compares_with_batch,
-        "do not go together: groups of equal rewards teach an estimator that compares with the whole batch; keep them",
-    ),
-    idle(
-        "old_policy",
-        lambda c: not c.loss.uses_ratio and not (c.old_policy == "proximal" and _corrects(c)),
-        "with --policy-loss {c.policy_loss}, which has no ratio: leave it out",
-    ),
-    idle(
-        "clip_low clip_high",
-        lambda c: c.old_policy == "current",
-        "with --old-policy current, where every ratio is 1",
-        warns=True,
-    ),
-    Rule(
-        "policy_loss old_policy",
-        lambda c: c.old_policy == "current" and c.loss.idle_at_ratio_one,
-        "leave the loss without its pull to the old policy, since every ratio is 1: use --policy-loss gpg, or another "
-        "--old-policy",
-    ),
-    Rule(
-        "policy_loss old_policy",
-        lambda c: c.loss.needs_proximal and c.old_policy == "current",
-        "contradict each other: the loss compares with a proximal policy, and current leaves none",
-    ),
-    Rule(
-        "policy_loss importance_level",
-        lambda c: c.importance_level != "none" and c.loss.needs_proximal,
-        "weigh twice: the loss weighs by the engine's policy itself; leave --importance-level out",
-    ),
-    Rule(
-        "policy_loss importance_level",
-        lambda c: c.importance_level != "none" and c.loss.uses_ratio and c.old_policy == "behaviour",
-        "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy current or "
-        "proximal with weights, or a loss without a ratio (grpo, gpg)",
-    ),
-    Rule(
-        "lr_scheduler num_warmup_steps num_training_batches",
-        lambda c: c.lr_scheduler in DECAYS_TO_ZERO and c.num_steps <= c.num_warmup_steps,
-        "do not fit: the schedule decays until the run's end at step {c.num_steps}, which must lie beyond the warm-up",
-    ),
-    Rule(
-        "weight_transport old_policy policy_loss",
-        lambda c: c.needs_proximal and not get_transport(c.weight_transport).sends_packages,
-        "do not go together: proximal logprob workers need a --weight-transport that sends packages (object_store)",
-    ),
-)
-
-
-def _corrects(config: "RunConfig") -> bool:
-    return config.importance_level != "none" or config.rejection_statistic is not None
+def _idle_values(c: "RunConfig") -> Broken:
+    if not c.kl_coef:
+        yield from idle(c, "kl_kind kl_clamp kl_in_reward", "without --kl-coef above 0: give --kl-coef")
+    if c.importance_level == "none":
+        flags = "importance_mode importance_low importance_high importance_normalize"
+        yield from idle(c, flags, "without --importance-level token or sequence")
+    if c.zero_variance != "resample" and "refill" not in c.failure_policies.values():
+        why = "without --zero-variance resample (or a reward that is refilled by --on-reward-failure)"
+        yield from idle(c, "max_resamples", why)
+    if not c.overlong_buffer:
+        yield from idle(c, "overlong_penalty", "without --overlong-buffer above 0")
+    if c.reward_combine != "gate":
+        yield from idle(c, "gate_threshold", "without --reward-combine gate")
+    if not c.verdict_cache:
+        yield from idle(c, "verdict_cache_mb", "without --verdict-cache")
+    if c.judge_budget is None:
+        yield from idle(c, "judge_budget_policy", "without --judge-budget")
+    if not c.eval_data_path:
+        yield from idle(c, "eval_every evaluation_verifiers", "without --eval-data-path")
+    if c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness:
+        why = f"with --max-staleness {c.max_staleness}: no token is older than that"
+        _warn(c, idle(c, "max_token_staleness", why))
+    if c.lr_scheduler == "constant":
+        why = "with --lr-scheduler constant: use constant_with_warmup"
+        _warn(c, idle(c, "num_warmup_steps", why))
 
 
 def check_methods(config: "RunConfig") -> None:
     """Raise ConfigurationError for settings that the run's estimator, loss, schedule or transport cannot use."""
     _ = config.estimator_settings, config.loss_settings  # raise for what is no option of theirs
-    refuse_broken(METHODS, config)
+    refuse_broken(config, _broken_methods(config))
+
+
+def _broken_methods(c: "RunConfig") -> Broken:
+    estimator = c.estimator
+    if not estimator.needs_critic:
+        flags = "critic_coef critic_clip critic_learning_rate critic_trunk_gradient"
+        yield from idle(c, flags, "without an --advantage-estimator that has a critic, such as gae")
+    why = "as yet: a step trains its minibatch once, so no value has moved from the old one"
+    _warn(c, idle(c, "critic_clip", why))
+    if c.kl_in_reward and not estimator.outcome:
+        why = "the KL would pay every token, and the estimator compares steps; use the KL in the loss"
+        yield "advantage_estimator kl_in_reward", f"do not go together: {why}"
+    if c.zero_variance != "keep" and estimator.compares_with_batch:
+        why = "groups of equal rewards teach an estimator that compares with the whole batch; keep them"
+        yield "advantage_estimator zero_variance", f"do not go together: {why}"
+    yield from _broken_loss(c)
+    if c.lr_scheduler in DECAYS_TO_ZERO and c.num_steps <= c.num_warmup_steps:
+        why = f"the schedule decays until the run's end at step {c.num_steps}, which must lie beyond the warm-up"
+        yield "lr_scheduler num_warmup_steps num_training_batches", f"do not fit: {why}"
+    if c.needs_proximal and not get_transport(c.weight_transport).sends_packages:
+        why = "proximal logprob workers need a --weight-transport that sends packages (object_store)"
+        yield "weight_transport old_policy policy_loss", f"do not go together: {why}"
+
+
+def _broken_loss(c: "RunConfig") -> Broken:
+    loss, current, weighs = c.loss, c.old_policy == "current", c.importance_level != "none"
+    if not loss.uses_ratio and not (c.old_policy == "proximal" and (weighs or c.rejection_statistic)):
+        why = f"with --policy-loss {c.policy_loss}, which has no ratio: leave it out"
+        yield from idle(c, "old_policy", why)
+    if current:
+        _warn(c, idle(c, "clip_low clip_high", "with --old-policy current, where every ratio is 1"))
+    if current and loss.idle_at_ratio_one:
+        yield (
+            "policy_loss old_policy",
+            "leave the loss without its pull to the old policy, since every ratio is 1: use --policy-loss gpg, or "
+            "another --old-policy",
+        )
+    if current and loss.needs_proximal:
+        why = "the loss compares with a proximal policy, and current leaves none"
+        yield "policy_loss old_policy", f"contradict each other: {why}"
+    if weighs and loss.needs_proximal:
+        why = "the loss weighs by the engine's policy itself; leave --importance-level out"
+        yield "policy_loss importance_level", f"weigh twice: {why}"
+    if weighs and loss.uses_ratio and c.old_policy == "behaviour":
+        yield (
+            "policy_loss importance_level",
+            "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy current or "
+            "proximal with weights, or a loss without a ratio (grpo, gpg)",
+        )

@@ -1,11 +1,11 @@
 """The rewards of a run, looked up once, and the rules between them and the settings: see `config.compatibility`."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.config.compatibility import Rule, refuse_broken
+from async_grpo.config.compatibility import Broken, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
@@ -104,123 +104,96 @@ def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewa
     return [name for name in names[:-1] if name in rewards.whole_groups and config.reward_combine == "gate"]
 
 
-def _fills(config: RunConfig) -> list[str]:
-    """The rewards whose failures are answered by a number."""
-    return [name for name, policy in config.failure_policies.items() if policy not in ("mask", "refill")]
-
-
-def _unknown(named: Iterable[str], known: Iterable[str]) -> list[str]:
-    return sorted(set(named) - set(known))
-
-
-def _nobody(flag: str, named: Callable[[RunConfig], Iterable[str]]) -> Rule:
-    why = "names {found}; the rewards are {c.all_adapters}"
-    return Rule(flag, lambda c, r: _unknown(named(c), r.everyone), why)
-
-
-REWARDS = (
-    Rule(
-        "advantage_estimator",
-        lambda c, r: not c.estimator.process and r.process,
-        lambda c, r: (
-            f"reads one score per sample, but {', '.join(r.process)} gives rewards step by step; estimators that fit: "
-            f"{', '.join(c.estimators_for(process=True))}"
-        ),
-    ),
-    Rule(
-        "advantage_estimator",
-        lambda c, r: not c.estimator.outcome and not r.process,
-        lambda c, r: (
-            f"reads rewards step by step, but {', '.join(r.adapters)} gives one score per sample; estimators that fit: "
-            f"{', '.join(c.estimators_for(process=False))}"
-        ),
-    ),
-    Rule(
-        "reward_combine",
-        lambda c, r: c.reward_combine != "best" and r.process,
-        "combines scores, and {found} gives rewards step by step, which are added up: weigh them by --reward-weights",
-    ),
-    Rule(
-        "on_reward_failure",
-        lambda c, r: _fills(c) and r.process,
-        "beside {found}: a score cannot stand in for steps that are missing; use mask or refill",
-    ),
-    Rule(
-        "reward_fallback",
-        lambda c, r: c.fallbacks and r.process,
-        "beside {found}: the one that stands in gives other steps, or none; leave it out",
-    ),
-    Rule(
-        "advantage_estimator",
-        lambda c, r: (
-            c.estimator.takes_components
-            and (c.reward_combine != "best" or c.reward_column or _fills(c) or c.kl_in_reward)
-        ),
-        "normalises every reward by itself: it goes with neither --reward-combine, nor --reward-column, nor fills for "
-        "failures, nor --kl-in-reward; weigh by --reward-weights",
-    ),
-    Rule(
-        "advantage_estimator",
-        lambda c, r: c.estimator.compares_with_greedy and r.whole_groups,
-        "compares with a single greedy completion, which {found}, looking at whole groups, cannot score on the same "
-        "scale",
-    ),
-    # Where a column says who is asked, and in which order, its rows are checked one by one.
-    Rule(
-        "reward_fns reward_combine",
-        lambda c, r: not c.reward_column and early_at_gate(c, tuple(r.adapters), r),
-        "decides before the group is known, and {found} scores by the whole group: name it last in --reward-fns, or "
-        "choose another --reward-combine",
-    ),
-    Rule(
-        "reward_weights",
-        lambda c, r: _unknown(c.weights_by_name, weighable(c, r)),
-        "names {found}; with --advantage-estimator {c.advantage_estimator}, --reward-combine {c.reward_combine} and these "
-        "rewards that has no weight",
-    ),
-    Rule(
-        "on_reward_failure",
-        lambda c, r: _unknown(c.failure_policies, r.adapters),
-        "names {found}, which is no reward of the run: {c.adapters}",
-    ),
-    _nobody("verifiers", lambda c: c.verifiers_by_name),
-    _nobody("reward_limits", lambda c: c.limits),
-    _nobody("reward_fallback", lambda c: c.fallbacks),
-    Rule(
-        "reward_limits",
-        lambda c, r: _unknown([name for name, one in c.limits.items() if one.tokens_per_minute], r.judges),
-        "gives {found} a tpm, but it is no judge, and takes no tokens; limit its concurrency or rpm",
-    ),
-    Rule(
-        "reward_fns",
-        lambda c, r: [name for name in r.judges if name in r.whole_groups],
-        "names the judge {found}, which has post_process_scores: it would never be called; put it on a function",
-    ),
-    Rule(
-        "reward_fallback",
-        lambda c, r: [name for name in c.fallbacks.values() if name in r.whole_groups],
-        "names {found}, which scores by the whole group, and cannot stand in on single samples; name another",
-    ),
-    Rule(
-        "judge_budget",
-        lambda c, r: c.judge_budget is not None and not r.paid and list(r.everyone),
-        "limits nothing: none of {found} has a price; give the judge its price_per_million_tokens, or leave the budget out",
-    ),
-    Rule(
-        "judge_budget_policy",
-        lambda c, r: (
-            c.judge_budget is not None
-            and c.judge_budget_policy == "fallback"
-            and [name for name in r.paid if name in r.adapters and name not in c.fallbacks]
-        ),
-        "has nothing to fall back on for {found}: name a stand-in by --reward-fallback {found}=..., or choose the policy "
-        "pause",
-    ),
-)
-
-
 def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
     """Raise ConfigurationError for settings that cannot be meant with these rewards."""
     check_options(rewards.everyone, config.options_by_name)
-    refuse_broken(REWARDS, config, rewards)
+    refuse_broken(config, _broken_methods(config, rewards))
+    refuse_broken(config, _broken_names(config, rewards))
+    refuse_broken(config, _broken_roles(config, rewards))
     _ = config.combination  # raises for weights that come to nothing
+
+
+def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
+    estimator, process = c.estimator, ", ".join(r.process)
+    fills = any(policy not in ("mask", "refill") for policy in c.failure_policies.values())
+    if process and not estimator.process:
+        fitting = f"estimators that fit: {', '.join(c.estimators_for(process=True))}"
+        why = f"reads one score per sample, but {process} gives rewards step by step; {fitting}"
+        yield "advantage_estimator", why
+    if not process and not estimator.outcome:
+        fitting = f"estimators that fit: {', '.join(c.estimators_for(process=False))}"
+        why = f"reads rewards step by step, but {', '.join(r.adapters)} gives one score per sample; {fitting}"
+        yield "advantage_estimator", why
+    if process and c.reward_combine != "best":
+        why = f"combines scores, and {process} gives rewards step by step, which are added up: weigh them by "
+        yield "reward_combine", f"{why}--reward-weights"
+    if process and fills:
+        why = f"beside {process}: a score cannot stand in for steps that are missing; use mask or refill"
+        yield "on_reward_failure", why
+    if process and c.fallbacks:
+        why = f"beside {process}: the one that stands in gives other steps, or none; leave it out"
+        yield "reward_fallback", why
+    if estimator.takes_components and (
+        c.reward_combine != "best" or c.reward_column or fills or c.kl_in_reward
+    ):
+        yield (
+            "advantage_estimator",
+            "normalises every reward by itself: it goes with neither --reward-combine, nor --reward-column, nor fills "
+            "for failures, nor --kl-in-reward; weigh by --reward-weights",
+        )
+    if estimator.compares_with_greedy and (groups := ", ".join(r.whole_groups)):
+        why = (
+            f"compares with a single greedy completion, which {groups}, looking at whole groups, cannot score"
+        )
+        yield "advantage_estimator", f"{why} on the same scale"
+    # Where a column says who is asked, and in which order, its rows are checked one by one
+    if not c.reward_column and (early := ", ".join(early_at_gate(c, tuple(r.adapters), r))):
+        yield (
+            "reward_fns reward_combine",
+            f"decides before the group is known, and {early} scores by the whole group: name it last in --reward-fns, "
+            "or choose another --reward-combine",
+        )
+
+
+def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
+    if unknown := _unknown(c.weights_by_name, weighable(c, r)):
+        yield (
+            "reward_weights",
+            f"names {unknown}; with --advantage-estimator {c.advantage_estimator}, --reward-combine {c.reward_combine} "
+            "and these rewards that has no weight",
+        )
+    if unknown := _unknown(c.failure_policies, r.adapters):
+        yield "on_reward_failure", f"names {unknown}, which is no reward of the run: {c.adapters}"
+    for flag, named in (
+        ("verifiers", c.verifiers_by_name),
+        ("reward_limits", c.limits),
+        ("reward_fallback", c.fallbacks),
+    ):
+        if unknown := _unknown(named, r.everyone):
+            yield flag, f"names {unknown}; the rewards are {c.all_adapters}"
+
+
+def _unknown(named: Iterable[str], known: Iterable[str]) -> str:
+    return ", ".join(sorted(set(named) - set(known)))
+
+
+def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
+    with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
+    if unpaid := _unknown(with_tpm, r.judges):
+        why = f"gives {unpaid} a tpm, but it is no judge, and takes no tokens; limit its concurrency or rpm"
+        yield "reward_limits", why
+    if judges := ", ".join(name for name in r.judges if name in r.whole_groups):
+        why = f"names the judge {judges}, which has post_process_scores: it would never be called; put it on a function"
+        yield "reward_fns", why
+    if late := ", ".join(name for name in c.fallbacks.values() if name in r.whole_groups):
+        why = f"names {late}, which scores by the whole group, and cannot stand in on single samples; name another"
+        yield "reward_fallback", why
+    if c.judge_budget is None:
+        return
+    if r.everyone and not r.paid:
+        why = f"limits nothing: none of {', '.join(r.everyone)} has a price; give the judge its price_per_million_tokens"
+        yield "judge_budget", f"{why}, or leave the budget out"
+    alone = ", ".join(name for name in r.paid if name in r.adapters and name not in c.fallbacks)
+    if alone and c.judge_budget_policy == "fallback":
+        way_out = f"name a stand-in by --reward-fallback {alone}=..., or choose the policy pause"
+        yield "judge_budget_policy", f"has nothing to fall back on for {alone}: {way_out}"

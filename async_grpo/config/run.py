@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from async_grpo.config.compatibility import VALUES, refuse_broken
+from async_grpo.config.compatibility import broken_values, refuse_broken
 from async_grpo.config.recipes import apply_recipe, check_applied
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
@@ -88,8 +88,8 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_applied(self, {field.name: field.default for field in dataclasses.fields(self)})
-        refuse_broken(VALUES, self)
+        check_applied(self)
+        refuse_broken(self, broken_values(self))
 
     @property
     def logprob_roles(self) -> tuple[str, ...]:

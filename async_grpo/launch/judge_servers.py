@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.config.compatibility import Rule, idle, refuse_broken
+from async_grpo.config.compatibility import Broken, idle, refuse_broken
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
 from async_grpo.rewards.config import RewardConfig
@@ -16,23 +16,6 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.judges.server import JudgeServer
 
 log = logging.getLogger(__name__)
-RULES = (
-    idle(
-        "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization",
-        lambda c: c.judge_model is None,
-        "without --judge-model",
-    ),
-    idle(
-        "judge_idle_sleep_s",
-        lambda c: c.judge_model is None and not c.judge_urls,
-        "without --judge-model or --judge-urls",
-    ),
-    Rule(
-        "judge_urls",
-        lambda c: c.judge_model is not None and c.judge_urls,
-        "stands beside --judge-model: the judges are asked at one of them, leave the other out",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +54,7 @@ class LocalJudge(RewardConfig):
 
     def check_judge(self, visible: Sequence[str]) -> None:
         """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
-        refuse_broken(RULES, self)
+        refuse_broken(self, _broken(self))
         if self.judge_model is None:
             return
         if not Path(self.judge_model).is_dir():
@@ -105,6 +88,17 @@ class LocalJudge(RewardConfig):
     def judge_gpus_alone(self) -> int:
         """How many GPUs belong to the judge alone."""
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
+
+
+def _broken(c: LocalJudge) -> Broken:
+    if c.judge_model is None:
+        flags = "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization"
+        yield from idle(c, flags, "without --judge-model")
+    if c.judge_model is None and not c.judge_urls:
+        yield from idle(c, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
+    if c.judge_model is not None and c.judge_urls:
+        why = "stands beside --judge-model: the judges are asked at one of them, leave the other out"
+        yield "judge_urls", why
 
 
 @contextmanager
