@@ -1,6 +1,6 @@
 """Every wall of the library as a Protocol: what one side asks of the other, and nothing more.
 
-    Generation, Verification, Logprobs                what the batcher asks for            (cluster/remote_services)
+    Generation, Verification, Logprobs                what the batcher asks for            (cluster/registered_workers)
     ExperienceSource, WeightPublisher,
     MetricsSink, StepHook                             what the trainer's loop asks for     (cluster, weights, metrics)
     Engines, EngineLink, EngineControl                what the publishers ask for          (cluster/weight_sync)
@@ -126,7 +126,7 @@ class TensorRecord:
 
     dtype: str
     shape: tuple[int, ...]
-    digest: int  # of its bits; see `weights.manifest.tensor_digest`
+    digest: int  # of its bits; see `weights.package.tensor_digest`
 
 
 Manifest = Mapping[str, TensorRecord]
@@ -193,16 +193,8 @@ class EngineControl(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-class Engines(Protocol):
+class Engines(EngineLink, EngineControl, Protocol):
     """The way from the trainer's rank 0 to all engines, for any transport."""
-
-    def link(self) -> EngineLink:
-        """For weights in packages."""
-        ...
-
-    def control(self) -> EngineControl:
-        """For a transfer that the trainer's own engine drives."""
-        ...
 
 
 # The engine's wall ---------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
+from async_grpo.cluster.ray_session import zero_cpu_actor
 from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import CATCH_UP_FACTOR
 

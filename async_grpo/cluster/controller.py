@@ -1,7 +1,7 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
     dispatchers   settings, register, activate, deregister, refuse, closed      -> RegisteredWorkers, one per kind
-    the sync      begin_sync, keep_self_test, end_sync                          -> RegisteredWorkers, ExperienceBatcher
+    the sync      begin_sync, end_sync                                          -> RegisteredWorkers, ExperienceBatcher
     rank 0        roll_call, start_batcher, start, evaluate, stop, close        -> ExperienceBatcher, Verification
     every rank    settings, next_message                                        -> ExperienceBatcher
 
@@ -13,19 +13,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_grpo.cluster.registered_workers import RegisteredWorkers
-from async_grpo.cluster.remote_services import RemoteGeneration, RemoteLogprobs
+from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.worker_registry import scheduling_policy
-from async_grpo.protocols import Connect, Logprobs, Verification, WeightPackage
+from async_grpo.protocols import Connect, Verification, WeightPackage
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
+from async_grpo.weights.package import SELF_TEST
 
 GENERATION = "generation"  # the kind of worker that every run needs
-RollCall = dict[
-    str, tuple[list[WorkerInfo], list[str]]
-]  # kind -> its members, and the rewards each one names
+# kind -> its members, and the rewards each one names
+RollCall = dict[str, tuple[list[WorkerInfo], list[str]]]
 
 
 class RunController:
@@ -45,11 +44,10 @@ class RunController:
         connect: Connect,
         scheduling: str = "least_loaded",
     ) -> None:
-        self._settings, policy = settings, scheduling_policy(scheduling)
-        self._workers = {
-            kind: RegisteredWorkers(kind, worker_grace_s, connect, policy)
-            for kind in (GENERATION, *settings.logprob_roles)
-        }
+        self._settings, common = settings, (worker_grace_s, connect, scheduling_policy(scheduling))
+        self._generation = GenerationWorkers(GENERATION, *common)
+        self._logprobs = {kind: LogprobWorkers(kind, *common) for kind in settings.logprob_roles}
+        self._workers = {GENERATION: self._generation, **self._logprobs}
         self._refusals: list[str] = []
         self._batcher: ExperienceBatcher | None = None
         self._verification: Verification | None = None
@@ -62,13 +60,12 @@ class RunController:
         return self._settings
 
     async def register(self, info: WorkerInfo, handle: Any, rewards: str) -> list[WeightPackage]:
-        """Let a worker in; returns what it must load, and prove, before `activate`."""
+        """See `RegisteredWorkers`."""
         return await self._workers[info.kind].register(info, handle, rewards)
 
     async def activate(self, info: WorkerInfo, version: int) -> list[WeightPackage]:
-        """A late worker has loaded `version`; returns what it must load next: nothing, unless a sync came in between."""
-        workers = self._workers[info.kind]
-        return [] if await workers.activate(info.worker_id, version) else await workers.current()
+        """See `RegisteredWorkers`."""
+        return await self._workers[info.kind].activate(info.worker_id, version)
 
     async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced."""
@@ -87,24 +84,14 @@ class RunController:
 
     async def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those to send them to, with handles."""
-        return [
-            member
-            for workers in self._workers.values()
-            if not workers.is_frozen
-            for member in workers.begin_sync()
-        ]
-
-    async def keep_self_test(self, package: WeightPackage) -> None:
-        """The next of what every late worker is tested with, as the first ones were."""
-        for workers in self._workers.values():
-            workers.keep_self_test(package)
+        return [member for workers in self._workers.values() for member in workers.begin_sync()]
 
     async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """`landed` hold the weights of `package` and generate with them: they may work, and new groups be admitted."""
+        """`landed` have proven `package`. If these are a policy's weights they generate with them: the workers may work,
+        and new groups be admitted."""
         for workers in self._workers.values():
-            if not workers.is_frozen:
-                workers.end_sync(package, landed)
-        if self._batcher is not None:
+            workers.end_sync(package, landed)
+        if self._batcher is not None and package.version != SELF_TEST:
             await self._batcher.weights_live(package.version)
 
     # What the ranks call -------------------------------------------------------------------------------------------
@@ -128,16 +115,13 @@ class RunController:
         self._batcher = ExperienceBatcher(
             config,
             questions,
-            RemoteGeneration(self._workers[GENERATION]),
+            self._generation,
             verification,
-            reference=self._logprobs("reference"),
-            proximal=self._logprobs("proximal"),
+            reference=self._logprobs.get("reference"),
+            proximal=self._logprobs.get("proximal"),
             num_ranks=num_ranks,
             facts=facts,
         )
-
-    def _logprobs(self, kind: str) -> Logprobs | None:
-        return RemoteLogprobs(self._workers[kind]) if kind in self._workers else None
 
     async def start(self) -> None:
         """Begin to generate. The engines must hold policy version 0."""

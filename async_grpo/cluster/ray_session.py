@@ -1,16 +1,22 @@
-"""Joining a Ray cluster, and finding a run on it by name."""
+"""Joining a Ray cluster, finding a run on it by name, asking its controller, and how actors are made.
+
+rank 0 makes        RunController, which makes VerifierActors (one per adapter and more); they end with rank 0's job
+a dispatcher makes  GenerationActor or LogprobActor; it ends with the dispatcher
+the cluster's       RateLimitActor, made by the first process that needs it
+"""
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayTaskError
 
-from async_grpo.errors import ConfigurationError, DeadlineExceeded
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
 # The only variables that reach another process through Ray: its job table is readable by all users of the cluster.
 # Nothing that belongs to one node (devices, addresses, interfaces), and nothing that may hold a key.
@@ -32,6 +38,7 @@ FORWARDED = (
 FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
 CONTROLLER = "controller"  # name of the run's `RunController`
+CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 CONNECT_TIMEOUT_S = 5.0
 TOKEN_HINT = (
     "`ray get-auth-token --generate` makes the token on the first node, in ~/.ray/auth_token: copy that file to the other "
@@ -39,11 +46,6 @@ TOKEN_HINT = (
 )
 
 log = logging.getLogger(__name__)
-
-
-def namespace(run_name: str) -> str:
-    """Everything of a run lives in a namespace of its own: two runs on one cluster never meet."""
-    return f"async-grpo/{run_name}"
 
 
 def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -60,17 +62,17 @@ def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[s
 
 
 def connect(run_name: str, logging_level: str = "INFO") -> None:
-    """Join the running Ray cluster.
+    """Join the running Ray cluster, in the run's own namespace: two runs on one cluster never meet.
 
     Raises:
         ConfigurationError: there is none, or it does not let us in; says how to start one.
     """
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        probe(address)
+        _probe(address)
         ray.init(
             address=address,
-            namespace=namespace(run_name),
+            namespace=f"async-grpo/{run_name}",
             log_to_driver=logging_level == "DEBUG",
             logging_level=logging.WARNING,
             runtime_env={"env_vars": forwarded_environment()},
@@ -79,7 +81,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
         raise ConfigurationError(_how_to_join(str(error))) from error
 
 
-def probe(address: str) -> None:
+def _probe(address: str) -> None:
     """See whether anybody listens at host:port: Ray itself would go on trying for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
@@ -119,3 +121,34 @@ def find_controller(run_name: str, deadline_s: float) -> Any:
                 log.info("%s ...", what)
                 announced = True
             time.sleep(0.2)
+
+
+def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    """What the run's controller answers, within a deadline; raises its own error instead of Ray's wrapping of it.
+
+    Raises:
+        DeadlineExceeded: no answer came in time.
+        WorkerLost: the controller died, and the run with it.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except RayTaskError as error:
+        raise getattr(error, "cause", None) or error from None
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(f"the run's controller did not answer within {timeout_s:.0f} s") from error
+    except RayActorError as error:
+        raise WorkerLost(f"the run's controller died: {cause_of(error)}") from error
+
+
+def cause_of(error: Exception) -> str:
+    """An actor's own error, or why it died, without Ray's pages and colours around it."""
+    cause = getattr(error, "cause", None) or error
+    text = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(cause).split()))
+    return f"{type(cause).__name__}: {text[:300]}"
+
+
+def zero_cpu_actor(actor_class: type, **options: Any) -> Any:
+    """`actor_class` ready for `.remote(...)`, claiming no CPU: a small machine must not starve its own control plane."""
+    return ray.remote(actor_class).options(
+        **{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **options}
+    )

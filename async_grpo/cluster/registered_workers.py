@@ -1,18 +1,36 @@
-"""`RegisteredWorkers`: the workers of one kind, the way to each of them, and the weights that they must hold to work.
+"""The workers of each kind: who has joined, the weights that they must hold to work, and the work that they are given.
 
 Plain asyncio without Ray: what joins is a handle, and `connect` makes of it a link to call.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
-from async_grpo.types import WorkerInfo
+from async_grpo.types import Completion, Prompt, WorkerInfo
+from async_grpo.weights.package import SELF_TEST
 
 PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
+ATTEMPTS = 4  # of one group: when so many workers were lost over it, it looks like the group's own fault
+
+
+@dataclass
+class _Worker:
+    """One that has joined."""
+
+    info: WorkerInfo
+    handle: Any
+    rewards: str
+    link: WorkerLink
+    is_joining: bool = False  # on its own way to the current weights: no sync may cross it
+    progress: asyncio.Future[dict[str, Any]] | None = None  # asked for, and not yet taken
 
 
 class RegisteredWorkers:
@@ -27,21 +45,13 @@ class RegisteredWorkers:
 
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind, self._connect = kind, connect
+        self.is_frozen = kind == "reference"  # its workers keep the weights that they started with
         self.registry = WorkerRegistry(kind, grace_s, policy)
-        self._handles: dict[str, Any] = {}
-        self._links: dict[str, WorkerLink] = {}
-        self._rewards: dict[str, str] = {}
-        self._joining: set[str] = set()  # on their own way to the current weights: no sync may cross it
+        self.by_id: dict[str, _Worker] = {}
         self._self_test: list[WeightPackage] = []
         self._package: WeightPackage | None = None
-        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}  # for their progress, and silent so far
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether its workers keep the weights that they started with."""
-        return self.kind == "reference"
 
     # Joining and leaving ----------------------------------------------------------------------------------------
 
@@ -53,53 +63,43 @@ class RegisteredWorkers:
         """
         await self._settled.wait()
         self.registry.register(info)
-        self._handles[info.worker_id], self._rewards[info.worker_id] = handle, rewards
-        self._links[info.worker_id] = self._connect(
-            handle,
-            f"{self.kind} worker {info.worker_id}",
-            lambda lost: self.deregister(info.worker_id, str(lost)),
-        )
+        name, worker_id = f"{self.kind} worker {info.worker_id}", info.worker_id
+        link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
+        worker = self.by_id[worker_id] = _Worker(info, handle, rewards, link)
         if self.is_frozen:
-            self.registry.activate(info.worker_id)
-        current = await self.current()
-        if not self._self_test or not current:
-            return []
-        self._joining.add(info.worker_id)
-        return [*self._self_test, *current]
+            self.registry.activate(worker_id)
+        worker.is_joining = bool(self._self_test and self._current())
+        return [*self._self_test, *self._current()] if worker.is_joining else []
 
-    async def activate(self, worker_id: str, version: int) -> bool:
-        """A late worker has loaded `version`; False if that is no longer the current one (it must load again).
+    async def activate(self, worker_id: str, version: int) -> list[WeightPackage]:
+        """A late worker has loaded `version`; returns what it must load next: nothing, unless a sync came in between.
 
         Raises:
             WorkerLost: it was fenced meanwhile.
         """
         await self._settled.wait()
-        if worker_id not in self._handles:
+        if worker_id not in self.by_id:
             raise WorkerLost(f"worker {worker_id} was given up while it loaded the current weights")
         if self._package is None or self._package.version != version:
-            return False
-        self._joining.discard(worker_id)
+            return self._current()
+        self.by_id[worker_id].is_joining = False
         self.registry.activate(worker_id)
-        return True
+        return []
 
-    async def current(self) -> list[WeightPackage]:
+    def _current(self) -> list[WeightPackage]:
         """The current weights, if they are in a package."""
-        await self._settled.wait()
         return [self._package] if self._package is not None and self._package.chunks else []
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced: it gets no more work. Unknown ids are ignored (it may be told twice)."""
-        self._handles.pop(worker_id, None)
-        self._rewards.pop(worker_id, None)
-        self._joining.discard(worker_id)
         self.registry.deregister(worker_id, reason)
-        if link := self._links.pop(worker_id, None):
-            link.close()
+        if worker := self.by_id.pop(worker_id, None):
+            worker.link.close()
 
     def roll_call(self) -> tuple[list[WorkerInfo], list[str]]:
         """The members, and the rewards that each of them names."""
-        members = self.registry.members()
-        return members, [self._rewards[member.worker_id] for member in members]
+        workers = self.by_id.values()
+        return [worker.info for worker in workers], [worker.rewards for worker in workers]
 
     # Weights ----------------------------------------------------------------------------------------------------
 
@@ -108,59 +108,117 @@ class RegisteredWorkers:
 
         A worker that is joining is left out: it loads the current package by itself, and again if this comes first.
         """
+        if self.is_frozen:
+            return []
         self._settled.clear()
-        members = [info for info in self.registry.members() if info.worker_id not in self._joining]
-        return [(info, self._handles[info.worker_id]) for info in members]
-
-    def keep_self_test(self, package: WeightPackage) -> None:
-        """The next of what every late worker is tested with, as the first ones were."""
-        self._self_test.append(package)
+        return [(worker.info, worker.handle) for worker in self.by_id.values() if not worker.is_joining]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """`landed` hold the weights of `package`: they may work, and no other worker may."""
-        self._package = package
-        for worker_id in set(landed) & set(self._handles):
-            self.registry.activate(worker_id)
-        self._settled.set()
+        """`landed` hold the weights of `package`: they may work, and no other worker may.
+
+        A package of the self-test is kept, for every late worker to be tested as the first ones were.
+        """
+        if package.version == SELF_TEST:
+            self._self_test.append(package)
+        elif not self.is_frozen:
+            self._package = package
+            for worker_id in set(landed) & set(self.by_id):
+                self.registry.activate(worker_id)
+            self._settled.set()
 
     # Work -------------------------------------------------------------------------------------------------------
 
     async def lease(self, sequences: int, tokens_each: int) -> "LeasedWorker":
         """Wait for a worker that takes `sequences` at once; see `WorkerRegistry.acquire`."""
-        lease = await self.registry.acquire(sequences, tokens_each)
-        return LeasedWorker(self, lease, self._links[lease.worker_id])
-
-    async def progress(self, timeout_s: float = PROGRESS_TIMEOUT_S) -> list[dict[str, Any]]:
-        """What the workers did since they were last asked; a silent one's answer is among those of a later call.
-
-        One that is lost meanwhile is left out (its work will tell).
-        """
-        for worker_id, link in self._links.items():
-            if worker_id not in self._asked:
-                self._asked[worker_id] = asyncio.ensure_future(link.call("progress"))
-        if not self._asked:
-            return []
-        done, _ = await asyncio.wait(self._asked.values(), timeout=timeout_s)
-        self._asked = {worker_id: task for worker_id, task in self._asked.items() if task not in done}
-        return [task.result() for task in done if not isinstance(task.exception(), WorkerLost)]
+        return LeasedWorker(self, await self.registry.acquire(sequences, tokens_each))
 
 
 class LeasedWorker:
-    """One worker, for as many sequences as were leased."""
+    """One worker, for as many sequences as were leased and while the block runs.
 
-    def __init__(self, workers: RegisteredWorkers, lease: Lease, link: WorkerLink) -> None:
-        self._workers, self._lease, self._link = workers, lease, link
+    `WorkerLost` in the block fences the worker and goes no further: the work is to be done again.
+    """
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self._link.call(method, *args)
+    def __init__(self, workers: RegisteredWorkers, lease: Lease) -> None:
+        self._workers, self._lease = workers, lease
+        self.lost: WorkerLost | None = None
 
-    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
-        return self._link.stream(method, *args)
+    @property
+    def link(self) -> WorkerLink:
+        """The way to it."""
+        if worker := self._workers.by_id.get(self._lease.worker_id):
+            return worker.link
+        raise WorkerLost(f"worker {self._lease.worker_id} was gone before it was asked")
 
     def release(self, sequences: int = 1) -> None:
         """Give sequences back; those of a worker that was fenced are void already."""
         self._workers.registry.release(self._lease, sequences)
 
-    def fence(self, lost: WorkerLost) -> None:
-        """The worker is gone: it gets no more work."""
-        self._workers.deregister(self._lease.worker_id, str(lost))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, WorkerLost):
+            self.lost = error
+            self._workers.deregister(self._lease.worker_id, str(error))
+        self.release(self._lease.sequences)
+        return self.lost is not None
+
+
+class GenerationWorkers(RegisteredWorkers):
+    """`Generation` by the registered workers."""
+
+    _mean_length = 64.0  # of completions so far: the registry balances by expected tokens
+
+    async def generate(
+        self, prompt: Prompt, count: int, *, greedy: bool = False
+    ) -> AsyncGenerator[Completion]:
+        """Yield `count` completions as they finish; what a lost worker still owed is generated elsewhere."""
+        owed = count
+        for _ in range(ATTEMPTS):
+            with await self.lease(owed, len(prompt.token_ids) + int(self._mean_length)) as worker:
+                completions = worker.link.stream("complete", prompt.token_ids, owed, greedy)
+                async with aclosing(completions):
+                    async for completion in completions:
+                        owed -= 1
+                        worker.release()  # its slot is free while its siblings generate and it is being scored
+                        self._mean_length += 0.01 * (len(completion) - self._mean_length)
+                        yield completion
+            if not owed:
+                return
+        raise WorkerLost(f"prompt {prompt.ordinal} was lost with {ATTEMPTS} workers; the last: {worker.lost}")
+
+    async def take_stats(self) -> dict[str, Any]:
+        """See `Generation`; an engine that does not answer at once is counted in a later step."""
+        answers = await self._progress()
+        return {
+            "token_timeline": sorted(entry for answer in answers for entry in answer["token_timeline"]),
+            "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),
+            "busy": [interval for answer in answers for interval in answer["busy"]],
+        }
+
+    async def _progress(self, timeout_s: float = PROGRESS_TIMEOUT_S) -> list[dict[str, Any]]:
+        """What the workers did since they were last asked; one that is lost meanwhile is left out."""
+        for worker in self.by_id.values():
+            worker.progress = worker.progress or asyncio.ensure_future(worker.link.call("progress"))
+        asked = {worker.progress: worker for worker in self.by_id.values() if worker.progress}
+        if not asked:
+            return []
+        done, _ = await asyncio.wait(asked, timeout=timeout_s)
+        for answer in done:
+            asked[answer].progress = None
+        return [answer.result() for answer in done if not isinstance(answer.exception(), WorkerLost)]
+
+
+class LogprobWorkers(RegisteredWorkers):
+    """`Logprobs` by the registered workers."""
+
+    async def logprobs(
+        self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Ask the worker with the fewest tokens outstanding; another one if it is lost."""
+        tokens_each = max(1, sum(map(len, sequences)) // len(sequences))
+        for _ in range(ATTEMPTS):
+            with await self.lease(len(sequences), tokens_each) as worker:
+                return await worker.link.call("logprobs", list(sequences), list(prompt_lengths))
+        raise WorkerLost(f"{ATTEMPTS} {self.kind} workers were lost over one group; the last: {worker.lost}")

@@ -3,18 +3,19 @@
 Judges need no process: they run in the controller's own, and share the cluster's traffic control.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
 import ray
 
-from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
+from async_grpo.cluster.ray_session import zero_cpu_actor
 from async_grpo.rewards.adapter.decorators import is_cacheable, is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.budget import Budget
@@ -26,7 +27,6 @@ from async_grpo.rewards.judges.idle_sleep import IdleSleep
 from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
-from async_grpo.types import AdapterResult
 
 log = logging.getLogger(__name__)
 SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its messages, and a node
@@ -42,22 +42,21 @@ class VerifierActor(ChannelServer):
         config: RewardConfig,
         environment: Mapping[str, str],
     ) -> None:
-        self._source, self._adapter, self._config = source, adapter, config
-        self._environment = environment
+        self._make = partial(
+            AdapterProcess,
+            source,
+            adapter,
+            config.options_by_name,
+            environment=environment,
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
         self._slots: dict[int, AdapterProcess] = {}
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open, "close": self._close}
         self.serve(self._methods)
 
     async def _open(self, slot: int) -> dict[str, Any]:
         """Start a process; returns what a queue wants to know of a worker (see `VerifierWorker`)."""
-        process = AdapterProcess(
-            self._source,
-            self._adapter,
-            self._config.options_by_name,
-            environment=self._environment,
-            memory_limit_bytes=self._config.memory_limit_bytes,
-        )
-        self._slots[slot] = process
+        process = self._slots[slot] = self._make()
         self._methods |= {f"score {slot}": process.score, f"post_process {slot}": process.post_process}
         await process.start()
         return {name: getattr(process, name) for name in ("capacity", "prefetch", "has_post_process")}
@@ -83,20 +82,26 @@ class RunVerification:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         os.environ.update(secrets or {})
-        self._environment = dict(environment or {})
         self._source, self._config, self._budget_path = source, config, budget_path
-        self._judge_addresses = addresses = config.judge_addresses
+        self._environment = dict(environment or {})
+        self._addresses = addresses = config.judge_addresses
         self._adapters = {
             name: addresses.give(one) for name, one in resolve(source, config.all_names).items()
         }
         self._limits = config.limits
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
+        self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep: IdleSleep | None = None
         if addresses.judge_urls and addresses.idle_sleep_s is not None:
             self._idle_sleep = IdleSleep(addresses.judge_urls, addresses.idle_sleep_s)
+            self._open.push_async_callback(self._idle_sleep.close)
+        self._open.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware()
+        if self._middleware is not None:
+            self._open.push_async_callback(self._middleware.close)
         self._pool = self._make_pool()
+        self._open.push_async_callback(self._pool.close)
         self.verify, self.post_process = self._pool.verify, self._pool.post_process
 
     async def start(self) -> None:
@@ -104,8 +109,7 @@ class RunVerification:
         try:
             await self._pool.start()
         except BaseException:
-            if self._middleware is not None:
-                await self._middleware.close()
+            await self.close()
             raise
 
     async def take_stats(self) -> dict[str, Any]:
@@ -115,27 +119,16 @@ class RunVerification:
 
     async def close(self) -> None:
         """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
-        await self._pool.close()
-        if self._middleware is not None:
-            await self._middleware.close()
-        await self._rate_limiter.close()
-        if self._idle_sleep is not None:
-            await self._idle_sleep.close()
+        await self._open.aclose()
 
     def _make_pool(self) -> VerifierPool:
-        config = self._config
+        config, judges = self._config, {name for name, one in self._adapters.items() if is_judge(one)}
         return VerifierPool(
             config.adapters,
             partial(self._make_worker, phase=TRAINING),
             make_evaluator=partial(self._make_worker, phase=EVALUATION),
-            workers={
-                name: 1 if is_judge(adapter) else config.num_verifiers(name)
-                for name, adapter in self._adapters.items()
-            },
-            evaluation_workers={
-                name: 1 if is_judge(adapter) else config.evaluation_verifiers
-                for name, adapter in self._adapters.items()
-            },
+            workers={n: 1 if n in judges else config.num_verifiers(n) for n in self._adapters},
+            evaluation_workers={n: 1 if n in judges else config.evaluation_verifiers for n in self._adapters},
             combination=config.combination,
             fallbacks=config.fallbacks,
             middleware=self._middleware,
@@ -166,7 +159,7 @@ class RunVerification:
         for name, adapter in self._adapters.items():
             digest = self._source.digest_of(name)
             if is_judge(adapter):
-                versions[name] = version_of_judge(adapter, digest, self._judge_addresses)
+                versions[name] = version_of_judge(adapter, digest, self._addresses)
             elif is_cacheable(adapter):
                 versions[name] = version_of(digest, options)
         log.info("the verdict cache keeps the answers of %s", ", ".join(versions) or "no reward of this run")
@@ -174,81 +167,62 @@ class RunVerification:
 
     async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
         judge: Any = self._adapters[adapter]
+        limits = self._limits.get(adapter)
         if is_judge(judge):
             endpoint = judge.endpoint()
-            if limits := self._limits.get(adapter):
+            if limits:
                 endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
-            return JudgeWorker(
-                adapter,
-                judge,
-                endpoint,
-                self._rate_limiter,
-                phase,
-                self._idle_sleep if self._judge_addresses.are_asked_by(judge) else None,
-            )
+            idle_sleep = self._idle_sleep if self._addresses.are_asked_by(judge) else None
+            return JudgeWorker(adapter, judge, endpoint, self._rate_limiter, phase, idle_sleep)
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
-            host = _VerifierHost(self._source, adapter, self._config, self._environment)
+            host = _VerifierHost(adapter, self._source, adapter, self._config, self._environment)
             hosts.append(host)
-        slot = _VerifierSlot(host, min(set(range(SLOTS_PER_ACTOR)) - host.slots))
-        await slot.open()
-        if limits := self._limits.get(adapter):
-            run = (
-                ray.get_runtime_context().namespace
-            )  # another run's reward of this name has limits of its own
-            return LimitedWorker(slot, self._rate_limiter, f"{adapter} of {run}", limits, phase)
-        return slot
+        slot = await host.open()
+        if limits is None:
+            return slot
+        key = f"{adapter} of {ray.get_runtime_context().namespace}"  # another run's has limits of its own
+        return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
 
 
 class _VerifierHost:
     """A `VerifierActor` as the pool sees it."""
 
-    def __init__(
-        self,
-        source: RewardRegistrySource,
-        adapter: str,
-        config: RewardConfig,
-        environment: Mapping[str, str],
-    ) -> None:
-        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(
-            source, adapter, config, environment
-        )
+    def __init__(self, adapter: str, *arguments: Any) -> None:
+        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(*arguments)
         self.channel = Channel(self.actor, f"verifier of {adapter}")
         self.slots: set[int] = set()
+
+    async def open(self) -> "_VerifierSlot":
+        """Start one process more."""
+        slot = min(set(range(SLOTS_PER_ACTOR)) - self.slots)
+        self.slots.add(slot)
+        try:
+            return _VerifierSlot(self, slot, **await self.channel.call("open", slot))
+        except BaseException:
+            self.slots.discard(slot)
+            raise
+
+    async def close(self, slot: int) -> None:
+        """End a process; with the last one its actor goes, too."""
+        try:
+            if not self.channel.lost:  # of the last one, too: its reward may have a `close`
+                await self.channel.call("close", slot)
+        finally:
+            self.slots.discard(slot)  # not before, or the first to be closed would end the actor of all
+            if not self.slots or self.channel.lost:
+                self.channel.close()
+                ray.kill(self.actor)
 
 
 class _VerifierSlot:
     """`VerifierWorker`: one process of a `VerifierActor`."""
 
-    def __init__(self, host: _VerifierHost, slot: int) -> None:
-        self._host, self._slot = host, slot
-        self.capacity, self.prefetch, self.has_post_process = 1, False, False  # until it is open
-        host.slots.add(slot)
-
-    async def open(self) -> None:
-        try:
-            vars(self).update(await self._host.channel.call("open", self._slot))
-        except BaseException:
-            self._host.slots.discard(self._slot)
-            raise
-
-    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        return await self._host.channel.call(f"score {self._slot}", sample, timeout_s)
-
-    async def post_process(
-        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
-    ) -> list[AdapterResult]:
-        return await self._host.channel.call(f"post_process {self._slot}", samples, results, timeout_s)
-
-    async def close(self) -> None:
-        """End the process; with the last one its actor goes, too."""
-        host = self._host
-        try:
-            if not host.channel.lost:  # of the last one, too: its reward may have a `close`
-                await host.channel.call("close", self._slot)
-        finally:
-            host.slots.discard(self._slot)  # not before, or the first to be closed would end the actor of all
-            if not host.slots or host.channel.lost:
-                host.channel.close()
-                ray.kill(host.actor)
+    def __init__(self, host: _VerifierHost, slot: int, capacity: int, **traits: bool) -> None:
+        call = host.channel.call
+        self.score = partial(call, f"score {slot}")
+        self.post_process = partial(call, f"post_process {slot}")
+        self.close = partial(host.close, slot)
+        self.capacity = capacity
+        self.prefetch, self.has_post_process = traits["prefetch"], traits["has_post_process"]

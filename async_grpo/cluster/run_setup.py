@@ -2,34 +2,28 @@
 
 open_run        the run's controller, with the settings of the run: workers can find it from now on
 await_workers   until each kind that the run needs is there (or one of them refused)
-start_batcher   verifiers and experience batcher
-end_rewards     the batcher, and then the rewards, in order
-close_run       tells the workers that the run is over
+close_run       ends the rewards, and tells the workers that the run is over
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_grpo.cluster.actors import zero_cpu_actor
 from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.controller import GENERATION, RollCall, RunController
-from async_grpo.cluster.ray_session import CONTROLLER
-from async_grpo.config.preflight import Prepared
+from async_grpo.cluster.ray_session import CONTROL_TIMEOUT_S, CONTROLLER, answer, zero_cpu_actor
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.experience.dataset import Question
-from async_grpo.protocols import Verification
+from async_grpo.metrics.writer import EVAL_FILE, as_json
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
 
 log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 10.0
-CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 
 
 def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
@@ -80,24 +74,22 @@ def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_qu
     """
     if refusals:
         raise ConfigurationError("; ".join(refusals))
-    if missing := [_missing(kind) for kind, (members, _) in roll_call.items() if not members]:
+    missing = []
+    for kind, (members, _) in roll_call.items():
+        mode, what = f"logprob --role {kind}", f"{kind} logprob worker"
+        if kind == GENERATION:
+            mode, what = GENERATION, "generation worker"
+        if not members:
+            missing.append(f"no {what} (python worker_dispatcher.py --mode {mode} ...)")
+    if missing:
         return "; and ".join(missing)
-    _check_capacity(max(info.max_sequences for info in roll_call[GENERATION][0]), samples_per_question)
-    return ""
-
-
-def _missing(kind: str) -> str:
-    mode = "generation" if kind == GENERATION else f"logprob --role {kind}"
-    what = "generation worker" if kind == GENERATION else f"{kind} logprob worker"
-    return f"no {what} (python worker_dispatcher.py --mode {mode} ...)"
-
-
-def _check_capacity(capacity: int, samples_per_question: int) -> None:
+    capacity = max(info.max_sequences for info in roll_call[GENERATION][0])
     if capacity < samples_per_question:
         raise ConfigurationError(
             f"a group of {samples_per_question} (--samples-per-question) fits no generation worker: the largest takes "
             f"{capacity} sequences (--max_num_seqs + --overhead_seqs). Raise these, or make the groups smaller"
         )
+    return ""
 
 
 def one_reward_list(rewards: Sequence[str]) -> str:
@@ -112,28 +104,12 @@ def one_reward_list(rewards: Sequence[str]) -> str:
     return named[0] if named else ""
 
 
-def start_batcher(
-    controller: Any,
-    prepared: Prepared,
-    num_ranks: int,
-    make_verification: Callable[[], Verification],
-) -> None:
-    """Start the verifiers and the batcher in the controller."""
-    config, questions = prepared.config, ray.put(prepared.questions)
-    started = controller.start_batcher.remote(config, prepared.facts, num_ranks, questions, make_verification)
-    answer(started, config.start_timeout_s)
-
-
-def end_rewards(controller: Any) -> None:
-    """End the rollouts for steps that will not be trained; rewards are closed, and what they cost is on disk."""
+def close_run(controller: Any, reason: str) -> None:
+    """End rollouts and rewards, tell the workers that the run is over, and wait until they have signed off."""
     try:
         answer(controller.stop.remote(), SHUTDOWN_TIMEOUT_S)
     except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
         log.warning("the rewards did not end in order: %s", error)
-
-
-def close_run(controller: Any, reason: str) -> None:
-    """Tell the workers that the run is over, and wait until they have signed off (the controller ends with us)."""
     answer(controller.close.remote(reason))
     give_up = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while any(members for members, _ in answer(controller.roll_call.remote())[0].values()):
@@ -144,41 +120,48 @@ def close_run(controller: Any, reason: str) -> None:
 
 
 class RemoteExperience:
-    """`ExperienceSource` of one rank: fetches the next message while the rank computes on the last one."""
+    """`ExperienceSource` and `StepHook` of one rank: fetches the next message while the rank computes on the last one.
 
-    def __init__(self, controller: Any, rank: int, timeout_s: float) -> None:
-        self._controller, self._rank = controller, rank
-        self._timeout_s = timeout_s + CONTROL_TIMEOUT_S  # the batcher's own deadline has the better message
+    Where there are questions for it, on rank 0, it evaluates before the first step, every `eval_every`, and at the end.
+    """
+
+    def __init__(self, config: RunConfig, controller: Any, rank: int, eval_questions: list[Question]) -> None:
+        self._config, self._controller, self._rank = config, controller, rank
+        self._questions = eval_questions
         self._next: Any = None
 
     def start(self) -> None:
+        self._evaluate(0)
         if self._rank == 0:
             answer(self._controller.start.remote())
 
     def next_message(self, rank: int) -> MicroBatch | StepEnd:
         """The next micro-batch or step end; raises what the batcher raises."""
         self._next = self._next or self._controller.next_message.remote(rank)
-        message = answer(self._next, self._timeout_s)
-        # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates.
+        # The batcher's own deadline has the better message
+        message = answer(self._next, self._config.experience_timeout_s + CONTROL_TIMEOUT_S)
+        # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates
         self._next = None if isinstance(message, StepEnd) else self._controller.next_message.remote(rank)
         return message
 
-    def evaluate(self, questions: list[Question], timeout_s: float) -> dict[str, Any]:
-        return answer(self._controller.evaluate.remote(questions, 1), timeout_s)
+    def on_step(self, step: int) -> dict[str, float]:
+        every, last = self._config.eval_every, self._config.num_steps
+        return self._evaluate(step) if step == last or (every and step % every == 0) else {}
 
-
-def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-    """What the run's controller answers, within a deadline; raises its own error instead of Ray's wrapping of it.
-
-    Raises:
-        DeadlineExceeded: no answer came in time.
-        WorkerLost: the controller died, and the run with it.
-    """
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except RayTaskError as error:
-        raise getattr(error, "cause", None) or error from None
-    except GetTimeoutError as error:
-        raise DeadlineExceeded(f"the run's controller did not answer within {timeout_s:.0f} s") from error
-    except RayActorError as error:
-        raise WorkerLost(f"the run's controller died: {' '.join(str(error).split())[:300]}") from error
+    def _evaluate(self, step: int) -> dict[str, float]:
+        if not self._questions:
+            return {}
+        started = time.monotonic()
+        log.info("evaluating %d held-out questions at step %d", len(self._questions), step)
+        evaluation = self._controller.evaluate.remote(self._questions, 1)
+        result = answer(evaluation, self._config.experience_timeout_s)
+        samples = result.pop("samples")
+        numbers = {f"eval_{key}": value for key, value in result.items()}
+        folder = self._config.output_path
+        with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
+        (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
+        reward = "-" if result["avg_reward"] is None else f"{result['avg_reward']:.3f}"
+        scored, asked = result["num_reward_ok"], result["num_samples"]
+        log.info("held-out at step %d: mean reward %s over %d of %d samples", step, reward, scored, asked)
+        return numbers

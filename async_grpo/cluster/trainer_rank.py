@@ -2,29 +2,19 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import ray
 
-from async_grpo.cluster.ray_session import connect, find_controller
+from async_grpo.cluster.ray_session import answer, connect, find_controller
 from async_grpo.cluster.reward_actors import RunVerification
-from async_grpo.cluster.run_setup import (
-    RemoteExperience,
-    answer,
-    await_workers,
-    close_run,
-    end_rewards,
-    open_run,
-    start_batcher,
-)
+from async_grpo.cluster.run_setup import RemoteExperience, await_workers, close_run, open_run
 from async_grpo.cluster.weight_sync import RayEngines
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig, write_params
-from async_grpo.experience.dataset import Question
-from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
+from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
@@ -61,7 +51,7 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
         else:
             controller = find_controller(config.run_name, config.start_timeout_s)
             settings = answer(controller.settings.remote())
-            experience = Experience(config, controller, ranks, [])
+            experience = RemoteExperience(config, controller, ranks.rank, [])
             _run_loop(config, settings, ranks, experience, controller=None, metrics=None)
     ray.shutdown()
 
@@ -73,8 +63,11 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
         prepared = prepared.with_rewards(await_workers(controller, prepared.config))
     config = prepared.config
     _write_params(prepared, ranks)
-    start_batcher(controller, prepared, ranks.world_size, _verification(prepared))
-    experience = Experience(config, controller, ranks, prepared.eval_questions)
+    started = controller.start_batcher.remote(
+        config, prepared.facts, ranks.world_size, ray.put(prepared.questions), _verification(prepared)
+    )
+    answer(started, config.start_timeout_s)
+    experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     await_workers(controller, config)
     metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
@@ -82,7 +75,6 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
         _run_loop(config, prepared.settings, ranks, experience, controller, metrics)
     finally:
         metrics.close()
-    end_rewards(controller)
     close_run(controller, f"{config.num_steps} steps are done")
 
 
@@ -90,7 +82,7 @@ def _run_loop(
     config: RunConfig,
     settings: SharedRunSettings,
     ranks: Ranks,
-    experience: "Experience",
+    experience: RemoteExperience,
     controller: Any,
     metrics: MetricsWriter | None,
 ) -> None:
@@ -158,43 +150,6 @@ def _publisher(
     engines = RayEngines(controller, config.sync_timeout_s) if controller else None
     make = get_transport(settings.transport).make_publisher
     return make(engines, named_weights, canary, torch_dtype(settings.dtype), ranks.rank, config)
-
-
-class Experience(RemoteExperience):
-    """A rank's experience, with rank 0's evaluations: before the first step, every `eval_every`, and at the end."""
-
-    def __init__(
-        self, config: RunConfig, controller: Any, ranks: Ranks, eval_questions: list[Question]
-    ) -> None:
-        super().__init__(controller, ranks.rank, config.experience_timeout_s)
-        self._config, self._questions = config, eval_questions
-
-    def start(self) -> None:
-        self._evaluate(0)
-        super().start()
-
-    def on_step(self, step: int) -> dict[str, float]:
-        due = step == self._config.num_steps or (
-            self._config.eval_every and step % self._config.eval_every == 0
-        )
-        return self._evaluate(step) if due else {}
-
-    def _evaluate(self, step: int) -> dict[str, float]:
-        if not self._questions:
-            return {}
-        started = time.monotonic()
-        log.info("evaluating %d held-out questions at step %d", len(self._questions), step)
-        result = self.evaluate(self._questions, self._config.experience_timeout_s)
-        samples = result.pop("samples")
-        numbers = {f"eval_{key}": value for key, value in result.items()}
-        folder = self._config.output_path
-        with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
-            lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
-        (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
-        reward = "-" if result["avg_reward"] is None else f"{result['avg_reward']:.3f}"
-        scored, asked = result["num_reward_ok"], result["num_samples"]
-        log.info("held-out at step %d: mean reward %s over %d of %d samples", step, reward, scored, asked)
-        return numbers
 
 
 def _own_code(config: RunConfig) -> dict[str, str]:

@@ -1,5 +1,9 @@
-"""What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends."""
+"""What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends.
 
+The worker is an actor, around an engine or a `LogprobWorker`: it joins the run, and follows its weights.
+"""
+
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -7,20 +11,152 @@ import os
 import uuid
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from async_grpo.cluster.actors import zero_cpu_actor
+from async_grpo.cluster.channel import ChannelServer
 from async_grpo.cluster.controller import GENERATION
-from async_grpo.cluster.ray_session import connect, find_controller, forwarded_environment
-from async_grpo.cluster.worker_actors import GenerationActor, LogprobActor
+from async_grpo.cluster.ray_session import (
+    CONTROL_TIMEOUT_S,
+    cause_of,
+    connect,
+    find_controller,
+    forwarded_environment,
+    zero_cpu_actor,
+)
 from async_grpo.config.run import WorkerConfig
-from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
+from async_grpo.generation.engines import engine_class
 from async_grpo.modeling.load import context_length, model_fingerprint
+from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.weights.package import prove_landed, unpack
 
 log = logging.getLogger(__name__)
 UNLIMITED = 2**31 - 1
+# So that several engines can share a machine without a GPU; the forwarded environment goes before these
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+# The actors ---------------------------------------------------------------------------------------------------------
+
+
+class WorkerActor(ChannelServer):
+    """A worker that joins a run and follows its weights. One package is loaded at a time, never an older one."""
+
+    def __init__(self) -> None:
+        self._loading = asyncio.Lock()
+        self._version: int | None = None
+
+    async def enlist(self, controller: Any, info: WorkerInfo, rewards: str) -> None:
+        """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
+        packages = await controller.register.remote(info, ray.get_runtime_context().current_actor, rewards)
+        while packages:
+            for package in packages:
+                prove_landed(package, {info.worker_id: await self.update_weights(package)})
+            packages = await controller.activate.remote(info, packages[-1].version)
+
+    async def update_weights(self, package: WeightPackage) -> Receipt:
+        """Load a package and answer its canary under the new weights.
+
+        Raises:
+            WeightsDidNotLand: newer weights are loaded already.
+        """
+        async with self._loading:
+            if self._version is not None and 0 <= package.version < self._version:
+                raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
+            manifest = await self.load([await chunk for chunk in package.chunks], package.version)
+            self._version = package.version
+            return manifest, await self.canary(package.canary_ids)
+
+    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
+        raise NotImplementedError
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class GenerationActor(WorkerActor):
+    """An `Engine` of whichever class the run names."""
+
+    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
+        """Load the model; returns the tokens that its KV cache holds."""
+        self._engine = engine_class(config.engine).start(config, settings)
+        self.serve({"complete": self._engine.complete, "progress": self._progress})
+        return self._engine.kv_cache_tokens
+
+    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
+        return await self._engine.update(version, [chunk.data for chunk in chunks])
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        return await self._engine.canary(token_ids)
+
+    async def transfer(self, method: str, *args: Any) -> Any:
+        """One step of an update that the trainer's own engine drives (NCCL).
+
+        Raises:
+            ConfigurationError: the engine has no such steps.
+        """
+        steps = getattr(self._engine, "transfer", None)
+        if steps is None:
+            raise ConfigurationError(
+                f"{type(self._engine).__name__} can only be given weights in packages: choose another "
+                "--weight-transport, or an --engine with `transfer` steps as GenerationWorker has them"
+            )
+        return await getattr(steps, method)(*args)
+
+    async def until_failure(self) -> str:
+        """Waits for the engine to die; returns why."""
+        return await self._engine.until_failure()
+
+    async def close(self) -> None:
+        self._engine.close()
+
+    async def _progress(self) -> dict[str, Any]:
+        return self._engine.progress()
+
+
+class LogprobActor(WorkerActor):
+    """A `LogprobWorker`."""
+
+    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
+        """Load the model; returns the token budget of a forward."""
+        from async_grpo.logprob.logprob_worker import LogprobWorker
+
+        self._server = LogprobWorker.from_folder(
+            config.model_path,
+            dtype=settings.dtype,
+            max_tokens=config.max_tokens_per_gpu,
+            max_wait_s=config.max_wait_s,
+            temperature=settings.temperature,
+        )
+        self.serve({"logprobs": self._server.logprobs})
+        return config.max_tokens_per_gpu
+
+    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
+        """Proximal workers only. Unpacking and digests run in a thread: the actor must go on answering."""
+        tensors, manifest = await asyncio.to_thread(unpack, chunks)
+        await self._server.load_weights(tensors.items())
+        return manifest
+
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        return await self._server.prompt_logprobs(token_ids)
+
+    async def until_failure(self) -> str:
+        return await asyncio.get_running_loop().create_future()  # its failures are answers to requests
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+# The program --------------------------------------------------------------------------------------------------------
 
 
 def dispatch(config: WorkerConfig) -> None:
@@ -35,12 +171,12 @@ def dispatch(config: WorkerConfig) -> None:
     controller = find_controller(config.run_name, config.start_timeout_s)
     closed = controller.closed.remote()
     try:
-        settings: SharedRunSettings = _unless_closed(controller.settings.remote(), closed, 60)
+        settings: SharedRunSettings = _unless_closed(controller.settings.remote(), closed, CONTROL_TIMEOUT_S)
         kind = GENERATION if config.mode == "generation" else config.role
         try:
             check_model(config.model_path, settings)
         except ConfigurationError as refusal:
-            _unless_closed(controller.refuse.remote(str(refusal)), closed, 60)
+            _unless_closed(controller.refuse.remote(str(refusal)), closed, CONTROL_TIMEOUT_S)
             raise
         if kind not in (GENERATION, *settings.logprob_roles):
             raise ConfigurationError(
@@ -52,14 +188,35 @@ def dispatch(config: WorkerConfig) -> None:
         log.info("the run is over: %s", over)
 
 
+def check_model(model_path: str, settings: SharedRunSettings) -> None:
+    """Refuse a model other than the trainer's: log-probs and token ids would silently mean something else."""
+    if model_fingerprint(model_path) != settings.model_fingerprint:
+        raise ConfigurationError(
+            f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
+            f"{settings.run_name!r} trains: start the worker with the trainer's --model-name-or-path"
+        )
+    if context_length(model_path) < settings.max_total_tokens:
+        raise ConfigurationError(
+            f"--model_path {model_path} reaches {context_length(model_path)} tokens, the run needs "
+            f"{settings.max_total_tokens}"
+        )
+
+
 def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controller: Any, closed: Any) -> None:
     """Load a worker, let it join, and wait for the end of the run or for a death."""
     worker_id, doing, reason = f"{kind}-{uuid.uuid4().hex[:6]}", "could not start", "the run is over"
     log.info("starting worker %s on %s", worker_id, config.model_path)
-    actor, loading, max_sequences = _start(config, settings)
+    generates, has_gpus = kind == GENERATION, bool(ray.cluster_resources().get("GPU"))
+    gpus, places = (config.tensor_parallel_size, config.max_sequences) if generates else (1, UNLIMITED)
+    actor = zero_cpu_actor(
+        GenerationActor if generates else LogprobActor,
+        num_gpus=gpus if has_gpus else 0,
+        runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
+    ).remote()
+    config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
     try:
-        max_tokens = _unless_closed(loading, closed, config.start_timeout_s)
-        info = WorkerInfo(worker_id, kind, max_sequences, max_tokens, world_size=config.tensor_parallel_size)
+        max_tokens = _unless_closed(actor.start.remote(config, settings), closed, config.start_timeout_s)
+        info = WorkerInfo(worker_id, kind, places, max_tokens, world_size=config.tensor_parallel_size)
         joining = actor.enlist.remote(controller, info, config.reward_fns)
         _unless_closed(joining, closed, config.start_timeout_s)
         log.info("worker %s is at work", worker_id)
@@ -67,13 +224,15 @@ def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controll
         reason = str(_unless_closed(actor.until_failure.remote(), closed, None))
         raise WorkerLost(f"worker {worker_id} died: {reason}")
     except (RayError, DeadlineExceeded) as error:
-        reason = _cause(error)
+        reason = cause_of(error)
         raise WorkerLost(f"worker {worker_id} {doing}: {reason}") from error
     finally:
         # Also where it failed while it joined: else it would count as a member for ever. It may be gone already.
         with contextlib.suppress(RayError):
-            ray.get(controller.deregister.remote(kind, worker_id, reason), timeout=60)
-        _close(actor, is_loaded=doing == "died")
+            ray.get(controller.deregister.remote(kind, worker_id, reason), timeout=CONTROL_TIMEOUT_S)
+        with contextlib.suppress(RayError):  # one that still loads answers nothing
+            ray.get(actor.close.remote(), timeout=20 if doing == "died" else 0)
+        ray.kill(actor)
 
 
 class _RunIsOver(Exception):
@@ -98,59 +257,3 @@ def _unless_closed(answer: Any, closed: Any, timeout_s: float | None) -> Any:
     except RayActorError as error:
         raise WorkerLost("the trainer is gone: the run's controller died without closing the run") from error
     return ray.get(answer)
-
-
-def check_model(model_path: str, settings: SharedRunSettings) -> None:
-    """Refuse a model other than the trainer's: log-probs and token ids would silently mean something else."""
-    if model_fingerprint(model_path) != settings.model_fingerprint:
-        raise ConfigurationError(
-            f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
-            f"{settings.run_name!r} trains: start the worker with the trainer's --model-name-or-path"
-        )
-    if context_length(model_path) < settings.max_total_tokens:
-        raise ConfigurationError(
-            f"--model_path {model_path} reaches {context_length(model_path)} tokens, the run needs "
-            f"{settings.max_total_tokens}"
-        )
-
-
-def _start(config: WorkerConfig, settings: SharedRunSettings) -> tuple[Any, Any, int]:
-    """The worker's actor, what it answers once it has loaded (its tokens), and the sequences that it takes at once."""
-    options: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment()}}
-    config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
-    if config.mode == "generation":
-        options["num_gpus"] = config.tensor_parallel_size if ray.cluster_resources().get("GPU") else 0
-        actor = zero_cpu_actor(GenerationActor, **options).remote()
-        return actor, actor.start.remote(config, settings), config.max_sequences
-    options["num_gpus"] = 1 if ray.cluster_resources().get("GPU") else 0
-    actor = zero_cpu_actor(LogprobActor, **options).remote()
-    loading = actor.start.remote(config.model_path, settings, config.max_tokens_per_gpu, config.max_wait_s)
-    return actor, loading, UNLIMITED
-
-
-def worker_environment() -> dict[str, str]:
-    """The allow-listed environment, with defaults that let several engines share a machine without a GPU."""
-    defaults = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return {**defaults, **forwarded_environment()}
-
-
-def _cause(error: Exception) -> str:
-    """The worker's own error, without Ray's pages around it."""
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-
-
-def _close(worker: Any, *, is_loaded: bool) -> None:
-    """End the worker; one that still loads answers nothing, and is killed at once."""
-    try:
-        if is_loaded:
-            ray.get(worker.close.remote(), timeout=20)
-    except RayError as error:
-        log.warning("the worker did not close by itself: %s", " ".join(str(error).split())[:200])
-    ray.kill(worker)

@@ -25,8 +25,7 @@ from async_grpo.generation.engine_arguments import engine_arguments
 from async_grpo.generation.transfer_steps import TransferSteps
 from async_grpo.protocols import Manifest, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
-from async_grpo.weights.memfd import shared_bytes
-from async_grpo.weights.vllm_engine import WORKER_EXTENSION
+from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 # Of vLLM's arguments; another value would make engine and trainer two policies, or contradict an option of ours
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held

@@ -8,8 +8,13 @@
 `tests/house/test_fake_chain.py` runs a whole training on them in a few seconds.
 """
 
-from async_grpo.testing.engine import FakeEngine
-from async_grpo.testing.in_process import InProcessExperience, InProcessLink, InProcessWorker, LoopThread
+from async_grpo.testing.engine import (
+    FakeEngine,
+    InProcessExperience,
+    InProcessLink,
+    InProcessWorker,
+    LoopThread,
+)
 from async_grpo.testing.scripted import GREEDY, FakeGeneration, FakeLogprobs, FakeVerification, completion
 
 __all__ = [

@@ -17,10 +17,9 @@ from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
 from async_grpo.modeling import full_tensor
-from async_grpo.protocols import EngineControl, TensorRecord, WeightPackage
-from async_grpo.weights.manifest import record
-from async_grpo.weights.package import SELF_TEST, Differences
-from async_grpo.weights.publisher import Canary, NamedTensors, TransactionalPublisher
+from async_grpo.protocols import EngineControl, Receipt, TensorRecord, WeightPackage
+from async_grpo.weights.package import record
+from async_grpo.weights.publisher import NamedTensors, TransactionalPublisher
 
 
 class RecordingSource:
@@ -52,77 +51,50 @@ class RecordingSource:
                 yield name, tensor
 
 
-def vllm_trainer_engine(
-    control: EngineControl | None, source: RecordingSource, world_size: int, rank: int
-) -> Any:
-    """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+class NCCLPublisher(TransactionalPublisher[EngineControl]):
+    """The same transaction. Built on every rank; only rank 0 has a control."""
 
-    address = control.address if control else ""  # only rank 0 opens the endpoint
-    info = NCCLTrainerInitInfo(address, _free_port(), world_size, rank=rank)
-    return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
+    _source: RecordingSource | None = None
+    _sender: Any = None
+    _members: Mapping[str, int] | None = None
 
+    def make_engine(self, source: RecordingSource, world_size: int) -> Any:
+        """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-class NCCLPublisher(TransactionalPublisher):
-    """The same transaction. Built on every rank; only rank 0 has a control.
-
-    Args:
-        make_engine: (control, source, world size of the transfer group, rank) -> vLLM's trainer engine.
-        timeout_s: of a whole transfer: an NCCL broadcast whose peer is gone never returns by itself.
-    """
-
-    def __init__(
-        self,
-        control: EngineControl | None,
-        named_weights: NamedTensors,
-        canary: Canary,
-        wire_dtype: torch.dtype,
-        *,
-        rank: int,
-        timeout_s: float,
-        tolerance: float | None = None,
-        make_engine: Callable[[EngineControl | None, RecordingSource, int, int], Any] = vllm_trainer_engine,
-    ) -> None:
-        super().__init__(named_weights, canary, wire_dtype, tolerance)
-        self._control, self._rank, self._timeout_s, self._make_engine = control, rank, timeout_s, make_engine
-        self._source: RecordingSource | None = None
-        self._engine: Any = None
-        self._members: Mapping[str, int] | None = None
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            free_port = probe.getsockname()[1]
+        address = self._engines.address if self._engines else ""  # only rank 0 opens the endpoint
+        info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self._rank)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=source)
 
     def _send(
-        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None = None
-    ) -> Differences:
-        self._source = self._source or RecordingSource(model, self._named_weights, self._wire_dtype)
-        self._source.names = names
-        if self._control is None:
-            self._engine = self._engine or self._make_engine(None, self._source, 0, self._rank)
-            self._engine.send_weights()  # takes part in the gathering, sends nothing
-            return {}
-        self._connect(self._control.begin(), self._source)
-        self._control.pause(draft.version)
-        # If this fails the engines stay paused: the run is over
-        self._within_deadline(self._engine.send_weights)
-        self._control.resume(draft.version)
-        package = replace(draft, manifest=self._source.sent)
-        receipts = self._control.receipts(package)
-        differences = self._prove(package, receipts)
-        if draft.version != SELF_TEST:
-            self._control.commit(package, list(receipts))
-        return differences
-
-    def _connect(self, members: Mapping[str, int], source: RecordingSource) -> None:
+        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None
+    ) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
+        source = self._source = self._source or RecordingSource(model, self._named_weights, self._wire_dtype)
+        source.names = names
+        if self._engines is None:
+            self._sender = self._sender or self.make_engine(source, 0)
+            self._sender.send_weights()  # takes part in the gathering, sends nothing
+            return None
+        members = self._engines.begin()
         if self._members != members:
-            if self._engine is not None:
-                self._engine.shutdown()
-            world_size = 1 + sum(members.values())
-            self._engine = self._within_deadline(
-                self._make_engine, self._control, source, world_size, self._rank
-            )
+            if self._sender is not None:
+                self._sender.shutdown()
+            self._sender = self._within_deadline(self.make_engine, source, 1 + sum(members.values()))
             self._members = dict(members)
+        self._engines.pause(draft.version)
+        # If this fails the engines stay paused: the run is over
+        self._within_deadline(self._sender.send_weights)
+        self._engines.resume(draft.version)
+        package = replace(draft, manifest=source.sent)
+        return package, self._engines.receipts(package)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run in a daemon thread with a watchdog: a stuck NCCL call can neither be cancelled nor joined at exit."""
+        """Run in a daemon thread with a watchdog: an NCCL broadcast whose peer is gone never returns, and can neither be
+        cancelled nor joined at exit."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         outcome: concurrent.futures.Future = concurrent.futures.Future()
 
@@ -136,15 +108,9 @@ class NCCLPublisher(TransactionalPublisher):
 
         threading.Thread(target=on_device, name="nccl-transfer", daemon=True).start()
         try:
-            return outcome.result(self._timeout_s)
+            return outcome.result(self._config.sync_timeout_s)
         except concurrent.futures.TimeoutError as error:
             raise DeadlineExceeded(
-                f"the NCCL transfer did not end within {self._timeout_s:.0f} s (--sync-timeout-s): a peer is gone or "
-                "unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
+                f"the NCCL transfer did not end within {self._config.sync_timeout_s:.0f} s (--sync-timeout-s): a peer is "
+                "gone or unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
             ) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

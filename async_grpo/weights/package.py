@@ -1,4 +1,5 @@
-"""The proof that a `WeightPackage` landed: receipts and canary log-probs of every worker, against the trainer's."""
+"""The proof that a `WeightPackage` landed: what was sent and what arrived, tensor by tensor, and the canary's log-probs
+of every worker against the trainer's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,17 +9,50 @@ import torch
 from safetensors.torch import load
 
 from async_grpo.errors import WeightsDidNotLand
-from async_grpo.protocols import Manifest, Receipt, WeightPackage
-from async_grpo.weights.manifest import check_received, record
+from async_grpo.protocols import Manifest, Receipt, TensorRecord, WeightPackage
 
 SELF_TEST = -2  # version of the weights of the start-up self-test; nothing is ever generated with them
 
 Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 20  # words per pass: the int64 scratch space stays at 24 MB whatever the tensor
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 
-def rms(values: np.ndarray) -> float:
-    """The root mean square."""
-    return float(np.sqrt(np.square(values).mean()))
+
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """A 64-bit digest of the bits of `tensor`, the same on every device, whatever its strides.
+
+    Sum over words of word * odd multiplier of its position, modulo 2**64. A single changed word always changes the
+    sum (an odd number is invertible), a swap of two different words changes it too. It guards against accidents
+    (a lost, truncated, mixed up or stale tensor), not against an attacker.
+
+    >>> a = torch.tensor([1.0, 2.0, 3.0])
+    >>> tensor_digest(a) == tensor_digest(a.clone()), tensor_digest(a) == tensor_digest(a.flip(0))
+    (True, False)
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.data_ptr() % 8:  # a slice of a larger buffer, which cannot be read by 8 bytes
+        flat = flat.clone()
+    words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else _WORDS[tensor.element_size()])
+    steps = torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=words.device) * _GOLDEN
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK].to(torch.int64)
+        offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63  # wraps as int64 does
+        total += (chunk * ((steps[: chunk.numel()] + offset) | 1)).sum()
+    return int(total)
+
+
+def record(tensor: torch.Tensor) -> TensorRecord:
+    """The record of one tensor."""
+    return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_digest(tensor))
+
+
+def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
+    """The tensors of safetensors images (anything that `bytes` takes), and their records."""
+    tensors = {name: tensor for chunk in chunks for name, tensor in load(bytes(chunk)).items()}
+    return tensors, {name: record(tensor) for name, tensor in tensors.items()}
 
 
 def prove_landed(
@@ -39,21 +73,38 @@ def prove_landed(
         differences[worker_id] = difference = logprobs - package.canary_logprobs
         change = rms(difference - (last or {}).get(worker_id, 0.0))
         if not change <= package.tolerance:  # also catches NaN
-            raise WeightsDidNotLand(_canary_message(package, worker_id, change))
+            is_test = package.version == SELF_TEST
+            what = "the start-up self-test" if is_test else f"policy version {package.version}"
+            raise WeightsDidNotLand(
+                f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by "
+                f"{change:.3g} (root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach the place "
+                "where the engine uses it (a tied head, a packed copy), or engine and trainer disagree on the model or "
+                "its dtype; --canary-tolerance sets what is allowed"
+            )
     return differences
 
 
-def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
-    """The tensors of safetensors images (anything that `bytes` takes), and their records."""
-    tensors = {name: tensor for chunk in chunks for name, tensor in load(bytes(chunk)).items()}
-    return tensors, {name: record(tensor) for name, tensor in tensors.items()}
+def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
+    """Compare what a worker received with what was sent.
+
+    Raises:
+        WeightsDidNotLand: naming the first few missing, unexpected and differing tensors.
+    """
+    missing = [name for name in sent if name not in received]
+    unexpected = [name for name in received if name not in sent]
+    differing = [name for name in sent if name in received and received[name] != sent[name]]
+    problems = [
+        f"{label}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("differing", differing))
+        if names
+    ]
+    if problems:
+        landed = len(sent) - len(missing) - len(differing)
+        raise WeightsDidNotLand(
+            f"worker {worker_id} received {landed} of {len(sent)} tensors as sent; {'; '.join(problems)}"
+        )
 
 
-def _canary_message(package: WeightPackage, worker_id: str, change: float) -> str:
-    what = "the start-up self-test" if package.version == SELF_TEST else f"policy version {package.version}"
-    return (
-        f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by {change:.3g} "
-        f"(root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach the place where the engine "
-        "uses it (a tied head, a packed copy), or engine and trainer disagree on the model or its dtype; "
-        "--canary-tolerance sets what is allowed"
-    )
+def rms(values: np.ndarray) -> float:
+    """The root mean square."""
+    return float(np.sqrt(np.square(values).mean()))

@@ -5,7 +5,8 @@ Light to import: the publishers themselves are imported where they are made.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from async_grpo.options.source_file import find_entry
 from async_grpo.protocols import Engines, WeightPublisher
@@ -29,43 +30,20 @@ class Transport:
     make_publisher: MakePublisher
     engine_backend: str = "async_grpo_object_store"  # of vLLM's weight transfer; see `vllm_engine`
     needs_gpu: bool = False
-    sends_packages: bool = (
-        True  # workers that join late, and proximal ones, can be given the weights at any time
-    )
+    # Workers that join late, and proximal ones, can be given the weights at any time
+    sends_packages: bool = True
 
 
-def _in_packages(
-    engines: "Engines | None",
-    weights: "NamedTensors",
-    canary: "Canary",
-    wire_dtype: "torch.dtype",
-    rank: int,
-    config: "WeightConfig",
-) -> WeightPublisher:
-    from async_grpo.weights.publisher import Publisher
-
-    link = engines.link() if engines else None
-    return Publisher(link, weights, canary, wire_dtype, tolerance=config.canary_tolerance)
-
-
-def _by_nccl(
-    engines: "Engines | None",
-    weights: "NamedTensors",
-    canary: "Canary",
-    wire_dtype: "torch.dtype",
-    rank: int,
-    config: "WeightConfig",
-) -> WeightPublisher:
-    from async_grpo.weights.nccl import NCCLPublisher
-
-    limits: dict[str, Any] = {"timeout_s": config.sync_timeout_s, "tolerance": config.canary_tolerance}
-    control = engines.control() if engines else None
-    return NCCLPublisher(control, weights, canary, wire_dtype, rank=rank, **limits)
+def _publisher(module: str, name: str) -> MakePublisher:
+    """A class of this room, whose module is imported only when one is made."""
+    return lambda *args: getattr(import_module(f"async_grpo.weights.{module}"), name)(*args)
 
 
 TRANSPORTS = {
-    "object_store": Transport(_in_packages),
-    "nccl": Transport(_by_nccl, engine_backend="async_grpo_nccl", needs_gpu=True, sends_packages=False),
+    "object_store": Transport(_publisher("publisher", "Publisher")),
+    "nccl": Transport(
+        _publisher("nccl", "NCCLPublisher"), "async_grpo_nccl", needs_gpu=True, sends_packages=False
+    ),
 }
 
 
@@ -75,8 +53,6 @@ def get_transport(name: str) -> Transport:
     Raises:
         ConfigurationError: there is no such transport.
 
-    >>> get_transport("nccl").needs_gpu
-    True
     >>> get_transport("carrier_pigeon")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     async_grpo.errors.ConfigurationError: --weight-transport 'carrier_pigeon' is unknown; known: object_store, nccl; ...

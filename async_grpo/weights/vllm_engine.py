@@ -7,7 +7,9 @@ their own. A tied LM head receives none, so it would go on multiplying by its ol
 """
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_grpo.protocols import TensorRecord
-from async_grpo.weights.manifest import record
+from async_grpo.weights.package import record
 
 WORKER_EXTENSION = "async_grpo.weights.vllm_engine.WeightReceipts"
 
@@ -32,18 +34,19 @@ WORKER_EXTENSION = "async_grpo.weights.vllm_engine.WeightReceipts"
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
+@dataclass
 class _RecordingModel:
     """Stands in for the model while weights are loaded: notes every tensor on its way in."""
 
-    def __init__(self, model: Any, received: dict[str, TensorRecord]) -> None:
-        self._model, self._received = model, received
+    model: Any
+    received: dict[str, TensorRecord]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        return self._model.load_weights(self._noted(weights))
+        return self.model.load_weights(self._noted(weights))
 
     def _noted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self._received[name] = record(tensor)
+            self.received[name] = record(tensor)
             yield name, tensor
 
 
@@ -56,10 +59,10 @@ class Receipts:
     def start_weight_update(self) -> None:
         self.received: dict[str, TensorRecord] = {}
         initialize_layerwise_reload(self.model)
-        self._loaded_model, self.model = self.model, _RecordingModel(self.model, self.received)
+        self.model = _RecordingModel(self.model, self.received)
 
     def finish_weight_update(self) -> None:
-        self.model = self._loaded_model
+        self.model = self.model.model
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
 
@@ -69,6 +72,23 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+@contextmanager
+def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
+    """A path under which other processes of this user can open (and mmap) `payload` while the block runs.
+
+    The bytes live as long as a process holds them open: after a SIGKILL on either side nothing stays in /dev/shm.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        view = memoryview(payload).cast("B")
+        written = 0
+        while written < len(view):  # a single write stops at 2 GiB
+            written += os.write(descriptor, view[written : written + (1 << 30)])
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 @dataclass

@@ -12,7 +12,6 @@ import pytest
 
 from async_grpo.cluster import run_setup, worker_program
 from async_grpo.cluster.controller import RunController
-from async_grpo.cluster.remote_services import RemoteGeneration
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
@@ -45,6 +44,8 @@ class Links:
         self.closed: list[str] = []
         self.silent_s: dict[str, float] = {}
         self.completing = asyncio.Event()  # until it is set, no completion ends
+        self.asked: list[tuple[str, int, bool]] = []  # worker, completions, greedy
+        self.dying = ""  # name of the one that dies at its third completion
 
     def __call__(self, handle: Any, name: str, on_lost: Callable[[WorkerLost], None]) -> "Links.Link":
         self.lost[name] = on_lost
@@ -59,8 +60,11 @@ class Links:
             return {"token_timeline": [], "paused_s": 1.0, "busy": []}
 
         async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool) -> Any:
+            self._links.asked.append((self._name[-2:], count, greedy))
             await self._links.completing.wait()
-            for _ in range(count):
+            for number in range(count):
+                if number == 2 and self._name == self._links.dying:
+                    raise WorkerLost("killed in a test")
                 yield completion(3)
 
         def close(self) -> None:
@@ -150,7 +154,7 @@ async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weight
     assert (
         await controller.register(worker("early"), "handle", "") == []
     )  # nothing to load before the first sync
-    await controller.keep_self_test(package(SELF_TEST))
+    await controller.end_sync(package(SELF_TEST), [])
     assert await synced_to(controller) == {"early"}
     joining = asyncio.create_task(controller.register(worker("late"), "handle", ""))
     assert await is_waiting(joining)  # not between begin and end
@@ -173,7 +177,7 @@ async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
 
 
 async def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(controller):
-    await controller.keep_self_test(package(SELF_TEST))
+    await controller.end_sync(package(SELF_TEST), [])
     await controller.end_sync(package(5, chunks=[]), [])
     assert await controller.register(worker("late"), "handle", "") == []
     assert await synced_to(controller) == {"late"}
@@ -192,7 +196,7 @@ async def test_the_reference_is_never_sent_weights_and_works_at_once(controller)
 async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller, links):
     """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
     await controller.register(worker("early"), "handle", "")
-    await controller.keep_self_test(package(SELF_TEST))
+    await controller.end_sync(package(SELF_TEST), [])
     await controller.begin_sync()
     await controller.end_sync(package(3), ["early"])
     await controller.register(worker("late"), "handle", "")
@@ -204,71 +208,58 @@ async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controlle
     assert await controller.register(worker("late"), "handle", "") != []  # and it may come again
 
 
-async def test_a_fenced_worker_is_deregistered_and_its_lease_void(controller, links):
+@pytest.fixture
+def generation(controller) -> Any:
+    """The controller's generation workers, and the completions of one group of theirs."""
     workers = controller._workers["generation"]
-    await controller.register(worker("g0"), "handle", "")
-    await controller.end_sync(package(0), ["g0"])
-    leased = await workers.lease(8, 10)
-    leased.fence(WorkerLost("g0 died"))
-    leased.release(8)
-    assert workers.registry.members() == [] and workers.registry.outstanding() == (0, 0)
-    assert links.closed == ["generation worker g0"]
-    assert await synced_to(controller) == set()
+
+    async def generate(count: int = 8, **options: Any) -> list[Completion]:
+        return [c async for c in workers.generate(Prompt(0, np.array([1, 2]), {}), count, **options)]
+
+    return workers, generate
 
 
-async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, links):
-    for name in ("g0", "g1"):
+async def at_work(controller: RunController, *names: str) -> None:
+    for name in names:
         await controller.register(worker(name), "handle", "")
+    await controller.end_sync(package(0), names)
+
+
+async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_lost_one_is_fenced(
+    controller, links, generation
+):
+    workers, generate = generation
+    await at_work(controller, "g0", "g1")
+    links.dying = "generation worker g0"
+    links.completing.set()
+    assert len(await generate()) == 8
+    assert links.asked == [("g0", 8, False), ("g1", 6, False)] and links.closed == ["generation worker g0"]
+    assert [info.worker_id for info in workers.registry.members()] == ["g1"]
+    assert workers.registry.outstanding() == (0, 0) and await synced_to(controller) == {"g1"}
+    await generate(1, greedy=True)
+    assert links.asked[-1] == ("g1", 1, True)
+
+
+async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(
+    controller, links, generation
+):
+    await at_work(controller, "g0", "g1")
     links.silent_s["generation worker g1"] = 0.2
-    workers = controller._workers["generation"]
     started = time.monotonic()
-    assert [answer["paused_s"] for answer in await workers.progress(timeout_s=0.05)] == [1.0]
+    assert [answer["paused_s"] for answer in await generation[0]._progress(timeout_s=0.05)] == [1.0]
     assert time.monotonic() - started < 0.15
     await asyncio.sleep(0.2)
-    assert len(await workers.progress(timeout_s=0.05)) == 2  # g0's new one, and g1's of before
+    assert len(await generation[0]._progress(timeout_s=0.05)) == 2  # g0's new one, and g1's of before
 
 
-async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):
-    workers = controller._workers["generation"]
-    await controller.register(worker("g0"), "handle", "")
-    await controller.end_sync(package(0), ["g0"])
-    generation = RemoteGeneration(workers)
-
-    async def rollout() -> list[Completion]:
-        return [c async for c in generation.generate(Prompt(0, np.array([1, 2]), {}), 8)]
-
-    running = asyncio.create_task(rollout())
+async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller, generation):
+    workers, generate = generation
+    await at_work(controller, "g0")
+    running = asyncio.create_task(generate())
     assert await is_waiting(running) and workers.registry.outstanding()[0] == 8
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert workers.registry.outstanding() == (0, 0)
-
-
-async def test_what_a_lost_worker_still_owed_is_generated_by_another_one():
-    asked: list[int] = []
-    fenced: list[str] = []
-
-    class Leased:
-        async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool) -> Any:
-            asked.append(count)
-            for number in range(count):
-                if number == 2 and len(asked) == 1:
-                    raise WorkerLost("g0 died")
-                yield completion(3)
-
-        def release(self, sequences: int = 1) -> None:
-            pass
-
-        def fence(self, lost: WorkerLost) -> None:
-            fenced.append(str(lost))
-
-    class Workers:
-        async def lease(self, sequences: int, tokens_each: int) -> Leased:
-            return Leased()
-
-    generation = RemoteGeneration(Workers())
-    completions = [one async for one in generation.generate(Prompt(0, np.array([1, 2]), {}), 8)]
-    assert (len(completions), asked, fenced) == (8, [8, 6], ["g0 died"])
 
 
 # The end ------------------------------------------------------------------------------------------------------------

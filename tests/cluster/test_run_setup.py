@@ -15,9 +15,9 @@ from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster import run_setup, worker_program  # noqa: E402 - after the check that ray is there
-from async_grpo.cluster.actors import zero_cpu_actor  # noqa: E402
 from async_grpo.cluster.channel import ChannelServer  # noqa: E402
-from async_grpo.cluster.weight_sync import RayEngineControl  # noqa: E402
+from async_grpo.cluster.ray_session import answer, zero_cpu_actor  # noqa: E402
+from async_grpo.cluster.weight_sync import RayEngines  # noqa: E402
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_two_runs_of_one_name_do_not_meet(run):
 
 def test_an_nccl_sync_begins_with_the_generation_workers_and_their_sizes(run, handle):
     register(run, handle, "g0", "g1")
-    assert RayEngineControl(run, 30).begin() == {"g0": 1, "g1": 1}
+    assert RayEngines(run, 30).begin() == {"g0": 1, "g1": 1}
 
 
 def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle):
@@ -125,13 +125,13 @@ def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle
 def test_a_worker_that_is_still_loading_learns_that_the_run_is_over(run, handle):
     call(run.close.remote("all steps are done"))
     with pytest.raises(worker_program._RunIsOver, match="all steps are done"):
-        worker_program._unless_closed(handle.poll.remote("x", [], []), run.closed.remote(), 30)
+        worker_program._unless_closed(handle.exchange.remote("x", [], True), run.closed.remote(), 30)
 
 
 def test_the_controller_s_death_is_named(run, handle):
     closed = run.closed.remote()
     ray.kill(run)
     with pytest.raises(WorkerLost, match="the run's controller died"):
-        run_setup.answer(run.settings.remote())
+        answer(run.settings.remote())
     with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
-        worker_program._unless_closed(handle.poll.remote("x", [], []), closed, 30)
+        worker_program._unless_closed(handle.exchange.remote("x", [], True), closed, 30)

@@ -9,13 +9,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from async_grpo.cluster.remote_services import RemoteGeneration
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.rewards.adapter.decorators import is_process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
@@ -25,7 +23,7 @@ from async_grpo.rewards.builtin.countdown import score as countdown
 from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification, completion
+from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification
 from async_grpo.types import AdapterResult, Prompt, RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
 from tests.helpers.answers import answer_of
@@ -393,28 +391,6 @@ def test_the_shipped_page_declares_exactly_its_process_reward():
 
 
 # Greedy completions, and the stand-ins -----------------------------------------------------------------------------
-
-
-async def test_the_wish_for_greedy_completions_reaches_the_worker():
-    calls: list[tuple[str, int, bool]] = []
-
-    class Worker:
-        async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool):
-            calls.append((method, count, greedy))
-            for _ in range(count):
-                yield completion(3)
-
-        def release(self, sequences: int = 1) -> None: ...
-
-    class Workers:
-        async def lease(self, sequences: int, tokens_each: int) -> Worker:
-            return Worker()
-
-    prompt = Prompt(0, np.array([1, 2], np.int32), {})
-    remote = RemoteGeneration(Workers())
-    assert [len(c) async for c in remote.generate(prompt, 1, greedy=True)] == [3]
-    assert [len(c) async for c in remote.generate(prompt, 2)] == [3, 3]
-    assert calls == [("complete", 1, True), ("complete", 2, False)]
 
 
 async def test_the_fake_completes_greedily_as_a_member_of_its_own():

@@ -98,13 +98,9 @@ class Chain:
         self.loop, self.lines = LoopThread(), Lines()
         self.transport = SETTINGS.transport
         self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, self.config.scheduling)
-        self._link = InProcessLink(self.loop, self.controller)
+        self.link = InProcessLink(self.loop, self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
         self.workers = [self.join(f"g{number}", kind) for number in range(engines)]
-
-    def link(self) -> InProcessLink:
-        """`Engines`: the way for weights in packages."""
-        return self._link
 
     def join(self, worker_id: str, kind: Any) -> InProcessWorker:
         async def start() -> InProcessWorker:
@@ -141,7 +137,7 @@ class Chain:
             accumulator=GradientAccumulator(policy, optimizer, scheduler, Objective(self.config), ranks),
             source=InProcessExperience(self.loop, self.controller),
             publisher=get_transport(self.transport).make_publisher(
-                self, named_weights, canary, torch.float32, ranks.rank, WeightConfig()
+                self.link, named_weights, canary, torch.float32, ranks.rank, WeightConfig()
             ),
             metrics=self.lines,
             checkpoints=CheckpointWriter(self.folder / "out", self.folder, ranks),

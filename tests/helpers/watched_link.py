@@ -8,7 +8,7 @@ from safetensors.torch import load
 
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.weights.package import SELF_TEST, rms
-from async_grpo.weights.self_test import self_test_groups
+from async_grpo.weights.publisher import self_test_groups
 
 
 class WatchedLink:

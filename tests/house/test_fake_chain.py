@@ -16,7 +16,7 @@ def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
     lines = chain.train(lambda: PoolVerification(f"{tmp_path / 'own.py'}:length"))
     assert [line["policy_version"] for line in lines] == [1, 2, 3]
     # The self-test (as they are, outside the layers, each of two layers), the first weights, and each step's
-    assert chain.link().delivered == [-2] * 4 + [0, 1, 2, 3]
+    assert chain.link.delivered == [-2] * 4 + [0, 1, 2, 3]
     for line in lines:
         assert line["samples_in_batch"] == line["num_reward_ok"] == GROUPS * MEMBERS
         assert line["grad_norm"] > 0 and math.isfinite(line["avg_loss"]) and line["staleness_max"] <= 1
@@ -57,7 +57,7 @@ class FolderLink:
 
 
 def by_folder(engines, weights, canary, wire_dtype, rank, config):
-    return Publisher(FolderLink(engines.link()), weights, canary, wire_dtype)
+    return Publisher(FolderLink(engines), weights, canary, wire_dtype, rank, config)
 
 
 folder = Transport(by_folder)

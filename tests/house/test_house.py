@@ -59,7 +59,6 @@ ALLOWED = {
     "async_grpo.programs.verify": set(),
     "async_grpo.programs.cache": set(),
     "async_grpo.cluster.channel": {"ray"},
-    "async_grpo.cluster.worker_actors": {"torch", "ray"},
     "async_grpo.cluster.trainer_rank": {"torch", "transformers", "ray"},
     "async_grpo.cluster.worker_program": {"torch", "transformers", "ray"},
     "async_grpo.programs.trainer": {"typer"},

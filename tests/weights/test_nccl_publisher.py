@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from test_weights import TwoLayers, logprobs, named
+from test_weights import CANARY, TwoLayers, logprobs, named
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher, RecordingSource
 from async_grpo.weights.package import SELF_TEST
-from async_grpo.weights.publisher import Canary
 
 
 class Control:
@@ -45,7 +45,7 @@ class Control:
 class ScriptedEngine:
     """In place of vLLM's `NCCLTrainerWeightTransferEngine`."""
 
-    def __init__(self, control: Control | None, source: RecordingSource, world_size: int, rank: int) -> None:
+    def __init__(self, control: Control | None, source: RecordingSource, world_size: int) -> None:
         self.control, self.source = control, source
         if control:
             control.log.append(f"group of {world_size}")
@@ -65,15 +65,19 @@ class ScriptedEngine:
             self.control.log.append("shutdown")
 
 
-def publisher(control: Control | None, make_engine=ScriptedEngine, rank: int = 0, **options) -> NCCLPublisher:
-    settings = {"rank": rank, "timeout_s": 5.0, "make_engine": make_engine, **options}
-    return NCCLPublisher(control, named, Canary(Canary.text(40, 32), logprobs), torch.float32, **settings)
+def publisher(control: Control | None, named=named, engine=ScriptedEngine, timeout_s=5.0) -> NCCLPublisher:
+    class Scripted(NCCLPublisher):
+        def make_engine(self, source: RecordingSource, world_size: int) -> ScriptedEngine:
+            return engine(self._engines, source, world_size)
+
+    rank, config = int(control is None), WeightConfig(sync_timeout_s=timeout_s)
+    return Scripted(control, named, CANARY, torch.float32, rank, config)
 
 
 def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
     control = Control({"g0": 2, "g1": 1})
     publisher(control).publish(TwoLayers(), 0, self_test=True)
-    unchanged = changed = [f"pause {SELF_TEST}", "send", f"resume {SELF_TEST}"]
+    unchanged = changed = [f"pause {SELF_TEST}", "send", f"resume {SELF_TEST}", f"commit {SELF_TEST} g0,g1"]
     weights = ["pause 0", "send", "resume 0", "commit 0 g0,g1"]
     assert control.log == ["group of 4", *unchanged, *changed, *weights]
 
@@ -106,7 +110,7 @@ def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():
 
     control = Control({"g0": 1})
     with pytest.raises(DeadlineExceeded, match="NCCL transfer did not end within 0 s"):
-        publisher(control, Stuck, timeout_s=0.2).publish(TwoLayers(), 0)
+        publisher(control, engine=Stuck, timeout_s=0.2).publish(TwoLayers(), 0)
     assert control.log[-1] == "pause 0"  # nobody resumes an engine that still sits in the transfer
 
 
@@ -114,8 +118,9 @@ def test_a_transfer_that_never_ends_does_not_keep_the_process_alive():
     code = """
 import threading, torch
 from async_grpo.errors import DeadlineExceeded
+from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
-publisher = NCCLPublisher(None, None, None, torch.float32, rank=0, timeout_s=0.2)
+publisher = NCCLPublisher(None, None, None, torch.float32, 0, WeightConfig(sync_timeout_s=0.2))
 try:
     publisher._within_deadline(threading.Event().wait)
 except DeadlineExceeded:
@@ -133,10 +138,7 @@ def test_other_ranks_take_part_in_every_gathering_and_send_nothing():
             gathered.append(name)
             yield name, tensor
 
-    canary = Canary(Canary.text(40, 32), logprobs)
-    silent = NCCLPublisher(
-        None, gathering, canary, torch.float32, rank=1, timeout_s=5.0, make_engine=ScriptedEngine
-    )
+    silent = publisher(None, gathering)
     assert silent.publish(TwoLayers(), 0, self_test=True)["canary_error"] == 0.0
     assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
 

@@ -16,7 +16,8 @@ from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.training.sharding import canary_logprobs
-from async_grpo.weights.manifest import record
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.package import record
 from async_grpo.weights.publisher import Canary, Publisher
 
 VOCAB, TOKENS = 256, 128
@@ -62,9 +63,10 @@ class Engine(WatchedLink):
         return np.concatenate([np.zeros(1, np.float32), chosen]) + np.float32(self.bias)
 
 
-def publisher(engine: Engine) -> Publisher:
+def publisher(engine: Engine, tolerance: float | None = None) -> Publisher:
     canary = Canary(Canary.text(VOCAB, TOKENS), canary_logprobs)
-    return Publisher(engine, named_weights, canary, torch.bfloat16)
+    config = WeightConfig(canary_tolerance=tolerance)
+    return Publisher(engine, named_weights, canary, torch.bfloat16, 0, config)
 
 
 def policy_of(layers: int, hidden: int) -> PolicyModel:
@@ -146,8 +148,5 @@ def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
 
 def test_a_tolerance_that_is_given_is_the_one_that_counts():
     engine = Engine(2, 256)
-    canary = Canary(Canary.text(VOCAB, TOKENS), canary_logprobs)
-    Publisher(engine, named_weights, canary, torch.bfloat16, tolerance=0.5).publish(
-        policy_of(2, 256), 0, self_test=True
-    )
+    publisher(engine, tolerance=0.5).publish(policy_of(2, 256), 0, self_test=True)
     assert set(engine.tolerances) == {0.5}

@@ -13,11 +13,9 @@ from torch import nn
 
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.weights.manifest import check_received, record, tensor_digest
-from async_grpo.weights.memfd import shared_bytes
-from async_grpo.weights.package import SELF_TEST
-from async_grpo.weights.publisher import Canary, Publisher
-from async_grpo.weights.self_test import perturbed
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.package import SELF_TEST, check_received, record, tensor_digest
+from async_grpo.weights.publisher import Canary, Publisher, perturbed
 
 
 @settings(max_examples=100, deadline=None)
@@ -38,7 +36,7 @@ def test_a_digest_speaks_of_the_values_in_order_not_of_the_memory_layout(dtype):
 
 
 def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
-    monkeypatch.setattr("async_grpo.weights.manifest._CHUNK", 7)
+    monkeypatch.setattr("async_grpo.weights.package._CHUNK", 7)
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**62), 2**62, (53,), dtype=torch.int64, generator=generator)
     golden = 0x9E3779B97F4A7C15
@@ -64,6 +62,9 @@ def test_a_receipt_is_compared_by_name_shape_dtype_and_bits():
 
 
 def test_shared_bytes_are_readable_by_path_and_gone_afterwards():
+    pytest.importorskip("vllm")
+    from async_grpo.weights.vllm_engine import shared_bytes
+
     payload = np.arange(100_000, dtype=np.uint8)
     with shared_bytes(memoryview(payload), "test") as path:
         assert Path(path).read_bytes() == payload.tobytes()
@@ -115,8 +116,11 @@ class FakeLink:
         self.log.append(("commit", package.version, landed))
 
 
-def publisher(link: FakeLink | None, **options) -> Publisher:
-    return Publisher(link, named, Canary(Canary.text(40, 32), logprobs), torch.float32, **options)
+CANARY = Canary(Canary.text(40, 32), logprobs)
+
+
+def publisher(link: FakeLink | None, named=named) -> Publisher:
+    return Publisher(link, named, CANARY, torch.float32, rank=int(link is None), config=WeightConfig())
 
 
 def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
@@ -134,9 +138,10 @@ def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_chunks_keep_to_their_size():
+def test_chunks_keep_to_their_size(monkeypatch):
     link = FakeLink()
-    publisher(link, chunk_bytes=100).publish(TwoLayers(), 3)
+    monkeypatch.setattr(Publisher, "chunk_bytes", 100)
+    publisher(link).publish(TwoLayers(), 3)
     assert link.log[0] == ("deliver", 3, 3)  # 256 | 32 + 160 | 20 bytes
 
 
@@ -173,8 +178,7 @@ def test_other_ranks_gather_along_but_send_nothing():
             gathered.append(name)
             yield name, tensor
 
-    silent = Publisher(None, gathering, Canary(Canary.text(40, 32), logprobs), torch.float32)
-    silent.publish(TwoLayers(), 0, self_test=True)
+    publisher(None, gathering).publish(TwoLayers(), 0, self_test=True)
     assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
 
 
