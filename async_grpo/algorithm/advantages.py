@@ -54,12 +54,3 @@ def get_estimator(name: str) -> Estimator:
             "a function of the sample}"
         )
     return estimator
-
-
-def estimators_for(*, process: bool) -> list[str]:
-    """The names of the estimators that fit rewards on tokens or steps, or one outcome per sample.
-
-    >>> estimators_for(process=True)
-    ['reinforce_plus_plus', 'gae', 'grpo_process', 'prime_rloo']
-    """
-    return [name for name, e in ADVANTAGE_ESTIMATORS.items() if (e.process if process else e.outcome)]

@@ -9,107 +9,98 @@ at every token the number of unmasked tokens of its group in the whole minibatch
 1 / group_tokens of a group, and these shares add up to the number of groups.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """`total(loss, mask, sequence_ids, scale, group_tokens=None)` is the un-normalised sum; `unit` its divisor.
+    """Each token's loss divided by what `per` says, then all of them by the number of `unit`s with an unmasked token."""
 
-    sequence_ids here run from 0 without large gaps (`compact_ids` makes them so).
-    """
+    unit: str | None  # "tokens", "sequences" or "groups"; None: divided by 1
+    per: str | None = (
+        None  # the tokens of its "sequence" or its "group"; the "scale" that is the same for all
+    )
 
-    total: Callable[..., Tensor]
-    unit: str | None  # "tokens", "sequences" or "groups", counted where the mask is True; None: divide by 1
-    needs_scale: bool = False
-
-
-def _token_sum(
-    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
-) -> Tensor:
-    return loss.sum()
-
-
-def _sum_of_sequence_means(
-    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
-) -> Tensor:
-    lengths = tokens_per_sequence(mask, sequence_ids).to(loss.dtype).clamp(min=1)
-    return (loss.flatten() / lengths[sequence_ids.flatten()]).sum()
-
-
-def _sum_over_constant(
-    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
-) -> Tensor:
-    assert scale is not None  # see get_aggregation
-    return loss.sum() / scale
-
-
-def _sum_of_group_means(
-    loss: Tensor, mask: Tensor, sequence_ids: Tensor, scale: float | None, group_tokens: Tensor | None = None
-) -> Tensor:
-    if group_tokens is None:
-        raise ConfigurationError(
-            "prompt_mean needs the tokens of each group: give group_ids if every group is whole, else group_tokens"
-        )
-    return (loss / torch.where(mask, group_tokens, 1).to(loss.dtype)).sum()
+    def total(
+        self,
+        loss: Tensor,
+        mask: Tensor,
+        sequence_ids: Tensor,
+        scale: float | None,
+        group_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """The un-normalised sum; sequence_ids (B, T) from 0 without large gaps (`compact_ids` makes them so)."""
+        if self.per == "sequence":
+            loss = loss / tokens_per_sequence(mask, sequence_ids).clamp(min=1)[sequence_ids].to(loss.dtype)
+        elif self.per == "group":
+            if group_tokens is None:
+                raise ConfigurationError(
+                    "prompt_mean needs the tokens of each group: give group_ids if every group is whole, else group_tokens"
+                )
+            loss = loss / torch.where(mask, group_tokens, 1).to(loss.dtype)
+        elif self.per == "scale":
+            assert scale is not None  # see get_aggregation
+            return loss.sum() / scale
+        return loss.sum()
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": Aggregation(_token_sum, unit="tokens"),
-    "token_sum": Aggregation(_token_sum, unit=None),
-    "sequence_mean_token_sum": Aggregation(_token_sum, unit="sequences"),
-    "sequence_mean_token_mean": Aggregation(_sum_of_sequence_means, unit="sequences"),
-    "constant_length": Aggregation(_sum_over_constant, unit="sequences", needs_scale=True),
-    "prompt_mean": Aggregation(_sum_of_group_means, unit="groups"),
+    "token_mean": Aggregation("tokens"),
+    "token_sum": Aggregation(None),
+    "sequence_mean_token_sum": Aggregation("sequences"),
+    "sequence_mean_token_mean": Aggregation("sequences", per="sequence"),
+    "constant_length": Aggregation("sequences", per="scale"),
+    "prompt_mean": Aggregation("groups", per="group"),
 }
 
 
 def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
     """The aggregation of that name; ConfigurationError: there is none, or it needs a scale and has none."""
-    if mode not in AGGREGATIONS:
-        raise ConfigurationError(f"unknown aggregation {mode!r}; choose one of {', '.join(AGGREGATIONS)}")
-    if AGGREGATIONS[mode].needs_scale and (scale is None or scale <= 0):
-        raise ConfigurationError(
-            f"{mode} divides by a length that is the same for every sample; scale is {scale}, "
-            "give for example the maximum number of completion tokens"
-        )
+    known = ", ".join(AGGREGATIONS)
+    refuse(mode not in AGGREGATIONS, f"unknown aggregation {mode!r}; choose one of {known}")
+    refuse(
+        AGGREGATIONS[mode].per == "scale" and (scale is None or scale <= 0),
+        f"{mode} divides by a length that is the same for every sample; scale is {scale}, give for example the maximum "
+        "number of completion tokens",
+    )
     return AGGREGATIONS[mode]
 
 
-def row_ids(mask: Tensor) -> Tensor:
-    """(B, T) row numbers: without packing a row is a sequence."""
-    return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
+def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
+    """(B, T) the ids, numbered from 0; ids (B, T), one per row (B,), or None: a row is a sequence.
 
-
-def compact_ids(ids: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) the ids, numbered from 0; ids (B, T) or one per row (B,). Those at masked positions mean nothing.
+    Those at masked positions mean nothing.
 
     >>> compact_ids(torch.tensor([[7, 10**12, 7, -1]]), torch.tensor([[True, True, True, False]])).tolist()
     [[0, 1, 0, 0]]
     """
+    if ids is None:
+        return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
     if ids.dim() < mask.dim():
         ids = ids[:, None].expand_as(mask)
     ids = ids.masked_fill(~mask, ids[mask].min()) if mask.any() else torch.zeros_like(ids)
     return torch.unique(ids, return_inverse=True)[1]
 
 
-def tokens_per_sequence(mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """(max id + 1,) int64: the number of unmasked tokens of each sequence id."""
-    ids = sequence_ids.flatten()
+def sequence_sums(values: Tensor, ids: Tensor) -> Tensor:
+    """(max id + 1,): the sum of `values` (B, T), which are 0 where masked, over each sequence id."""
     num_sequences = int(ids.max()) + 1 if ids.numel() else 0
-    return mask.new_zeros(num_sequences, dtype=torch.int64).index_add(0, ids, mask.flatten().long())
+    return values.new_zeros(num_sequences).index_add(0, ids.flatten(), values.flatten())
+
+
+def tokens_per_sequence(mask: Tensor, ids: Tensor) -> Tensor:
+    """(max id + 1,) int64: the number of unmasked tokens of each sequence id."""
+    return sequence_sums(mask.long(), ids)
 
 
 def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(B, T) int64: at every unmasked token the number of those of its group in this tensor, elsewhere 0.
-
-    group_ids (B, T) or (B,).
+    """(B, T) int64: at every unmasked token the number of those of its group, (B, T) or (B,), in this tensor, else 0.
 
     >>> tokens_of_group(torch.tensor([[True, True], [True, False]]), torch.tensor([5, 5])).tolist()
     [[3, 3], [3, 0]]
@@ -124,7 +115,7 @@ def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None 
     With group_tokens (B, T) also "groups", float64: the shares of their groups that the unmasked tokens are.
 
     >>> mask = torch.tensor([[True, True, False], [False, False, False]])
-    >>> counts = count_units(mask, row_ids(mask), group_tokens=torch.full((2, 3), 4))
+    >>> counts = count_units(mask, compact_ids(None, mask), group_tokens=torch.full((2, 3), 4))
     >>> {unit: count.item() for unit, count in counts.items()}
     {'tokens': 2, 'sequences': 1, 'groups': 0.5}
     """
@@ -165,29 +156,22 @@ def aggregate_loss(
 
     >>> loss = torch.tensor([[1., 2., 3.], [4., 5., 6.], [7., 8., 9.]])
     >>> mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
-    >>> round(aggregate_loss(loss, mask, "token_mean").item(), 5)
-    3.33333
-    >>> aggregate_loss(loss, mask, "token_sum").item()
-    10.0
-    >>> aggregate_loss(loss, mask, "sequence_mean_token_sum").item()
-    5.0
-    >>> aggregate_loss(loss, mask, "sequence_mean_token_mean").item()
-    4.25
-    >>> round(aggregate_loss(loss, mask, "constant_length", scale=3).item(), 5)
-    1.66667
+    >>> [round(aggregate_loss(loss, mask, mode, scale=3).item(), 5) for mode in AGGREGATIONS if mode != "prompt_mean"]
+    [3.33333, 10.0, 5.0, 4.25, 1.66667]
     >>> aggregate_loss(loss, mask, "constant_length", scale=5, global_sequences=4).item()
     0.5
     """
     aggregation = get_aggregation(mode, scale)
     mask = mask.bool()
-    ids = row_ids(mask) if sequence_ids is None else compact_ids(sequence_ids, mask)
+    ids = compact_ids(sequence_ids, mask)
     if group_tokens is None and group_ids is not None:
         group_tokens = tokens_of_group(mask, group_ids)
     total = aggregation.total(torch.where(mask, loss, 0), mask, ids, scale, group_tokens)
     if aggregation.unit is None:
         return total
-    given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}
-    count = given[aggregation.unit]
+    count = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}[
+        aggregation.unit
+    ]
     if count is None:
         count = count_units(mask, ids, group_tokens)[aggregation.unit]
     return (total / (count + (count == 0))).to(loss.dtype)

@@ -4,12 +4,14 @@ Rules between two options stand in `config/compatibility.py`. Nothing here impor
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    Range,
     Section,
     dashed,
     option,
@@ -29,115 +31,87 @@ REJECTION_STATISTICS = (
     *("sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3"),
     *("sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k2", "sequence_max_k3"),
 )
-NOT_NEGATIVE_OF_LOSSES = {"clip_low", "clip_high", "eps_low", "eps_high", "coef"}
+RANGES_OF_ESTIMATORS = {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE}
+RANGES_OF_LOSSES = {
+    "clip_low": SHARE,  # a ratio is never below 0
+    **dict.fromkeys(("clip_high", "eps_low", "eps_high", "coef"), NOT_NEGATIVE),
+}
+
+_algorithm = partial(option, panel="Algorithm")
+_registered = partial(_algorithm, own=True, everyday=True)
+_off_policy = partial(option, panel="Off-policy correction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Section):
     """From rewards to a loss. `None` leaves the choice to the function that has the option."""
 
-    recipe: str | None = option(
+    recipe: str | None = _algorithm(
         None,
         "Preset of the options below; what you set yourself goes before.",
-        "Algorithm",
         choices="async_grpo.config.recipes:RECIPES",
         everyday=True,
     )
-    advantage_estimator: str = option(
+    advantage_estimator: str = _registered(
         "grpo",
         "How rewards become advantages, or FILE.py:NAME.",
-        "Algorithm",
         choices="async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS",
-        own=True,
-        everyday=True,
     )
-    estimator_options: str = option("", "Its further options: gamma=0.99,lam=0.95.", "Algorithm")
-    policy_loss: str = option(
+    estimator_options: str = _algorithm("", "Its further options: gamma=0.99,lam=0.95.")
+    policy_loss: str = _registered(
         "ppo_clip",
         "How advantages become a loss, or FILE.py:NAME.",
-        "Algorithm",
         choices="async_grpo.algorithm.losses:POLICY_LOSSES",
-        own=True,
-        everyday=True,
     )
-    loss_options: str = option("", "Its further options: cap=5,cap_mode=clamp.", "Algorithm")
-    loss_aggregation: str = option(
+    loss_options: str = _algorithm("", "Its further options: cap=5,cap_mode=clamp.")
+    loss_aggregation: str = _algorithm(
         "token_mean",
         "How token losses become one number.",
-        "Algorithm",
         choices="async_grpo.algorithm.aggregation:AGGREGATIONS",
     )
-    clip_low: float | None = option(
-        None,
-        "The ratio is clipped below 1 - this (default: the loss's own).",
-        "Algorithm",
-        range=SHARE,
+    clip_low: float | None = _algorithm(
+        None, "The ratio is clipped below 1 - this (default: the loss's own).", range=SHARE
     )
-    clip_high: float | None = option(
-        None,
-        "The ratio is clipped above 1 + this (default: the loss's own).",
-        "Algorithm",
-        range=NOT_NEGATIVE,
+    clip_high: float | None = _algorithm(
+        None, "The ratio is clipped above 1 + this (default: the loss's own).", range=NOT_NEGATIVE
     )
-    entropy_coef: float = option(0.0, "Weight of an entropy bonus.", "Algorithm", range=NOT_NEGATIVE)
-    kl_coef: float = option(
+    entropy_coef: float = _algorithm(0.0, "Weight of an entropy bonus.", range=NOT_NEGATIVE)
+    kl_coef: float = _algorithm(
         0.0,
         "Weight of the KL to the reference (0: no reference worker is needed).",
-        "Algorithm",
         range=NOT_NEGATIVE,
         everyday=True,
     )
-    kl_kind: str = option(
-        "k3", "Estimator of that KL; a + at the end: gradient of k2.", "Algorithm", choices=KL_KINDS
+    kl_kind: str = _algorithm("k3", "Estimator of that KL; a + at the end: gradient of k2.", choices=KL_KINDS)
+    kl_clamp: float | None = _algorithm(
+        None, "Hold each token's KL within plus and minus this.", range=POSITIVE
     )
-    kl_clamp: float | None = option(
-        None, "Hold each token's KL within plus and minus this.", "Algorithm", range=POSITIVE
-    )
-    kl_in_reward: bool = option(
-        False, "Take the KL off the reward instead of adding it to the loss.", "Algorithm"
-    )
+    kl_in_reward: bool = _algorithm(False, "Take the KL off the reward instead of adding it to the loss.")
 
-    old_policy: str = option(
+    old_policy: str = _off_policy(
         "behaviour",
         "What the ratio is taken against: behaviour (the engine), proximal (a logprob worker) or current (ratio 1).",
-        "Off-policy correction",
         choices=("behaviour", "proximal", "current"),
     )
-    importance_level: str = option(
-        "none",
-        "Importance weights current (or proximal) / engine.",
-        "Off-policy correction",
-        choices=("none", "token", "sequence"),
+    importance_level: str = _off_policy(
+        "none", "Importance weights current (or proximal) / engine.", choices=("none", "token", "sequence")
     )
-    importance_mode: str = option(
-        "truncate", "truncate (TIS) or mask (IcePop).", "Off-policy correction", choices=("truncate", "mask")
+    importance_mode: str = _off_policy(
+        "truncate", "truncate (TIS) or mask (IcePop).", choices=("truncate", "mask")
     )
-    importance_low: float | None = option(None, "Lowest weight.", "Off-policy correction", range=NOT_NEGATIVE)
-    importance_high: float = option(
-        2.0, "Highest weight; inf: no limit.", "Off-policy correction", range=POSITIVE, unbounded=True
+    importance_low: float | None = _off_policy(None, "Lowest weight.", range=NOT_NEGATIVE)
+    importance_high: float = _off_policy(
+        2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True
     )
-    importance_normalize: bool = option(
-        False, "Divide the weights by their mean over the step.", "Off-policy correction"
+    importance_normalize: bool = _off_policy(False, "Divide the weights by their mean over the step.")
+    rejection_statistic: str | None = _off_policy(
+        None, "Leave tokens or sequences out of the loss by this mismatch.", choices=REJECTION_STATISTICS
     )
-    rejection_statistic: str | None = option(
-        None,
-        "Leave tokens or sequences out of the loss by this mismatch.",
-        "Off-policy correction",
-        choices=REJECTION_STATISTICS,
-    )
-    rejection_low: float | None = option(
-        None, "Lowest accepted value.", "Off-policy correction", unbounded=True
-    )
-    rejection_high: float | None = option(
-        None, "Highest accepted value.", "Off-policy correction", unbounded=True
-    )
-    float32_head: bool = option(
-        False, "Engines compute logits in float32, as the trainer always does.", "Off-policy correction"
-    )
-    top_p: float = option(
-        1.0, "Refused unless 1: engine log-probs would be those of another policy.", "Off-policy correction"
-    )
-    top_k: int = option(0, "Refused unless 0, for the same reason.", "Off-policy correction")
+    rejection_low: float | None = _off_policy(None, "Lowest accepted value.", unbounded=True)
+    rejection_high: float | None = _off_policy(None, "Highest accepted value.", unbounded=True)
+    float32_head: bool = _off_policy(False, "Engines compute logits in float32, as the trainer always does.")
+    top_p: float = _off_policy(1.0, "Refused unless 1: engine log-probs would be those of another policy.")
+    top_k: int = _off_policy(0, "Refused unless 0, for the same reason.")
 
     overlong_buffer: float = option(
         0.0,
@@ -176,9 +150,7 @@ class AlgorithmConfig(Section):
     @property
     def estimator(self) -> "Estimator":
         """The registry's entry of `--advantage-estimator`, or the user's own."""
-        from async_grpo.algorithm.advantages import (
-            get_estimator,
-        )  # imports torch, which --help can do without
+        from async_grpo.algorithm.advantages import get_estimator  # with torch, which --help can do without
 
         return get_estimator(self.advantage_estimator)
 
@@ -192,9 +164,9 @@ class AlgorithmConfig(Section):
     @staticmethod
     def estimators_for(*, process: bool) -> list[str]:
         """The estimators that fit rewards on steps, or one score per sample."""
-        from async_grpo.algorithm.advantages import estimators_for
+        from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 
-        return estimators_for(process=process)
+        return [name for name, e in ADVANTAGE_ESTIMATORS.items() if (e.process if process else e.outcome)]
 
     @property
     def estimator_settings(self) -> dict[str, Any]:
@@ -203,14 +175,11 @@ class AlgorithmConfig(Section):
         Raises:
             ConfigurationError: the estimator has no such option, or a value cannot be one.
         """
-        name = self.advantage_estimator
         given = parse_assignments(self.estimator_options, "estimator-options")
-        options = typed_options(given, self.estimator.options, f"--advantage-estimator {name}")
-        eps = options.get("eps", 0.0)
-        refuse(eps < 0, f"--estimator-options eps={eps} cannot be negative")
-        for discount in options.keys() & {"gamma", "lam"}:
-            value = options[discount]
-            refuse(not 0 <= value <= 1, f"--estimator-options {discount}={value} must lie between 0 and 1")
+        options = typed_options(
+            given, self.estimator.options, f"--advantage-estimator {self.advantage_estimator}"
+        )
+        _check_ranges(options, RANGES_OF_ESTIMATORS, "estimator-options")
         return options
 
     @property
@@ -229,14 +198,7 @@ class AlgorithmConfig(Section):
             refuse(clip not in known, f"the loss {name} does not clip: leave --{dashed(clip)} out")
             refuse(clip in options, f"{clip} is given twice: as a flag, and in --loss-options")
             options[clip] = value
-        for bound in options.keys() & NOT_NEGATIVE_OF_LOSSES:
-            value = options[bound]
-            refuse(value is not None and value < 0, f"--loss-options {bound}={value} cannot be negative")
-        low = options.get("clip_low")
-        refuse(
-            low is not None and low > 1,
-            f"--loss-options clip_low={low} must be at most 1: a ratio is never below 0",
-        )
+        _check_ranges(options, RANGES_OF_LOSSES, "loss-options")
         self.loss.check_options(**options)
         return options
 
@@ -256,3 +218,9 @@ class AlgorithmConfig(Section):
     @property
     def reward_kl_coef(self) -> float:
         return self.kl_coef if self.kl_in_reward else 0.0
+
+
+def _check_ranges(options: dict[str, Any], ranges: dict[str, Range], flag: str) -> None:
+    for name in options.keys() & ranges.keys():
+        value, allowed = options[name], ranges[name]
+        refuse(value is not None and value not in allowed, f"--{flag} {name}={value}: it {allowed.says}")

@@ -6,7 +6,7 @@ to the whole minibatch; taken per micro-batch (as verl does) the quota of one to
 A sharded trainer chooses before the backward passes:
 
     sums = all_reduce(sum of token_sums over its micro-batches)
-    scores = POLICY_LOSSES[name].selection_scores(...)                    # per micro-batch
+    scores = POLICY_LOSSES[name].scores(batch, sums, token_keys, **settings)   # per micro-batch
     count = num_selected(ratio, sums[2])
     threshold = top_scores(all_gather(top_scores(its scores, count)), count)[-1]
     selected = select(scores, threshold)                                  # option of the loss, per micro-batch
@@ -16,12 +16,19 @@ the old ones are exact. Without `selected` the losses take the tensors they are 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.loss_batch import LossAndMetrics, LossBatch, clipped_surrogate, ratio_metrics
-from async_grpo.errors import ConfigurationError
+from async_grpo.algorithm.policy_losses import (
+    LossAndMetrics,
+    LossBatch,
+    clipped_surrogate,
+    ppo_clip,
+    ratio_metrics,
+)
+from async_grpo.options.fields import refuse
 
 
 def token_sums(batch: LossBatch) -> Tensor:
@@ -36,7 +43,7 @@ def covariances(batch: LossBatch, sums: Tensor) -> Tensor:
     return (batch.advantages - mean_advantage) * (batch.logprobs.detach() - mean_logprob)
 
 
-def kl_cov_scores(batch: LossBatch, sums: Tensor, token_keys: Tensor | None = None) -> Tensor:
+def kl_cov_scores(batch: LossBatch, sums: Tensor, token_keys: Tensor | None = None, **_: Any) -> Tensor:
     """(B, T) float64: the covariance; -inf where it is exactly 0, or every token would tie if all A were equal."""
     covariance = covariances(batch, sums)
     return torch.where(batch.mask & (covariance != 0), covariance, -math.inf)
@@ -52,6 +59,7 @@ def clip_cov_scores(
     cov_low: float,
     cov_high: float,
     seed: int,
+    **_: Any,
 ) -> Tensor:
     """(B, T) float64: a random number in [0, 1) for every candidate, else -inf.
 
@@ -74,8 +82,7 @@ def num_selected(ratio: float, num_tokens: float) -> int:
     >>> num_selected(2e-4, 8192), num_selected(2e-4, 10)
     (1, 1)
     """
-    if not 0 < ratio <= 1:
-        raise ConfigurationError(f"the share of selected tokens is {ratio}; it must lie in (0, 1]")
+    refuse(not 0 < ratio <= 1, f"the share of selected tokens is {ratio}; it must lie in (0, 1]")
     return max(1, int(ratio * num_tokens))
 
 
@@ -107,13 +114,15 @@ def uniform_draws(keys: Tensor, seed: int) -> Tensor:
     A generator would give a token another number for every packing. Mixing: SplitMix64 (Steele et al. 2014).
     """
     start = _mixed(torch.full_like(keys, int(seed)))
-    bits = _mixed(start + keys * _int64(0x9E3779B97F4A7C15))
+    bits = _mixed(
+        start + keys * (0x9E3779B97F4A7C15 - 2**64)
+    )  # int64 wraps around: the products are the unsigned ones
     return _shifted(bits, 11).double() / 2**53
 
 
 def _mixed(z: Tensor) -> Tensor:
-    z = (z ^ _shifted(z, 30)) * _int64(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _int64(0x94D049BB133111EB)
+    z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
     return z ^ _shifted(z, 31)
 
 
@@ -121,13 +130,8 @@ def _shifted(z: Tensor, places: int) -> Tensor:
     return (z >> places) & ((1 << (64 - places)) - 1)  # torch's shift drags the sign along
 
 
-def _int64(unsigned: int) -> int:
-    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
-
-
 def _chosen(scores: Tensor, ratio: float, batch: LossBatch) -> Tensor:
-    count = num_selected(ratio, batch.mask.sum().item())
-    return select(scores, top_scores(scores, count)[-1])
+    return select(scores, top_scores(scores, num_selected(ratio, batch.mask.sum().item()))[-1])
 
 
 def clip_cov(
@@ -147,23 +151,17 @@ def clip_cov(
     Bounds of the clip: 1 and 1 as in the authors' recipe, which keeps it for extreme tokens only (verl: 0.2).
     Change the seed from step to step. Metric: `selected_frac`.
     """
-    if not cov_low < cov_high:
-        raise ConfigurationError(
-            f"clip_cov chooses among tokens with cov_low {cov_low} < covariance < cov_high {cov_high}: there are none"
-        )
+    refuse(
+        not cov_low < cov_high,
+        f"clip_cov chooses among tokens with cov_low {cov_low} < covariance < cov_high {cov_high}: there are none",
+    )
+    clip = {"clip_low": clip_low, "clip_high": clip_high}
     if selected is None:
-        scores = clip_cov_scores(
-            batch,
-            token_sums(batch),
-            clip_low=clip_low,
-            clip_high=clip_high,
-            cov_low=cov_low,
-            cov_high=cov_high,
-            seed=seed,
-        )
+        window = {"cov_low": cov_low, "cov_high": cov_high}
+        scores = clip_cov_scores(batch, token_sums(batch), None, **clip, **window, seed=seed)
         selected = _chosen(scores, ratio, batch)
-    loss, metrics = clipped_surrogate(batch.ratio, batch.advantages, clip_low, clip_high)
-    return torch.where(selected, 0, loss), metrics | ratio_metrics(batch.ratio) | {"selected_frac": selected}
+    loss, metrics = ppo_clip(batch, **clip)
+    return torch.where(selected, 0, loss), metrics | {"selected_frac": selected}
 
 
 def kl_cov(

@@ -16,7 +16,7 @@ Nothing here carries a gradient.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any
@@ -79,14 +79,6 @@ class Estimator:
     def named(self) -> bool:
         """It takes several rewards apart, a dict of (B, T) by name."""
         return self.rewards != TOTAL
-
-    @property
-    def takes_components(self) -> bool:
-        return self.rewards == COMPONENTS
-
-    @property
-    def takes_sources(self) -> bool:
-        return self.rewards == SOURCES
 
     @property
     def needs_critic(self) -> bool:
@@ -157,15 +149,19 @@ class Estimator:
         self._check_options(options)
         options = {name: value for name, value in options.items() if value is not None}
         sources = self._by_name(rewards, mask, group_ids, valid)
+        if self.named:
+            _refuse_unknown("weights", options.get("weights", {}), sources)
         tokens, mask = mask, mask.bool()
         candidates = mask.any(dim=1) if valid is None else mask.any(dim=1) & valid.bool()
         groups, read = Groups.of(group_ids, candidates), mask & candidates[:, None]
         used = mask & groups.participates
 
-        paid = {name: read & chosen for name, chosen in self._reward_masks(options, sources, mask).items()}
-        cleaned = {name: _finite(name, sources[name], paid[name]) for name in sources}
+        paid = {name: read & chosen for name, chosen in _reward_masks(options, sources, mask).items()}
+        cleaned = {name: _finite(name, values, paid[name]) for name, values in sources.items()}
+        rows = read.any(dim=1)
         for name in {"values", "baselines", *self.inputs} & options.keys():
-            options[name] = _finite(name, options[name], _fitting(name, options[name], read))
+            places = {"values": (read,), "baselines": (rows,)}.get(name, (rows, read))
+            options[name] = _finite(name, options[name], *places)
         if "step_mask" in options:
             options["step_mask"] = paid[SOLE]
         if "masks" in options:
@@ -186,11 +182,7 @@ class Estimator:
             raise ValueError(f"{name} needs {missing} beside the rewards")
 
     def _by_name(
-        self,
-        rewards: Tensor | Mapping[str, Tensor],
-        mask: Tensor,
-        group_ids: Tensor,
-        valid: Tensor | None,
+        self, rewards: Tensor | Mapping[str, Tensor], mask: Tensor, group_ids: Tensor, valid: Tensor | None
     ) -> dict[str, Tensor]:
         """The rewards by name, all of one shape with the rest."""
         if isinstance(rewards, Mapping) and not (self.named and rewards):
@@ -199,12 +191,9 @@ class Estimator:
                 f"reward, not {list(rewards)}"
             )
         sources = dict(rewards) if isinstance(rewards, Mapping) else {SOLE: rewards}
+        rows_fit = all(ids is None or ids.shape == mask.shape[:1] for ids in (group_ids, valid))
         for name, values in sources.items():
-            if (
-                values.shape != mask.shape
-                or mask.dim() != 2
-                or any(rows is not None and rows.shape != mask.shape[:1] for rows in (group_ids, valid))
-            ):
+            if values.shape != mask.shape or mask.dim() != 2 or not rows_fit:
                 raise ValueError(
                     f"{name} {tuple(values.shape)} and mask {tuple(mask.shape)} must be (batch, tokens) alike, "
                     f"group_ids {tuple(group_ids.shape)} and valid one per row"
@@ -213,33 +202,34 @@ class Estimator:
                 raise ValueError(f"{name} has dtype {values.dtype}; advantages have fractions: give floats")
         return sources
 
-    def _reward_masks(
-        self, options: Mapping[str, Any], sources: Mapping[str, Tensor], mask: Tensor
-    ) -> dict[str, Tensor]:
-        """Where each reward counts: the caller's `step_mask` or `masks`, or wherever the mask is True."""
-        given = options.get("step_mask", options.get("masks", {}))
-        given = given if isinstance(given, Mapping) else {SOLE: given}
-        if unknown := [name for name in given if name not in sources]:
-            raise ValueError(f"masks for {unknown}, but there are rewards only for {list(sources)}")
-        for name, chosen in given.items():
-            if chosen.shape != mask.shape:
-                raise ValueError(f"the mask of {name} {tuple(chosen.shape)} must be {tuple(mask.shape)}")
-        return {name: given[name].bool() if name in given else mask for name in sources}
+
+def _reward_masks(
+    options: Mapping[str, Any], sources: Mapping[str, Tensor], mask: Tensor
+) -> dict[str, Tensor]:
+    """Where each reward counts: the caller's `step_mask` or `masks`, or wherever the mask is True."""
+    given = options.get("step_mask", options.get("masks", {}))
+    given = given if isinstance(given, Mapping) else {SOLE: given}
+    _refuse_unknown("masks", given, sources)
+    for name, chosen in given.items():
+        if chosen.shape != mask.shape:
+            raise ValueError(f"the mask of {name} {tuple(chosen.shape)} must be {tuple(mask.shape)}")
+    return {name: given[name].bool() if name in given else mask for name in sources}
 
 
-def _fitting(name: str, values: Tensor, read: Tensor) -> Tensor:
-    """Where an input counts: `values` (B, T) where tokens do, `baselines` (B,) where rows do, one's own as it comes."""
-    rows = read.any(dim=1)
-    known = {"values": (read,), "baselines": (rows,)}.get(name, (rows, read))
-    for where in known:
-        if values.shape == where.shape:
-            return where
-    shapes = " or ".join(str(tuple(where.shape)) for where in known)
-    raise ValueError(f"{name} {tuple(values.shape)} must be {shapes}")
+def _refuse_unknown(what: str, names: Iterable[str], sources: Mapping[str, Tensor]) -> None:
+    if unknown := [name for name in names if name not in sources]:
+        raise ValueError(f"{what} for {unknown}, but there are rewards only for {list(sources)}")
 
 
-def _finite(name: str, values: Tensor, counted: Tensor) -> Tensor:
-    """Values in float64, zero where they do not count; ValueError names the rows that are not finite where they do."""
+def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
+    """Values in float64, zero where they do not count, as the one of `places` says that has their shape.
+
+    ValueError: none has it, or they are not finite where they count; names the rows.
+    """
+    counted = next((place for place in places if place.shape == values.shape), None)
+    if counted is None:
+        shapes = " or ".join(str(tuple(place.shape)) for place in places)
+        raise ValueError(f"{name} {tuple(values.shape)} must be {shapes}")
     cleaned = torch.where(counted, values, 0).double()
     if not torch.isfinite(cleaned).all():
         kind = "rewards" if name == SOLE else name

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 
 
 def _k2(difference: Tensor) -> Tensor:
@@ -52,12 +52,11 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: floa
     >>> kl_penalty(torch.tensor(-9.), torch.tensor(-1.), "k3", clamp=10).item()  # e^8 - 1 - 8 = 2972
     10.0
     """
-    if kind not in KL_KINDS:
-        raise ConfigurationError(f"unknown KL estimator {kind!r}; choose one of {', '.join(KL_KINDS)}")
-    if clamp is not None and not clamp > 0:
-        raise ConfigurationError(
-            f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out"
-        )
+    refuse(kind not in KL_KINDS, f"unknown KL estimator {kind!r}; choose one of {', '.join(KL_KINDS)}")
+    refuse(
+        clamp is not None and not clamp > 0,
+        f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out",
+    )
     difference = logprobs - ref_logprobs
     value = KL_KINDS[kind](difference)
     if clamp is not None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm import covariance, sequence_losses, token_losses
-from async_grpo.algorithm.loss_batch import LossAndMetrics, LossBatch
-from async_grpo.errors import ConfigurationError
+from async_grpo.algorithm import covariance, policy_losses
+from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch
+from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
 
 TENSOR_INPUTS = ("proximal_logprobs", "selected")  # given per batch, (B, T), so they are no settings
@@ -39,7 +39,8 @@ class PolicyLoss:
     `old_logprobs` are the proximal policy's. `needs_proximal`: the option `proximal_logprobs` must be given, and
     `old_logprobs` are the behaviour policy's. `sequence_level`: a token's loss depends on its whole sequence, which must
     not be split. `idle_at_ratio_one`: its pull to the old policy vanishes where that is the policy itself.
-    `scores`: how a token is chosen over the whole minibatch, for a loss that does so.
+    `scores`: (batch, token sums, token keys, **settings) -> (B, T), by what the tokens are chosen over the whole minibatch,
+    for a loss that does so (see `covariance`).
     """
 
     function: Callable[..., LossAndMetrics]
@@ -65,7 +66,7 @@ class PolicyLoss:
         return {name: default for name, default in keywords.items() if name not in TENSOR_INPUTS}
 
     def check_options(self, **options: Any) -> None:
-        """ValueError: a name or a value that the loss would refuse. Needs no batch."""
+        """ConfigurationError: a name or a value that the loss would refuse. Needs no batch."""
         empty, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
         inputs: dict[str, Any] = {"proximal_logprobs": empty} if self.needs_proximal else {}
         self(empty, empty, empty, mask, **inputs, **options)
@@ -87,77 +88,34 @@ class PolicyLoss:
         each token of a packed row belongs to, any numbers in any order (None: a row is a sequence). options: its
         settings, and what it needs of proximal_logprobs (B, T) and selected (B, T) bool. Only `logprobs` gets
         a gradient. Metrics have none; they are averaged over tokens, or by their maximum where the name ends in
-        `_max`. ValueError: an unknown option or value, or missing proximal log-probs.
+        `_max`. ConfigurationError: an unknown option or value, or missing proximal log-probs.
 
         >>> one = torch.ones(1, 1)
         >>> loss, metrics = POLICY_LOSSES["ppo_clip"](one.log() + 1, 0 * one, 2 * one, one)  # ratio e > 1.28
         >>> round(loss.item(), 2), metrics["clip_frac_high"].item()
         (-2.56, 1.0)
         """
-        batch = self._batch(logprobs, old_logprobs, advantages, mask, sequence_ids)
-        loss, metrics = self.function(batch, **self._checked(options, batch.mask))
-        if importance_weights is not None:
-            loss = loss * torch.where(batch.mask, importance_weights.detach(), 0)
-        zeroed = {
-            name: torch.where(batch.mask, value.detach().to(loss.dtype), 0) for name, value in metrics.items()
-        }
-        return torch.where(batch.mask, loss, 0), zeroed
-
-    def selection_scores(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        sums: Tensor,
-        *,
-        token_keys: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """(B, T) float64: the score by which a token is selected, -inf for no candidate.
-
-        sums (3,): `covariance.token_sums` of the whole minibatch. token_keys (B, T) int64: see
-        `covariance.clip_cov_scores`. options: the settings that the loss is called with. ValueError: an unknown
-        option, or a loss without a selection.
-        """
-        if self.scores is None:
-            raise ConfigurationError(f"the loss {self.function.__name__} selects no tokens")
-        batch = self._batch(logprobs, old_logprobs, advantages, mask)
-        settings = self.options | self._checked(options, batch.mask)
-        wanted = {name: value for name, value in settings.items() if name in _keywords(self.scores)}
-        return self.scores(batch, sums, token_keys, **wanted)
-
-    @staticmethod
-    def _batch(
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        sequence_ids: Tensor | None = None,
-    ) -> LossBatch:
-        mask = mask.bool()
-        return LossBatch(
-            torch.where(mask, logprobs, 0),
-            torch.where(mask, old_logprobs.detach(), 0),
-            torch.where(mask, advantages.detach(), 0),
-            mask,
-            sequence_ids,
-        )
-
-    def _checked(self, options: dict[str, Any], mask: Tensor) -> dict[str, Any]:
-        """The options with their tensors clean at masked positions."""
         name, known = self.function.__name__, _keywords(self.function)
-        unknown = options.keys() - known.keys()
-        if unknown:
-            raise ConfigurationError(
-                f"the loss {name} has no option {', '.join(sorted(unknown))}; known: {', '.join(known) or 'none'}"
-            )
-        if self.needs_proximal and options.get("proximal_logprobs") is None:
-            raise ConfigurationError(
-                f"the loss {name} needs proximal_logprobs; run a proximal logprob worker or choose another loss"
-            )
-        tensors = {key: options[key] for key in TENSOR_INPUTS if options.get(key) is not None}
-        return options | {key: value.detach().masked_fill(~mask, 0) for key, value in tensors.items()}
+        unknown = ", ".join(sorted(options.keys() - known.keys()))
+        refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(known) or 'none'}")
+        refuse(
+            self.needs_proximal and options.get("proximal_logprobs") is None,
+            f"the loss {name} needs proximal_logprobs; run a proximal logprob worker or choose another loss",
+        )
+        mask = mask.bool()
+        old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
+        logprobs, old_logprobs, advantages = (
+            torch.where(mask, values, 0) for values in (logprobs, old_logprobs, advantages)
+        )
+        batch = LossBatch(logprobs, old_logprobs, advantages, mask, sequence_ids)
+        for key in TENSOR_INPUTS:
+            if options.get(key) is not None:
+                options[key] = options[key].detach().masked_fill(~mask, 0)
+        loss, metrics = self.function(batch, **options)
+        if importance_weights is not None:
+            loss = loss * torch.where(mask, importance_weights.detach(), 0)
+        zeroed = {key: torch.where(mask, m.detach().to(loss.dtype), 0) for key, m in metrics.items()}
+        return torch.where(mask, loss, 0), zeroed
 
 
 def _keywords(function: Callable) -> dict[str, Option]:
@@ -167,19 +125,19 @@ def _keywords(function: Callable) -> dict[str, Option]:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo_clip": PolicyLoss(token_losses.ppo_clip),
-    "grpo": PolicyLoss(token_losses.grpo, uses_ratio=False),
-    "dual_clip": PolicyLoss(token_losses.dual_clip),
-    "decoupled": PolicyLoss(token_losses.decoupled, needs_proximal=True),
-    "gspo": PolicyLoss(sequence_losses.gspo, sequence_level=True),
-    "cispo": PolicyLoss(token_losses.cispo),
-    "sapo": PolicyLoss(token_losses.sapo),
-    "gpg": PolicyLoss(token_losses.gpg, uses_ratio=False),
-    "geo_mean": PolicyLoss(sequence_losses.geo_mean, sequence_level=True),
-    "dppo_tv": PolicyLoss(token_losses.dppo_tv),
-    "dppo_kl": PolicyLoss(token_losses.dppo_kl),
-    "topr": PolicyLoss(sequence_losses.topr, sequence_level=True),
-    "dro": PolicyLoss(token_losses.dro, idle_at_ratio_one=True),
+    "ppo_clip": PolicyLoss(policy_losses.ppo_clip),
+    "grpo": PolicyLoss(policy_losses.grpo, uses_ratio=False),
+    "dual_clip": PolicyLoss(policy_losses.dual_clip),
+    "decoupled": PolicyLoss(policy_losses.decoupled, needs_proximal=True),
+    "gspo": PolicyLoss(policy_losses.gspo, sequence_level=True),
+    "cispo": PolicyLoss(policy_losses.cispo),
+    "sapo": PolicyLoss(policy_losses.sapo),
+    "gpg": PolicyLoss(policy_losses.gpg, uses_ratio=False),
+    "geo_mean": PolicyLoss(policy_losses.geo_mean, sequence_level=True),
+    "dppo_tv": PolicyLoss(policy_losses.dppo_tv),
+    "dppo_kl": PolicyLoss(policy_losses.dppo_kl),
+    "topr": PolicyLoss(policy_losses.topr, sequence_level=True),
+    "dro": PolicyLoss(policy_losses.dro, idle_at_ratio_one=True),
     "clip_cov": PolicyLoss(covariance.clip_cov, scores=covariance.clip_cov_scores),
     "kl_cov": PolicyLoss(covariance.kl_cov, idle_at_ratio_one=True, scores=covariance.kl_cov_scores),
 }
@@ -188,12 +146,3 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 def get_policy_loss(name: str) -> PolicyLoss:
     """The loss of that name, or the user's own that `FILE.py:NAME` names. ConfigurationError: there is none."""
     return find_entry(name, POLICY_LOSSES, PolicyLoss, "policy-loss")
-
-
-def losses_without_ratio() -> list[str]:
-    """The losses that importance weights for the engine's policy go with, whatever the ratio is taken against.
-
-    >>> losses_without_ratio()
-    ['grpo', 'gpg']
-    """
-    return [name for name, loss in POLICY_LOSSES.items() if not loss.uses_ratio]

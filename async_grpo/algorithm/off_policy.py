@@ -1,8 +1,10 @@
-"""Tokens that another policy sampled: weigh them, or leave them out.
+"""Tokens that another policy sampled: weigh them, leave them out, and say how far that policy is.
 
-With x = log pi(token) - log mu(token), pi the policy that is trained and mu the behaviour policy, which
-sampled, `importance_weights` gives e^x within bounds, and `rejection_mask` says which tokens or sequences to
-keep. They are independent: a weight of 0 leaves its token in the mask, and with it in the loss's denominator.
+With x = log pi(token) - log mu(token), pi the policy that is trained and mu the behaviour policy, which sampled,
+`importance_weights` gives e^x within bounds, and `rejection_mask` says which tokens or sequences to keep. They are
+independent: a weight of 0 leaves its token in the mask, and with it in the loss's denominator. Two programs that compute
+the same model should give x = 0: `mismatch_sums` and `ratio_histogram` of a micro-batch, both additive over micro-batches
+and ranks (each holds whole sequences), say how far they are from it.
 
 Everything here is without gradient, computed in float64, and the same whether sequences are rows or packed
 (`sequence_ids`, as in `losses`). Masked positions may hold anything. At an unmasked position a NaN is neither
@@ -10,56 +12,35 @@ weighed away nor rejected: it stays, for the trainer to refuse the step.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.aggregation import compact_ids, row_ids, tokens_per_sequence
+from async_grpo.algorithm.aggregation import compact_ids, sequence_sums, tokens_per_sequence
+from async_grpo.algorithm.config import REJECTION_STATISTICS
 from async_grpo.algorithm.kl import KL_KINDS
-from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 
 LOG_RATIO_LIMIT = 20.0  # x of a token and the sum of a sequence are held there: e^20 = 4.9e8
 LEVELS = ("token", "sequence")
 MODES = ("truncate", "mask")
-STATISTICS = (
-    *(
-        f"{scope}_{kind}"
-        for scope in ("token", "sequence_sum", "sequence_mean")
-        for kind in ("k1", "k2", "k3")
-    ),
-    "sequence_max_k2",
-    "sequence_max_k3",
-)
+
+FINEST_LOG_RATIO = 1e-4  # |x| up to it falls into the middle bin, which reads as a ratio of exactly 1
+BINS_PER_SIDE = 256
+NUM_BINS = 2 * BINS_PER_SIDE + 1
+_GROWTH = math.log(LOG_RATIO_LIMIT / FINEST_LOG_RATIO) / BINS_PER_SIDE
+RESOLUTION = math.expm1(_GROWTH / 2)  # a bin's centre is within 2.4 % of every |x| in it
+
+
+def held(x: Tensor) -> Tensor:
+    """Within +-20."""
+    return x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def log_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
     """x = logprobs - behaviour_logprobs, float64 without gradient, 0 where the mask is False; not held."""
     return torch.where(mask.bool(), logprobs.detach().double() - behaviour_logprobs.detach().double(), 0)
-
-
-def sequence_groups(mask: Tensor, sequence_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """ids (B, T), 0 where the mask is False, and the number of unmasked tokens of each id, (max id + 1,)."""
-    ids = row_ids(mask) if sequence_ids is None else compact_ids(sequence_ids, mask)
-    ids = torch.where(mask, ids, 0)
-    return ids, tokens_per_sequence(mask, ids)
-
-
-def sequence_sums(values: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    """(max id + 1,): the sum of `values` (B, T), which are 0 where masked, over each sequence."""
-    return values.new_zeros(len(lengths)).index_add(0, ids.flatten(), values.flatten())
-
-
-def check_importance(level: str, mode: str, low: float | None, high: float) -> None:
-    """ConfigurationError: settings that `importance_weights` cannot use."""
-    for name, value, known in (("level", level, LEVELS), ("mode", mode, MODES)):
-        if value not in known:
-            raise ConfigurationError(f"unknown importance {name} {value!r}; choose one of {', '.join(known)}")
-    if high is None or not high > 0:
-        raise ConfigurationError(
-            f"importance weights are bounded by high={high}, which must be positive; give 2, or inf"
-        )
-    if low is not None and not 0 <= low <= high:
-        raise ConfigurationError(f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high")
 
 
 def importance_weights(
@@ -83,7 +64,8 @@ def importance_weights(
     x and its sum are held at +-20.
     normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over
     sequences. `mean` takes the place of that of this batch: the sum over the count of `weight_totals`, each
-    summed over all the parts. Weights that are all 0 stay 0. ConfigurationError: see `check_importance`.
+    summed over all the parts. Weights that are all 0 stay 0. ConfigurationError: an unknown level or mode, or bounds
+    between which no weight can lie.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9, .1]]).log(), torch.tensor([[.5, .3, .2]]).log()
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3)).tolist()  # ratios 1, 3, 1/2
@@ -91,18 +73,23 @@ def importance_weights(
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3), level="sequence").tolist()
     [[1.5, 1.5, 1.5]]
     """
-    check_importance(level, mode, low, high)
+    for name, value, known in (("level", level, LEVELS), ("mode", mode, MODES)):
+        refuse(value not in known, f"unknown importance {name} {value!r}; choose one of {', '.join(known)}")
+    lowest = 0 if low is None else low
+    refuse(
+        high is None or not (high > 0 and 0 <= lowest <= high),
+        f"importance weights cannot lie in [{low}, {high}]; give 0 <= low <= high and a positive high: 2, or inf",
+    )
     mask = mask.bool()
-    ids, lengths = sequence_groups(mask, sequence_ids)
-    x = log_ratio(logprobs, behaviour_logprobs, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    x = held(log_ratio(logprobs, behaviour_logprobs, mask))
     if level == "sequence":
-        x = sequence_sums(x, ids, lengths).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[ids]
+        ids = compact_ids(sequence_ids, mask)
+        x = held(sequence_sums(x, ids))[ids]
     weights = x.exp()
     if mode == "truncate":
         weights = weights.clamp(low, high)
     else:
-        outside = (weights > high) | (weights < (0 if low is None else low))
-        weights = weights.masked_fill(outside, 0)
+        weights = weights.masked_fill((weights > high) | (weights < lowest), 0)
     weights = torch.where(mask, weights, 0)
     if normalize:
         if mean is None:
@@ -121,43 +108,16 @@ def weight_totals(
     A part holds whole sequences. The weights are those of `importance_weights` at that level, not normalised.
 
     >>> weights, mask = torch.tensor([[2., 2.], [1., 0.]]), torch.tensor([[1, 1], [1, 0]])
-    >>> total, count = weight_totals(weights, mask, level="sequence")
-    >>> total.item(), count.item()
-    (3.0, 2.0)
+    >>> [total.item() for total in weight_totals(weights, mask, level="sequence")]
+    [3.0, 2.0]
     """
     mask = mask.bool()
     weights = torch.where(mask, weights.detach().double(), 0)
     if level == "token":
         return weights.sum(), mask.sum().double()
-    ids, lengths = sequence_groups(mask, sequence_ids)
-    means = sequence_sums(weights, ids, lengths) / lengths.clamp(min=1)
-    return means.sum(), (lengths > 0).sum().double()
-
-
-def check_rejection(statistic: str, low: float | None, high: float | None) -> None:
-    """ConfigurationError: settings that `rejection_mask` cannot use, or that reject nothing."""
-    if statistic not in STATISTICS:
-        raise ConfigurationError(
-            f"unknown rejection statistic {statistic!r}; choose one of {', '.join(STATISTICS)}"
-        )
-    if low is None and high is None:
-        raise ConfigurationError(
-            f"rejection by {statistic} without a bound rejects nothing; give low or high"
-        )
-    if high is not None and not high > 0:
-        raise ConfigurationError(
-            f"rejection by {statistic} above {high} rejects everything; high must be positive"
-        )
-    if low is not None and not low >= 0:
-        raise ConfigurationError(
-            f"rejection by {statistic} below {low} rejects nothing; low must not be negative"
-        )
-    if low == 0 and statistic.endswith("k1"):
-        raise ConfigurationError(
-            f"{statistic} is bounded by a ratio pi / mu, which is never {low}; give low 0.5, or None"
-        )
-    if low is not None and high is not None and low > high:
-        raise ConfigurationError(f"rejection by {statistic} cannot keep [{low}, {high}]; give low <= high")
+    ids = compact_ids(sequence_ids, mask)
+    lengths = tokens_per_sequence(mask, ids)
+    return (sequence_sums(weights, ids) / lengths.clamp(min=1)).sum(), (lengths > 0).sum().double()
 
 
 def rejection_mask(
@@ -180,7 +140,8 @@ def rejection_mask(
     k2: x^2 / 2. k3: e^x - 1 - x. Never negative, small where the policies agree. Kept: low <= it <= high.
     A bound that is None is none at all (verl takes 1 / high for the lower one of k1, and bounds mu / pi).
 
-    From "When Speed Kills Stability" (Liu et al. 2025). ConfigurationError: see `check_rejection`.
+    From "When Speed Kills Stability" (Liu et al. 2025). ConfigurationError: an unknown statistic, or bounds that reject
+    nothing or everything.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9, .1]]).log(), torch.tensor([[.5, .3, .2]]).log()
     >>> keep = {"low": 0.4, "high": 2.0}  # ratios 1, 3, 1/2; their product is 1.5
@@ -189,13 +150,19 @@ def rejection_mask(
     >>> rejection_mask(logprobs, behaviour, torch.ones(1, 3), statistic="sequence_sum_k1", **keep).tolist()
     [[True, True, True]]
     """
-    check_rejection(statistic, low, high)
+    _check_rejection(statistic, low, high)
     mask = mask.bool()
     scope, kind = statistic.rsplit("_", 1)
-    x = log_ratio(logprobs, behaviour_logprobs, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    x = held(log_ratio(logprobs, behaviour_logprobs, mask))
     values = x if kind == "k1" else KL_KINDS[kind](-x)
     if scope != "token":
-        values = _per_sequence(values, mask, sequence_ids, scope)
+        ids = compact_ids(sequence_ids, mask)
+        sums, lengths = sequence_sums(values, ids), tokens_per_sequence(mask, ids)
+        if (
+            scope == "sequence_max"
+        ):  # of what is never negative, so that the 0 of masked positions is harmless
+            sums = torch.zeros_like(sums).scatter_reduce(0, ids.flatten(), values.flatten(), "amax")
+        values = (sums / lengths.clamp(min=1) if scope == "sequence_mean" else sums)[ids]
     if kind == "k1":  # in log space, where the ratio of a long sequence does not overflow
         low, high = (None if bound is None else math.log(bound) for bound in (low, high))
     keep = mask
@@ -206,10 +173,115 @@ def rejection_mask(
     return keep
 
 
-def _per_sequence(values: Tensor, mask: Tensor, sequence_ids: Tensor | None, scope: str) -> Tensor:
-    """(B, T): the sum, mean or maximum over the sequence of each token."""
-    ids, lengths = sequence_groups(mask, sequence_ids)
-    if scope == "sequence_max":  # of what is never negative, so that the 0 of masked positions is harmless
-        return values.new_zeros(len(lengths)).scatter_reduce(0, ids.flatten(), values.flatten(), "amax")[ids]
-    sums = sequence_sums(values, ids, lengths)
-    return (sums if scope == "sequence_sum" else sums / lengths.clamp(min=1))[ids]
+def _check_rejection(statistic: str, low: float | None, high: float | None) -> None:
+    known = ", ".join(REJECTION_STATISTICS)
+    refuse(
+        statistic not in REJECTION_STATISTICS,
+        f"unknown rejection statistic {statistic!r}; choose one of {known}",
+    )
+    unbounded = low is None and high is None
+    refuse(unbounded, f"rejection by {statistic} without a bound rejects nothing; give low or high")
+    is_ratio, highest = statistic.endswith("k1"), math.inf if high is None else high
+    possible = low is None or ((low > 0 if is_ratio else low >= 0) and low <= highest)
+    refuse(
+        not (possible and highest > 0),
+        f"rejection by {statistic} cannot keep [{low}, {high}]; give a positive high and 0 {'<' if is_ratio else '<='} low "
+        "<= high, or None for a bound that there is not",
+    )
+
+
+def mismatch_sums(
+    logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
+) -> dict[str, Tensor]:
+    """0-dim float64 sums over the unmasked tokens of (B, T), and over sequences, for `mismatch_report`.
+
+    The weights w = e^x, of a token or a sequence, are those of `importance_weights` before any bound.
+    """
+    mask = mask.bool()
+    x = log_ratio(logprobs, behaviour_logprobs, mask)
+    ids = compact_ids(sequence_ids, mask)
+    has_tokens = tokens_per_sequence(mask, ids) > 0
+    weights = torch.where(mask, held(x).exp(), 0)
+    sequence_weights = torch.where(has_tokens, held(sequence_sums(held(x), ids)).exp(), 0)
+    sums = {
+        "tokens": mask.double(),
+        "k1": -x,
+        "k3": KL_KINDS["k3"](-x),
+        "weight": weights,
+        "weight_squared": weights.square(),
+        "sequences": has_tokens.double(),
+        "sequence_weight": sequence_weights,
+        "sequence_weight_squared": sequence_weights.square(),
+    }
+    return {f"mismatch_{name}_sum": values.sum() for name, values in sums.items()}
+
+
+def mismatch_report(sums: Mapping[str, Tensor | float], histogram: Tensor | None = None) -> dict[str, float]:
+    """Metrics of `mismatch_sums`, added up, and of `ratio_histogram`, if there is one; NaN without tokens.
+
+    mismatch_k1, mismatch_kl: mean of -x and of e^x - 1 - x (k1 and k3 of KL(mu || pi), nats per token).
+    ess, ess_sequence: effective sample size as a fraction, (sum w)^2 / (n sum w^2), over tokens and over
+    sequences (Kong 1992): 1 means that every weight is the same. chi2_token: mean w^2 - 1, the chi-square
+    divergence of pi from mu. ratio_p01, ratio_p50, ratio_p99: quantiles of w, see `histogram_quantiles`.
+
+    >>> logprobs, behaviour = torch.tensor([[.5, .9]]).log(), torch.tensor([[.5, .3]]).log()  # ratios 1, 3
+    >>> report = mismatch_report(mismatch_sums(logprobs, behaviour, torch.ones(1, 2)))
+    >>> {name: round(value, 3) for name, value in report.items()}
+    {'mismatch_k1': -0.549, 'mismatch_kl': 0.451, 'ess': 0.8, 'chi2_token': 4.0, 'ess_sequence': 1.0}
+    """
+    total = {name[len("mismatch_") : -len("_sum")]: float(value) for name, value in sums.items()}
+    tokens, squares = total["tokens"] or math.nan, total["weight_squared"]
+    sequences = total["sequences"] or math.nan
+    report = {
+        "mismatch_k1": total["k1"] / tokens,
+        "mismatch_kl": total["k3"] / tokens,
+        "ess": total["weight"] ** 2 / (tokens * squares),
+        "chi2_token": squares / tokens - 1,
+        "ess_sequence": total["sequence_weight"] ** 2 / (sequences * total["sequence_weight_squared"]),
+    }
+    if histogram is not None:
+        quantiles = histogram_quantiles(histogram, [0.01, 0.5, 0.99]).tolist()
+        report |= dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True))
+    return report
+
+
+def ratio_histogram(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """(NUM_BINS,) float64 counts of the unmasked tokens by their x, the same bins whatever the data.
+
+    One bin for |x| <= 1e-4; on each side 256 bins, each 4.9 % wide, up to 20; what is beyond falls into the
+    last one. A NaN at an unmasked position falls into none.
+    """
+    x = held(log_ratio(logprobs, behaviour_logprobs, mask)).flatten()
+    edges = _sizes(torch.arange(BINS_PER_SIDE, dtype=x.dtype, device=x.device))
+    bins = torch.bucketize(x, torch.cat([-edges.flip(0), edges]))
+    counted = mask.bool().flatten() & ~x.isnan()
+    return torch.bincount(bins, weights=counted.to(x.dtype), minlength=NUM_BINS)
+
+
+def _sizes(steps: Tensor) -> Tensor:
+    """|x| after so many bins on one side, any fraction of one included."""
+    return FINEST_LOG_RATIO * torch.exp(_GROWTH * steps)
+
+
+def histogram_quantiles(counts: Tensor, qs: list[float]) -> Tensor:
+    """(len(qs),) float64: quantiles of the ratio e^x from summed histograms; NaN if nothing was counted.
+
+    Linear between two order statistics of the ratio, as torch.quantile. The x of each is known to 2.4 % of
+    its size, or to 1e-4 where that is more: every x of a bin reads as the geometric mean of its edges.
+
+    >>> logprobs = torch.tensor([[0., 0., .7]])
+    >>> counts = ratio_histogram(logprobs, torch.zeros(1, 3), torch.ones(1, 3))
+    >>> [round(ratio, 2) for ratio in histogram_quantiles(counts, [0.5, 1.0]).tolist()]  # 1 and e^0.7 = 2.01
+    [1.0, 2.0]
+    """
+    counts, shares = counts.double(), torch.tensor(qs, dtype=torch.float64, device=counts.device)
+    total = counts.sum()
+    if not total > 0:
+        return torch.full_like(shares, math.nan)
+    side = _sizes(torch.arange(BINS_PER_SIDE, dtype=torch.float64, device=counts.device) + 0.5)
+    ratios = torch.cat([-side.flip(0), side.new_zeros(1), side]).exp()
+    cumulative, rank = counts.cumsum(0), shares * (total - 1)
+    below, above = (
+        ratios[torch.searchsorted(cumulative, order, right=True)] for order in (rank.floor(), rank.ceil())
+    )
+    return torch.lerp(below, above, rank - rank.floor())

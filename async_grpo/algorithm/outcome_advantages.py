@@ -103,9 +103,9 @@ def grpo_passk(
     tensor([0., 2., 0.])
     """
     scores, participates = score(rewards), groups.participates
-    on_top = participates & (scores == groups.highest(scores, participates))
+    on_top = participates & (scores == -groups.lowest(-scores, participates))
     leads = on_top & (groups.total(on_top) == 1)
-    lead = torch.where(leads, scores - groups.highest(scores, participates & ~on_top), 0)
+    lead = torch.where(leads, scores + groups.lowest(-scores, participates & ~on_top), 0)
     if not normalize:
         return lead
     return over(lead, groups.deviation(groups.centred(scores, participates), participates) + eps)
@@ -171,21 +171,6 @@ def gdpo(
     >>> gdpo(rewards, torch.ones(3, 1), torch.zeros(3, dtype=int), weights={"short": -0.5}).flatten()
     tensor([ 1.0911, -0.2182, -0.8729])
     """
-    parts = [
-        weight * grpo(rewards[name], used, groups, eps=eps)
-        for name, weight in weights_of(rewards, weights).items()
-    ]
+    shares = {name: (weights or {}).get(name, 1.0) for name in rewards}
+    parts = [share * grpo(rewards[name], used, groups, eps=eps) for name, share in shares.items()]
     return whitened(torch.stack(parts).sum(dim=0).expand_as(used), used)
-
-
-def weights_of(rewards: dict[str, Tensor], weights: dict[str, float] | None) -> dict[str, float]:
-    """The weight of each reward by its name, 1 where not named.
-
-    >>> weights_of({"right": None}, {"rihgt": 2.0})
-    Traceback (most recent call last):
-    ValueError: weights for ['rihgt'], but there are rewards only for ['right']
-    """
-    weights = weights or {}
-    if unknown := [name for name in weights if name not in rewards]:
-        raise ValueError(f"weights for {unknown}, but there are rewards only for {list(rewards)}")
-    return {name: weights.get(name, 1.0) for name in rewards}

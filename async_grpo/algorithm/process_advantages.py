@@ -1,14 +1,21 @@
-"""Estimators that know which token a reward stands on. The contract of a function: see `outcome_advantages`.
+"""Estimators that know which token a reward stands on, and the loss of the critic that one of them has.
+
+The contract of an estimator's function: see `outcome_advantages`.
 
 Masked tokens inside a completion (a tool's answer, say) are skipped: they neither pay nor discount, and what was earned
 after them reaches the tokens before them.
 """
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.outcome_advantages import weights_of
 from async_grpo.algorithm.statistics import Groups, ahead, decay_on, returns_to_go, reverse_scan, whitened
+from async_grpo.options.fields import refuse
+
+NO_VARIANCE = 1e-6  # of the mean square: a smaller difference of two float32 sums is rounding
 
 
 def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma: float = 1.0) -> Tensor:
@@ -86,6 +93,57 @@ def gae(
     return whitened(advantages, used) if whiten else advantages
 
 
+def value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float | None = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(per-token loss, metrics): 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
+
+    Everything is (B, T) and 0 where the mask is False; what stands there in the inputs is never looked at. Only `values`
+    gets a gradient. clip=None: 1/2 (V - R)^2. The clip is that of PPO's reference implementation (OpenAI baselines, ppo2);
+    the paper has none. A token counts as clipped when its gradient is zero for it: V is further from V_old than the clip
+    and still nearer to R.
+
+    Metrics, all averaged over tokens: value_clip_frac, value_error (V - R), value_error_square, return_mean,
+    return_square. Each is additive over micro-batches, so that `explained_variance` of a step's means is that
+    of all its tokens together. ConfigurationError: a clip that is not positive.
+
+    >>> one = torch.ones(1, 1)
+    >>> loss, metrics = value_loss(3 * one, 4 * one, one, one)  # V may go from 1 to 1.5: (1.5 - 4)^2 / 2
+    >>> loss.item(), metrics["value_clip_frac"].item(), metrics["value_error"].item()
+    (3.125, 1.0, -1.0)
+    """
+    bound = math.inf if clip is None else clip
+    refuse(not bound > 0, f"the value clip is {clip}; give a positive one, or None for no clip")
+    given = (values, returns.detach(), old_values.detach())
+    values, returns, old_values = (torch.where(mask.bool(), tensor, 0) for tensor in given)
+    error = values - returns
+    square = error.square()
+    clipped_square = (values.clamp(old_values - bound, old_values + bound) - returns).square()
+    clipped, square = clipped_square > square, torch.maximum(square, clipped_square)
+    metrics = {
+        "value_clip_frac": clipped.to(square.dtype),
+        "value_error": error.detach(),
+        "value_error_square": error.detach().square(),
+        "return_mean": returns,
+        "return_square": returns.square(),
+    }
+    return square / 2, metrics
+
+
+def explained_variance(means: Mapping[str, float]) -> float:
+    """1 - Var(R - V) / Var(R) over tokens, from the token means of `value_loss`'s metrics.
+
+    1: the critic knows every return, up to a constant; 0: no better than their mean; negative: worse. 0 also
+    where all returns are the same and there is nothing to explain.
+
+    >>> explained_variance({"value_error": 0, "value_error_square": 1, "return_mean": 2, "return_square": 8})
+    0.75
+    """
+    variance = means["return_square"] - means["return_mean"] ** 2
+    unexplained = means["value_error_square"] - means["value_error"] ** 2
+    return 1 - unexplained / variance if variance > NO_VARIANCE * means["return_square"] else 0.0
+
+
 def grpo_process(
     rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6, step_mask: Tensor | None = None
 ) -> Tensor:
@@ -147,12 +205,12 @@ def prime_rloo(
             -0.4088,  0.8331,  0.7710,  0.3363]))
     """
     total = torch.zeros_like(used, dtype=torch.float64)
-    for source, weight in weights_of(rewards, weights).items():
+    for source, values in rewards.items():
         counted = used if masks is None else masks[source]
-        above = groups.above_lowest(rewards[source], counted)
+        above = groups.above_lowest(values, counted)
         count = counted.sum(dim=1, keepdim=True)
         size = groups.total(count > 0)
         means = groups.total(above.sum(dim=1, keepdim=True) / count.clamp(min=1))
         left_out = (above * size - means) / (size - 1).clamp(min=1)
-        total += weight * torch.where(counted & (size >= 2), left_out, 0)
+        total += (weights or {}).get(source, 1.0) * torch.where(counted & (size >= 2), left_out, 0)
     return whitened(returns_to_go(total, used), used)

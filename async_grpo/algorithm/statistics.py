@@ -1,4 +1,4 @@
-"""What every estimator computes: sums over groups, a pool made zero-mean and unit-variance, discounted sums.
+"""What estimators share: sums over groups, a pool made zero-mean and unit-variance, discounted sums.
 
 Rows are samples: a quantity per sample is (B, 1), one per token (B, T); everything is float64. Means are taken after
 the pool's lowest value is subtracted. In exact arithmetic that changes nothing; in floats it makes a pool of equal
@@ -50,22 +50,12 @@ class Groups:
         least = rows.new_full((self.number,), torch.inf).scatter_reduce(0, self.index, rows, "amin")
         return least[self.index, None]
 
-    def highest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """The greatest of them; -inf where none counts."""
-        return -self.lowest(-values, counted)
-
     def above_lowest(self, values: Tensor, counted: Tensor) -> Tensor:
         """Counted values (B, K) minus the least of their group; zero where not counted."""
         return torch.where(counted, values - self.lowest(values, counted), 0)
 
     def centred(self, values: Tensor, counted: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Counted values (B, K) minus their group's mean, weighted by `weights` (B, 1); zero where not counted.
-
-        >>> groups = Groups.of(torch.tensor([0, 0, 0]), torch.ones(3).bool())
-        >>> scores = torch.tensor([[1.0], [0.0], [5.0]], dtype=torch.float64)
-        >>> groups.centred(scores, groups.participates).flatten().tolist()
-        [-1.0, -2.0, 3.0]
-        """
+        """Counted values (B, K) minus their group's mean, weighted by `weights` (B, 1); zero where not counted."""
         above = self.above_lowest(values, counted)
         shares = counted.double() if weights is None else counted * weights
         mean = over(self.total(shares * above), self.total(shares))
@@ -92,18 +82,12 @@ def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
 
     used (B, T): bool, or how many tokens each value stands for.
 
-    >>> whitening_moments(torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[True, True, False]])).tolist()
-    [2.0, 2.0, 2.0]
     >>> whitening_moments(torch.tensor([[1.0], [3.0]]), torch.tensor([[1], [3]])).tolist()  # 1 3 3 3
     [4.0, 2.5, 3.0]
     """
     chosen = used.bool()
-    pool, tokens = values[chosen].double(), used[chosen].double()
-    if not len(pool):
-        return pool.new_zeros(3)
-    count, lowest = tokens.sum(), pool.min()
-    mean = lowest + (tokens * (pool - lowest)).sum() / count
-    return torch.stack([count, mean, (tokens * (pool - mean).square()).sum()])
+    pool = values[chosen].double()  # each value is a pool of its own, without a deviation
+    return merge_moments(torch.stack([used[chosen].double(), pool, torch.zeros_like(pool)], dim=1))
 
 
 @torch.no_grad()
@@ -129,10 +113,8 @@ def merge_moments(moments: Tensor) -> Tensor:
 def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Tensor:
     """(value - mean) / sqrt(variance + 1e-8) of the used values (B, T), in their dtype; zero where not used.
 
-    used (B, T): bool, or how many tokens each value stands for. The variance has ddof 1. A pool of equal values, or of
-    one, gives exact zeros. Unused values may be NaN.
-
-    moments (3,): those of the whole pool, where the values are only a part of it:
+    used: as in `whitening_moments`. The variance has ddof 1. A pool of equal values, or of one, gives exact zeros. Unused
+    values may be NaN. moments (3,): those of the whole pool, where the values are only a part of it:
 
     >>> ours, theirs = torch.tensor([[1.0, 3.0]]), torch.tensor([[5.0, 7.0]])
     >>> parts = torch.stack([whitening_moments(part, part > 0) for part in (ours, theirs)])  # an all-gather
@@ -151,7 +133,7 @@ def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
     Doubling windows (Hillis and Steele 1986): log2(T) rounds over the whole batch instead of T steps, and no division
     by a vanishing power of the decay, as a cumulative sum would need.
 
-    >>> reverse_scan(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.5, 0.5, 0.5]])).tolist()
+    >>> reverse_scan(torch.ones(1, 3), torch.full((1, 3), 0.5)).tolist()
     [[1.75, 1.5, 1.0]]
     """
     width = 1

@@ -90,11 +90,11 @@ class ResolvedRewards:
 def weighable(config: RunConfig, rewards: ResolvedRewards) -> list[str]:
     """What `--reward-weights` may name."""
     entry, names = config.estimator, set(rewards.process)
-    if config.reward_combine in ("sum", "mean") or entry.takes_components:
+    if config.reward_combine in ("sum", "mean") or entry.rewards == "components":
         names |= set(rewards.adapters)
-    if entry.takes_components and config.overlong_buffer:
+    if entry.rewards == "components" and config.overlong_buffer:
         names |= {OVERLONG}
-    if entry.takes_sources and set(rewards.adapters) - set(rewards.process):
+    if entry.rewards == "sources" and set(rewards.adapters) - set(rewards.process):
         names |= {OUTCOME}
     return sorted(names)
 
@@ -133,7 +133,7 @@ def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
     if process and c.fallbacks:
         why = f"beside {process}: the one that stands in gives other steps, or none; leave it out"
         yield "reward_fallback", why
-    if estimator.takes_components and (
+    if estimator.rewards == "components" and (
         c.reward_combine != "best" or c.reward_column or fills or c.kl_in_reward
     ):
         yield (

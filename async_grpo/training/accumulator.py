@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from async_grpo.algorithm.diagnostics import mismatch_report, mismatch_sums
-from async_grpo.algorithm.value_loss import explained_variance
+from async_grpo.algorithm.off_policy import mismatch_report, mismatch_sums
+from async_grpo.algorithm.process_advantages import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel

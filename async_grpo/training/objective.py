@@ -10,10 +10,9 @@ from torch import Tensor
 
 from async_grpo.algorithm.aggregation import count_units, get_aggregation
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.algorithm.diagnostics import mismatch_sums, ratio_histogram
 from async_grpo.algorithm.kl import kl_penalty
-from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
-from async_grpo.algorithm.value_loss import value_loss
+from async_grpo.algorithm.off_policy import importance_weights, mismatch_sums, ratio_histogram, rejection_mask
+from async_grpo.algorithm.process_advantages import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.types import MicroBatch

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from async_grpo.algorithm.covariance import num_selected, select, token_sums, top_scores
-from async_grpo.algorithm.loss_batch import LossBatch
 from async_grpo.algorithm.off_policy import weight_totals
+from async_grpo.algorithm.policy_losses import LossBatch
 from async_grpo.algorithm.statistics import merge_moments, whitened, whitening_moments
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
@@ -125,23 +125,20 @@ def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) 
 
 def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int) -> None:
     """The tokens with the highest scores of all micro-batches of all ranks."""
-    options: dict[str, Any] = objective.loss.options | objective.loss_settings
+    loss = objective.loss
+    options: dict[str, Any] = loss.options | objective.loss_settings
+    assert loss.scores is not None
     if "seed" in options:
         options["seed"] += step
-    inputs = [
-        (
-            one.logprobs,
-            objective.ratio_denominator_logprobs(one.logprobs, one.row),
-            one.row.advantages,
-            one.mask,
-        )
-        for one in seen
-    ]
-    own_sums = torch.stack([token_sums(LossBatch(*tensors)) for tensors in inputs]).sum(dim=0)
+    inputs = []
+    for one in seen:
+        old_logprobs = objective.ratio_denominator_logprobs(one.logprobs, one.row)
+        inputs.append(LossBatch(one.logprobs, old_logprobs, one.row.advantages, one.mask))
+    own_sums = torch.stack([token_sums(batch) for batch in inputs]).sum(dim=0)
     sums = _gathered(own_sums, ranks).sum(dim=0).to(own_sums.device)
     scores = [
-        objective.loss.selection_scores(*tensors, sums=sums, token_keys=_token_keys(one.row), **options)
-        for tensors, one in zip(inputs, seen, strict=True)
+        loss.scores(batch, sums, _token_keys(one.row), **options)
+        for batch, one in zip(inputs, seen, strict=True)
     ]
     count = num_selected(options["ratio"], sums[2].item())
     own_top = top_scores(torch.cat([score.flatten() for score in scores]), count)

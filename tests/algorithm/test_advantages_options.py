@@ -6,7 +6,8 @@ import pytest
 import torch
 from advantage_reference import NAMES
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, estimators_for
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.config import AlgorithmConfig
 
 GROUP_LOCAL = {"grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "remax", "grpo_process"}
 GRPO = ADVANTAGE_ESTIMATORS["grpo"]
@@ -23,8 +24,8 @@ def test_the_registry_says_what_each_estimator_is_for():
     assert set(ADVANTAGE_ESTIMATORS) == set(NAMES)
     assert {name for name, e in ADVANTAGE_ESTIMATORS.items() if e.group_local} == GROUP_LOCAL
     process_only, both = {"grpo_process", "prime_rloo"}, {"reinforce_plus_plus", "gae"}
-    assert set(estimators_for(process=True)) == process_only | both
-    assert set(estimators_for(process=False)) == set(NAMES) - process_only
+    assert set(AlgorithmConfig.estimators_for(process=True)) == process_only | both
+    assert set(AlgorithmConfig.estimators_for(process=False)) == set(NAMES) - process_only
 
 
 def test_options_are_the_scalars_and_needs_the_inputs():

@@ -13,7 +13,6 @@ from async_grpo.algorithm.aggregation import (
     compact_ids,
     count_units,
     get_aggregation,
-    row_ids,
     tokens_of_group,
 )
 from async_grpo.errors import ConfigurationError
@@ -53,7 +52,7 @@ def test_nothing_unmasked_gives_zero_not_nan(mode):
 
 
 def test_counts_do_not_speak_of_groups_unless_they_are_told_of_them():
-    assert set(count_units(MASK.bool(), row_ids(MASK))) == {"tokens", "sequences"}
+    assert set(count_units(MASK.bool(), compact_ids(None, MASK))) == {"tokens", "sequences"}
 
 
 def test_constant_length_without_its_length_is_refused():
@@ -66,7 +65,7 @@ def test_prompt_mean_without_groups_is_refused():
     with pytest.raises(ConfigurationError, match="give group_ids .* group_tokens"):
         aggregate_loss(LOSS, MASK, "prompt_mean")
     with pytest.raises(ConfigurationError, match="group_tokens"):
-        get_aggregation("prompt_mean").total(LOSS, MASK.bool(), row_ids(MASK), None)
+        get_aggregation("prompt_mean").total(LOSS, MASK.bool(), compact_ids(None, MASK), None)
 
 
 def test_an_unknown_mode_is_answered_with_the_known_ones():

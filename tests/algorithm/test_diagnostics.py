@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_off_policy import batches, packed_and_shuffled, ragged
 
-from async_grpo.algorithm.diagnostics import (
+from async_grpo.algorithm.off_policy import (
     FINEST_LOG_RATIO,
     NUM_BINS,
     RESOLUTION,

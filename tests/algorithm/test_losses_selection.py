@@ -18,8 +18,8 @@ from async_grpo.algorithm.covariance import (
     top_scores,
     uniform_draws,
 )
-from async_grpo.algorithm.loss_batch import LossBatch
 from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm.policy_losses import LossBatch
 
 CLIP_COV = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.1, "cov_high": 5.0}
 
@@ -132,22 +132,13 @@ def test_a_given_selection_is_obeyed(name):
         assert (with_it - without)[chosen].item() == pytest.approx(penalty[chosen].item())
 
 
-def test_scores_of_a_loss_without_selection_are_refused():
-    inputs = random_inputs(0)
-    names = ("logprobs", "old_logprobs", "advantages", "mask")
-    with pytest.raises(ValueError, match="ppo_clip selects no tokens"):
-        POLICY_LOSSES["ppo_clip"].selection_scores(*(inputs[name] for name in names), torch.ones(3))
-
-
 def test_scores_do_not_see_masked_garbage():
-    inputs = random_inputs(0)
-    names = ("logprobs", "old_logprobs", "advantages")
-    dirty = [torch.where(inputs["mask"], inputs[name], math.nan) for name in names]
-    sums = token_sums(batch_of(inputs))
-    for name in ("clip_cov", "kl_cov"):
-        loss = POLICY_LOSSES[name]
-        clean = loss.selection_scores(*(inputs[key] for key in names), inputs["mask"], sums)
-        assert torch.equal(loss.selection_scores(*dirty, inputs["mask"], sums), clean)
+    clean = batch_of(random_inputs(0))
+    tensors = (clean.logprobs, clean.old_logprobs, clean.advantages)
+    dirty = LossBatch(*(torch.where(clean.mask, values, math.nan) for values in tensors), clean.mask)
+    for loss in (POLICY_LOSSES["clip_cov"], POLICY_LOSSES["kl_cov"]):
+        expected = loss.scores(clean, token_sums(clean), None, **loss.options)
+        assert torch.equal(loss.scores(dirty, token_sums(dirty), None, **loss.options), expected)
 
 
 def splitmix64(state):

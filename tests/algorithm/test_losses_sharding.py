@@ -19,8 +19,8 @@ from async_grpo.algorithm.aggregation import (
     tokens_of_group,
 )
 from async_grpo.algorithm.covariance import num_selected, select, token_sums, top_scores
-from async_grpo.algorithm.loss_batch import LossBatch
 from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.algorithm.policy_losses import LossBatch
 
 ROWS, TOKENS, SCALE = 14, 7, 6.0
 SELECTION = {"clip_cov": {"ratio": 0.1, "cov_low": 0.1, "seed": 5}, "kl_cov": {"ratio": 0.1}}
@@ -63,10 +63,11 @@ def sharded_selection(name, inputs, hands):
     keys = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     parts = {rows: micro_batch(inputs | {"keys": keys}, rows, packed=True) for hand in hands for rows in hand}
     batch_names = ("logprobs", "old_logprobs", "advantages", "mask")
-    sums = sum(token_sums(LossBatch(*(part[n] for n in batch_names))) for part in parts.values())
+    batches = {rows: LossBatch(*(part[n] for n in batch_names)) for rows, part in parts.items()}
+    sums = sum(token_sums(batch) for batch in batches.values())
     count = num_selected(options["ratio"], sums[2].item())
     scores = {
-        rows: loss.selection_scores(*(part[n] for n in batch_names), sums, token_keys=part["keys"], **options)
+        rows: loss.scores(batches[rows], sums, part["keys"], **{**loss.options, **options})
         for rows, part in parts.items()
     }
     gathered = [

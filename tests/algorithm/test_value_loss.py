@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.algorithm.value_loss import explained_variance, value_loss
+from async_grpo.algorithm.process_advantages import explained_variance, value_loss
 from async_grpo.errors import ConfigurationError
 
 METRICS = {"value_clip_frac", "value_error", "value_error_square", "return_mean", "return_square"}

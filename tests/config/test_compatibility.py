@@ -33,7 +33,7 @@ IDLE = [  # options that have no effect together, and what the refusal says
     ({"eval_every": 5}, "--eval-every 5 does nothing without --eval-data-path"),
     ({"max_resamples": 3}, "--max-resamples 3 does nothing without --zero-variance resample"),
     ({"policy_loss": "clip_cov", "loss_options": "cov_low=3,cov_high=2"}, "cov_low"),
-    ({"loss_options": "clip_low=2"}, "clip_low=2.0 must be at most 1"),
+    ({"loss_options": "clip_low=2"}, "clip_low=2.0: it is a share between 0 and 1"),
     (
         {"rejection_statistic": "token_k1", "rejection_low": 1.5},
         "--rejection-low 1.5 .*would reject tokens on which trainer and engine agree: the bounds must hold 1",

@@ -10,7 +10,6 @@ from test_config_and_cli import parse
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
-from async_grpo.algorithm.off_policy import STATISTICS
 from async_grpo.config.run import RunConfig, WorkerConfig, write_params
 from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
@@ -126,7 +125,6 @@ def test_the_help_shows_the_options_of_every_day_first_and_the_names_of_closed_s
         ("policy_loss", POLICY_LOSSES),
         ("lr_scheduler", LR_SCHEDULES),
         ("kl_kind", KL_KINDS),
-        ("rejection_statistic", STATISTICS),
     ],
 )
 def test_the_choices_are_those_of_the_registry(option, registry):

@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from tiny_policy import VOCAB, save_tiny_model, tiny_model
 
-from async_grpo.algorithm.value_loss import value_loss
+from async_grpo.algorithm.process_advantages import value_loss
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head

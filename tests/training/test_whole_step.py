@@ -22,8 +22,7 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
-from async_grpo.algorithm.process_advantages import gae_returns
-from async_grpo.algorithm.value_loss import value_loss
+from async_grpo.algorithm.process_advantages import gae_returns, value_loss
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.distributed import distributed_run
