@@ -27,7 +27,7 @@ from async_grpo.cluster.ray_session import (
 )
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
-from async_grpo.generation.engines import engine_class
+from async_grpo.generation.config import engine_class
 from async_grpo.modeling.load import context_length, model_fingerprint
 from async_grpo.protocols import Manifest, Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
@@ -104,13 +104,13 @@ class GenerationActor(WorkerActor):
         Raises:
             ConfigurationError: the engine has no such steps.
         """
-        steps = getattr(self._engine, "transfer", None)
-        if steps is None:
+        step = getattr(self._engine, method, None)
+        if step is None:
             raise ConfigurationError(
                 f"{type(self._engine).__name__} can only be given weights in packages: choose another "
-                "--weight-transport, or an --engine with `transfer` steps as GenerationWorker has them"
+                "--weight-transport, or an --engine with the steps that GenerationWorker has"
             )
-        return await getattr(steps, method)(*args)
+        return await step(*args)
 
     async def until_failure(self) -> str:
         """Waits for the engine to die; returns why."""

@@ -1,6 +1,7 @@
 """Where each token of a completion ends in its text: process rewards speak of characters, training of tokens."""
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     offset = written = 0  # characters of the decoded window, and of `text`, that belong to settled tokens
     for t in range(len(ids)):
         fresh = decoded(context, t + 1)[offset:]
-        agreed = _num_common(fresh, text[written : written + len(fresh)])
+        agreed = len(commonprefix([fresh, text[written : written + len(fresh)]]))  # noqa: RUF071  as is meant
         ends[t] = max(written + agreed, ends[t - 1] if t else 0)
         is_final = agreed == len(fresh) > 0 and not fresh.endswith(REPLACEMENT)
         if is_final or t + 1 - settled == MAX_WINDOW:
@@ -45,9 +46,3 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
             offset = max(0, len(decoded(context, settled)) - (len(fresh) - agreed))
     ends[-1:] = len(text)
     return ends
-
-
-def _num_common(left: str, right: str) -> int:
-    """The characters that two texts have in common at their beginning."""
-    pairs = zip(left, right, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

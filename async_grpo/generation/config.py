@@ -1,8 +1,13 @@
-"""The options of one engine; what must be equal everywhere comes from `SharedRunSettings` instead."""
+"""The options of one engine, and which engines there are.
+
+What must be equal everywhere comes from `SharedRunSettings` instead.
+"""
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -12,6 +17,37 @@ from async_grpo.options.fields import (
     parse_assignments,
     required,
 )
+from async_grpo.options.source_file import find_entry
+from async_grpo.protocols import Engine
+
+# name -> module:class, imported only where the engine runs; the class satisfies `protocols.Engine`
+ENGINES = {
+    "vllm": "async_grpo.generation.generation_worker:GenerationWorker",
+    "fake": "async_grpo.testing.engine:FakeEngine",  # draws tokens at random: to try everything but an engine
+}
+_METHODS = ("start", "complete", "update", "canary", "progress", "until_failure", "close")
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine that `--engine` names: an entry, or FILE.py:NAME of a class of the user's own.
+
+    Raises:
+        ConfigurationError: there is no such engine, or what the file defines is none.
+
+    >>> engine_class("tgi")
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigurationError: --engine 'tgi' is unknown; known: vllm, fake; or FILE.py:NAME
+    >>> engine_class("fake").__name__
+    'FakeEngine'
+    """
+    found: Any = find_entry(name, ENGINES, lambda own: own, "engine")
+    if isinstance(found, str):
+        found = resolve_name(found)
+    if missing := [method for method in _METHODS if not callable(getattr(found, method, None))]:
+        raise ConfigurationError(
+            f"--engine {name}: {found!r} lacks {', '.join(missing)} (see async_grpo.protocols.Engine)"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +58,7 @@ class EngineOptions(Section):
         "vllm",
         "Which inference engine, or FILE.py:NAME of a class of your own.",
         "Engine",
-        choices="async_grpo.generation.engines:ENGINES",
+        choices="async_grpo.generation.config:ENGINES",
         own=True,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,35 +22,25 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
-from async_grpo.generation.transfer_steps import TransferSteps
-from async_grpo.protocols import Manifest, TensorRecord
+from async_grpo.protocols import Manifest, Receipt, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
-# Of vLLM's arguments; another value would make engine and trainer two policies, or contradict an option of ours
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
 
 
 class TokenTimeline(StatLoggerBase):
-    """Counts generated tokens by the moment they were generated, in slots of 50 ms."""
-
-    SLOT_S = 0.05
+    """Notes (wall-clock seconds, generated tokens) of every step of the engine."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
-        self.slots: dict[int, int] = {}
+        self.steps: list[tuple[float, int]] = []
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         if iteration_stats is not None and iteration_stats.num_generation_tokens:
-            slot = int(time.time() / self.SLOT_S)
-            self.slots[slot] = self.slots.get(slot, 0) + iteration_stats.num_generation_tokens
+            self.steps.append((time.time(), iteration_stats.num_generation_tokens))
 
     def log_engine_initialized(self) -> None:
         pass
-
-    def take(self) -> list[tuple[float, int]]:
-        """(wall-clock seconds, tokens) since the last call."""
-        taken, self.slots = self.slots, {}
-        return [((slot + 0.5) * self.SLOT_S, tokens) for slot, tokens in sorted(taken.items())]
 
 
 class GenerationWorker:
@@ -67,11 +57,10 @@ class GenerationWorker:
         self._request_ids = itertools.count()
         self._updating = asyncio.Lock()
         self._paused_at = 0.0
-        self.transfer = TransferSteps(self)
+        self._update_finished = True
         self._broken_reason: str | None = None
-        self._requests = 0  # unfinished, in the engine
-        self._busy_since = 0.0
-        self._busy: list[tuple[float, float]] = []  # wall-clock intervals with at least one request
+        self._begun: dict[int, float] = {}  # unfinished request -> since when
+        self._busy: list[tuple[float, float]] = []  # the intervals of the others
 
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
@@ -90,35 +79,33 @@ class GenerationWorker:
     async def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, sampled or of the likeliest token at every place, each as soon as it is finished.
-
-        Closing the iterator aborts the other requests in the engine.
-
-        Raises:
-            WorkerLost: the engine died, or its last weight update failed.
-        """
+        """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
         requests = [asyncio.ensure_future(self._complete(prompt_token_ids, greedy)) for _ in range(count)]
         try:
             for request in asyncio.as_completed(requests):
                 yield await request
         finally:
-            unfinished = [request for request in requests if not request.done()]
-            for request in unfinished:
+            for request in requests:
                 request.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            await asyncio.gather(*requests, return_exceptions=True)
 
     async def _complete(self, prompt_token_ids: np.ndarray, greedy: bool) -> Completion:
         self._check_fit()
         params = self._sampling_params(len(prompt_token_ids), greedy)
         # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
         prompt = {"prompt_token_ids": prompt_token_ids.tolist(), "cache_salt": str(self.policy_version)}
-        self._count(+1)
+        request = next(self._request_ids)
+        self._begun[request] = time.time()
         try:
             final = await self._last_output(prompt, params)
         finally:
-            self._count(-1)
+            self._busy.append((self._begun.pop(request), time.time()))
         self._check_fit()
         return self._completion(final.outputs[0])
+
+    def _check_fit(self) -> None:
+        if self._broken_reason:
+            raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
 
     def _sampling_params(self, prompt_length: int, greedy: bool = False) -> SamplingParams:
         room = self.settings.max_total_tokens - prompt_length
@@ -137,10 +124,9 @@ class GenerationWorker:
         )
 
     async def _last_output(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
+        name = str(next(self._request_ids))
         try:
-            outputs = [
-                output async for output in self.engine.generate(prompt, params, str(next(self._request_ids)))
-            ]
+            outputs = [output async for output in self.engine.generate(prompt, params, name)]
         except Exception as error:
             if self.engine.errored:
                 raise WorkerLost(f"the vLLM engine died: {error or type(error).__name__}") from error
@@ -153,20 +139,17 @@ class GenerationWorker:
             raise WorkerLost(
                 f"the engine ended a request with {output.finish_reason!r} after {len(token_ids)} tokens"
             )
-        logprobs = [
-            step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
-        ]
+        steps = zip(output.logprobs, output.token_ids, strict=True)
         stopped = output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
+        ends = char_ends(self.tokenizer, token_ids.tolist(), text) if self.settings.char_ends else None
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray(logprobs, np.float32),
+            logprobs=np.asarray([step[token].logprob for step, token in steps], np.float32),
             versions=_versions(output, len(token_ids)),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
-            char_ends=char_ends(self.tokenizer, token_ids.tolist(), text)
-            if self.settings.char_ends
-            else None,
+            char_ends=ends,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
@@ -176,17 +159,19 @@ class GenerationWorker:
         """
         await self.pause(version)
         try:
-            await self.engine.start_weight_update()
+            await self.start_weight_update()
             for number, chunk in enumerate(chunks):
                 with shared_bytes(chunk, f"weights-{version}-{number}") as path:
-                    await self.engine.update_weights(WeightTransferUpdateRequest({"path": path}))
-            await self.engine.finish_weight_update(weight_version=str(version))
-            return await self.receipt()
-        except BaseException as error:
-            self.break_down(f"its update to policy version {version} failed: {error or type(error).__name__}")
-            raise
+                    await self.receive_weights({"path": path})
+            await self.finish_weight_update()
+            return await self._manifest()
         finally:
-            await self.resume()
+            await self.resume(version)
+
+    # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `EngineControl`.
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
     async def pause(self, version: int) -> None:
         """Hold all requests, for one update at a time. Those that come from now on wait, and are served by `version`:
@@ -198,24 +183,36 @@ class GenerationWorker:
         except BaseException:
             self._updating.release()
             raise
-        self.policy_version = version
+        self.policy_version, self._update_finished = version, False
 
-    async def resume(self) -> None:
-        """Go on with the requests that `pause` held."""
+    async def start_weight_update(self) -> None:
+        await self.engine.start_weight_update()
+
+    async def receive_weights(self, update_info: dict[str, Any]) -> None:
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info))
+
+    async def finish_weight_update(self) -> None:
+        await self.engine.finish_weight_update(weight_version=str(self.policy_version))
+        self._update_finished = True
+
+    async def resume(self, version: int) -> None:
+        """Go on with the requests that `pause` held; if the update did not finish, only to refuse them."""
+        if not self._update_finished:
+            self._broken_reason = f"its update to policy version {version} did not finish"
         try:
             await self.engine.resume_generation()
         finally:
             self.paused_s += time.monotonic() - self._paused_at
             self._updating.release()
 
-    def break_down(self, reason: str) -> None:
-        """Refuse every request from now on."""
-        self._broken_reason = reason
+    async def receipt(self, canary_ids: np.ndarray) -> Receipt:
+        """What the last update delivered, and the canary's log-probs under it."""
+        return await self._manifest(), await self.canary(canary_ids)
 
-    async def receipt(self) -> Manifest:
-        """The receipts of all processes of the engine; they must be one and the same."""
+    async def _manifest(self) -> Manifest:
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
+            self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
         return {
             name: TensorRecord(dtype, tuple(shape), digest)
@@ -223,25 +220,13 @@ class GenerationWorker:
         }
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first one is 0."""
+        """See `Engine`."""
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )
         final = await self._last_output({"prompt_token_ids": token_ids.tolist()}, params)
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
         return np.asarray([0.0] + [step[token].logprob for step, token in steps], np.float32)
-
-    def _count(self, change: int) -> None:
-        """Note when the engine begins and ceases to hold requests."""
-        if self._requests == 0:
-            self._busy_since = time.time()
-        self._requests += change
-        if self._requests == 0:
-            self._busy.append((self._busy_since, time.time()))
-
-    def _check_fit(self) -> None:
-        if self._broken_reason:
-            raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
 
     async def until_failure(self, every_s: float = 1.0) -> str:
         """Wait for the engine to die; returns how it was noticed. Finds a death that no request would meet."""
@@ -250,13 +235,13 @@ class GenerationWorker:
         return "the vLLM engine's processes died"
 
     def progress(self) -> dict[str, Any]:
-        """Since the last call: tokens by time, seconds paused for weights, and intervals with unfinished requests."""
+        """See `Engine`."""
         paused_s, self.paused_s = self.paused_s, 0.0
-        busy, self._busy = self._busy, []
-        if self._requests:  # the one that is still open, up to now
-            busy.append((self._busy_since, time.time()))
-            self._busy_since = time.time()
-        return {"token_timeline": self.timeline.take(), "paused_s": paused_s, "busy": busy}
+        now = time.time()
+        busy = self._busy + [(begun, now) for begun in self._begun.values()]
+        self._busy, self._begun = [], dict.fromkeys(self._begun, now)
+        timeline, self.timeline.steps = self.timeline.steps, []
+        return {"token_timeline": timeline, "paused_s": paused_s, "busy": busy}
 
     def close(self) -> None:
         """Stop the engine and its processes."""

@@ -1,13 +1,12 @@
 """A queue of sequences in front of a packed forward. Plain asyncio; the actor around it is elsewhere.
 
-A batch leaves when the next sequence does not fit its token budget, or when its oldest sequence has waited
-`max_wait_s`. That is a deadline: waiting for `max_wait_s` of silence instead would never end under steady
-traffic.
+A batch leaves when the next sequence does not fit its token budget, or when its oldest sequence has waited `max_wait_s`:
+waiting for that long a silence instead would never end under steady traffic.
 """
 
 import asyncio
+import contextlib
 import time
-from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,18 +28,17 @@ class _Request:
 
     token_ids: np.ndarray
     prompt_length: int
-    answer: asyncio.Future[np.ndarray]
+    answer: asyncio.Future[np.ndarray] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     arrived: float = field(default_factory=time.monotonic)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 class LogprobWorker:
     """Answers `logprobs` from `policy`, packing what is asked concurrently into few forwards.
 
-    max_tokens: of one forward. max_wait_s: the longest a sequence waits for company. temperature: divides the
-    logits; it must be the one that the completions were sampled at.
+    max_tokens: of one forward. max_wait_s: the longest a sequence waits for company. temperature: divides the logits; it
+    must be the one that the completions were sampled at.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class LogprobWorker:
     ) -> None:
         self._policy = policy.eval().requires_grad_(False)
         self._max_tokens, self._max_wait_s, self._temperature = max_tokens, max_wait_s, temperature
-        self._queue: deque[_Request] = deque()
+        self._queue: list[_Request] = []
         self._batch: list[_Request] = []  # taken from the queue and not yet answered
         self._arrival = asyncio.Event()
         # One thread, so that a forward and an update of the weights never run at once
@@ -63,39 +61,35 @@ class LogprobWorker:
         return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
-        """Per sequence the log-probs (T,) float32 of its completion, the tokens after `prompt_length`.
+        """Per sequence (L,) of prompt and completion the log-probs (T,) float32 of its tokens after `prompt_length`.
 
-        sequences: (L,) integers each, prompt and completion. ConfigurationError: a sequence longer than the
-        budget, a prompt length outside 1..L. WorkerLost: the server is closed. What the forward raised, if it
-        failed.
+        ConfigurationError: a sequence longer than the budget. WorkerLost: the server is closed. What the forward raised.
         """
-        self._check(sequences, prompt_lengths)
-        loop = asyncio.get_running_loop()
-        requests = [
-            _Request(token_ids, prompt_length, loop.create_future())
-            for token_ids, prompt_length in zip(sequences, prompt_lengths, strict=True)
-        ]
-        self._queue.extend(requests)
+        if self._closed:
+            raise WorkerLost("the logprob server is closed")
+        if (longest := max(map(len, sequences))) > self._max_tokens:
+            raise ConfigurationError(
+                f"a sequence of {longest} tokens exceeds the budget of {self._max_tokens} tokens per forward; "
+                "raise max_tokens_per_gpu or shorten the completions"
+            )
+        requests = [_Request(*pair) for pair in zip(sequences, prompt_lengths, strict=True)]
+        self._queue += requests
         self._arrival.set()
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve())
-            self._serving.add_done_callback(self._serving_ended)
-        answers = asyncio.gather(*(request.answer for request in requests))
-        return list(await answers)
+        return list(await asyncio.gather(*(request.answer for request in requests)))
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the policy's weights, between two batches.
 
         WeightsDidNotLand: names or shapes are not the model's. What was loaded stays: load again, or close.
         """
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, _copy_weights, self._policy, named_tensors)
+        await asyncio.wrap_future(self._thread.submit(_copy_weights, self._policy, named_tensors))
 
     async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) float32 log-probs of a fixed text at temperature 1, the first 0: what a landing check asks."""
-        loop = asyncio.get_running_loop()
-        request = _Request(token_ids, 1, loop.create_future())
-        (answer,) = await loop.run_in_executor(self._thread, self._forward, [request], 1.0)
+        request = _Request(token_ids, 1)
+        (answer,) = await asyncio.wrap_future(self._thread.submit(self._forward, [request], 1.0))
         return np.concatenate([np.zeros(1, np.float32), answer])
 
     async def close(self) -> None:
@@ -104,72 +98,47 @@ class LogprobWorker:
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving], timeout=1.0)
-        self._fail(WorkerLost("the logprob server was closed"), *self._batch, *self._queue)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> None:
-        if self._closed:
-            raise WorkerLost("the logprob server is closed")
-        if len(sequences) != len(prompt_lengths):
-            raise ConfigurationError(
-                f"{len(sequences)} sequences came with {len(prompt_lengths)} prompt lengths"
-            )
-        for token_ids, prompt_length in zip(sequences, prompt_lengths, strict=True):
-            if not 1 <= prompt_length <= len(token_ids):
-                raise ConfigurationError(
-                    f"prompt length {prompt_length} of a sequence of {len(token_ids)} tokens"
-                )
-            if len(token_ids) > self._max_tokens:
-                raise ConfigurationError(
-                    f"a sequence of {len(token_ids)} tokens exceeds the budget of {self._max_tokens} tokens "
-                    "per forward; raise max_tokens_per_gpu or shorten the completions"
-                )
-
     async def _serve(self) -> None:
-        while True:
-            self._batch = []
-            await self._collect(self._batch)
-            await self._answer(self._batch)
-
-    async def _collect(self, batch: list[_Request]) -> None:
-        """Fill `batch` with at least one request and at most the token budget."""
-        while not batch or self._budget_left(batch) > 0:
-            if self._queue:
-                if len(self._queue[0]) > self._budget_left(batch):
-                    return
-                request = self._queue.popleft()
-                if not request.answer.done():  # its caller may have gone
-                    batch.append(request)
-                continue
-            self._arrival.clear()
-            # Idle: wait for work however long it takes. With work in hand: no longer than the oldest may wait
-            timeouts = batch[0].arrived + self._max_wait_s - time.monotonic() if batch else None
-            try:
-                await asyncio.wait_for(self._arrival.wait(), timeouts)
-            except TimeoutError:
-                return
-
-    def _budget_left(self, batch: list[_Request]) -> int:
-        return self._max_tokens - sum(map(len, batch))
-
-    async def _answer(self, batch: list[_Request]) -> None:
-        """One forward; its error is the answer of exactly the requests that were in it."""
-        loop = asyncio.get_running_loop()
+        """Until it is cancelled. However it ends, no caller may be left waiting for it."""
         try:
-            answers = await loop.run_in_executor(self._thread, self._forward, batch, self._temperature)
-        except Exception as error:
-            self._fail(error, *batch)
-            return
-        for request, answer in zip(batch, answers, strict=True):
-            if not request.answer.done():
-                request.answer.set_result(answer)
+            while True:
+                await self._fill_batch()
+                try:
+                    forward = self._thread.submit(self._forward, self._batch, self._temperature)
+                    answers = await asyncio.wrap_future(forward)
+                except Exception as error:  # the answer of exactly the requests that were in it
+                    _fail(error, self._batch)
+                    continue
+                for request, answer in zip(self._batch, answers, strict=True):
+                    if not request.answer.done():
+                        request.answer.set_result(answer)
+        finally:
+            self._closed = True
+            _fail(WorkerLost("the logprob server was closed"), self._batch + self._queue)
+
+    async def _fill_batch(self) -> None:
+        """Wait until the queue fills a forward, or its oldest may wait no longer; then take what fits."""
+        while True:
+            self._queue = [one for one in self._queue if not one.answer.done()]  # a caller may have gone
+            lengths = np.cumsum([len(one.token_ids) for one in self._queue])
+            # Idle: wait for work however long it takes. With work in hand: no longer than the oldest may wait
+            wait_s = self._queue[0].arrived + self._max_wait_s - time.monotonic() if self._queue else None
+            if wait_s is not None and (wait_s <= 0 or lengths[-1] >= self._max_tokens):
+                break
+            self._arrival.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrival.wait(), wait_s)
+        count = int(np.searchsorted(lengths, self._max_tokens, side="right"))
+        self._batch, self._queue = self._queue[:count], self._queue[count:]
 
     @torch.no_grad()
     def _forward(self, batch: list[_Request], temperature: float) -> list[np.ndarray]:
         """Completion log-probs of each request of one packed batch; runs in the worker thread."""
-        bounds = np.cumsum([0, *map(len, batch)])
+        bounds = np.cumsum([0, *(len(request.token_ids) for request in batch)])
         input_ids = np.concatenate([request.token_ids for request in batch])
-        is_completion = np.concatenate([np.arange(len(r)) >= r.prompt_length for r in batch])
+        is_completion = np.concatenate([np.arange(len(r.token_ids)) >= r.prompt_length for r in batch])
         device = self._policy.device
         logprobs, _ = self._policy(
             torch.tensor(input_ids, dtype=torch.int64, device=device),
@@ -180,17 +149,11 @@ class LogprobWorker:
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]
 
-    def _serving_ended(self, task: asyncio.Task[None]) -> None:
-        """The loop only ends by `close`; should it fail, no caller may be left waiting for it."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._closed = True
-            self._fail(WorkerLost(f"the logprob server's loop failed: {error!r}"), *self._batch, *self._queue)
 
-    @staticmethod
-    def _fail(error: Exception, *requests: _Request) -> None:
-        for request in requests:
-            if not request.answer.done():
-                request.answer.set_exception(error)
+def _fail(error: Exception, requests: list[_Request]) -> None:
+    for request in requests:
+        if not request.answer.done():
+            request.answer.set_exception(error)
 
 
 @torch.no_grad()

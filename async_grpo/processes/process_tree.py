@@ -1,15 +1,8 @@
 """Process trees that die with their owner and leave nothing behind.
 
-    adopt_orphans       orphans below this process become its children, whatever sessions or groups they moved to
-    die_with            the kernel's signal to this process when its owner dies
-    descendants         all processes below one
-    end_descendants     end all of them, and collect them
-    split_off_guardian  this process becomes the guardian of a new one, and outlives it to clean up behind it
-
 It relies on two requests to Linux, PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER, which need no right that only some
-machines grant; on other systems they do nothing. psutil lists descendants by reading every process of the machine,
-which is too slow for a guardian that looks ten times a second: it is used only where the kernel keeps no list of
-children. Only the standard library is imported, for the guardian of every reward's process starts with it.
+machines grant; on other systems they do nothing. Only the standard library is imported, for the guardian of every
+reward's process starts with it.
 """
 
 import contextlib
@@ -57,9 +50,6 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 def descendants(root: int) -> Iterator[int]:
     """The ids of all processes below one, zombies included."""
-    if not _kernel_lists_children():
-        yield from _descendants_by_psutil(root)
-        return
     waiting = [root]
     while waiting:
         children = _children_of(waiting.pop())
@@ -152,9 +142,7 @@ def _end_as(exit_code: int) -> None:
 
 def _signal_all(number: int) -> None:
     for pid in descendants(os.getpid()):
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # it has ended, or became another user's
+        with contextlib.suppress(OSError):  # it has ended, or became another user's
             os.kill(pid, number)
 
 
@@ -171,11 +159,9 @@ def _collect_all(codes: dict[int, int], until: float) -> bool:
         time.sleep(0.001)
 
 
-def _kernel_lists_children() -> bool:
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-
-
 def _children_of(pid: int) -> list[int]:
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # a kernel without CONFIG_PROC_CHILDREN
+        return _children_by_psutil(pid)
     children: list[int] = []
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -184,8 +170,10 @@ def _children_of(pid: int) -> list[int]:
     return children
 
 
-def _descendants_by_psutil(root: int) -> Iterator[int]:
+def _children_by_psutil(pid: int) -> list[int]:
+    """The same by a look at every process of the machine: too slow where a guardian looks ten times a second."""
     import psutil
 
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-        yield from (process.pid for process in psutil.Process(root).children(recursive=True))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process.pid for process in psutil.Process(pid).children()]
+    return []

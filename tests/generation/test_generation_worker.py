@@ -12,8 +12,7 @@ pytest.importorskip("vllm")
 
 from async_grpo.errors import WorkerLost
 from async_grpo.generation.config import EngineConfig
-from async_grpo.generation.engine_arguments import engine_arguments
-from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline
+from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline, engine_arguments
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.transports import TRANSPORTS
 
@@ -95,12 +94,11 @@ async def update_in_one(worker: GenerationWorker, version: int, meanwhile) -> No
 
 
 async def update_in_steps(worker: GenerationWorker, version: int, meanwhile) -> None:
-    steps = worker.transfer
-    await steps.pause(version)
-    await steps.start_weight_update()
+    await worker.pause(version)
+    await worker.start_weight_update()
     await meanwhile()
-    await steps.finish_weight_update()
-    await steps.resume(version)
+    await worker.finish_weight_update()
+    await worker.resume(version)
 
 
 @pytest.mark.parametrize("update", [update_in_one, update_in_steps])
@@ -127,23 +125,23 @@ async def test_an_engine_whose_update_failed_refuses_every_request():
     broken = worker(fails="start_weight_update")
     with pytest.raises(RuntimeError, match="start_weight_update failed"):
         await broken.update(7, [])
-    with pytest.raises(WorkerLost, match="its update to policy version 7 failed: start_weight_update failed"):
+    with pytest.raises(WorkerLost, match="its update to policy version 7 did not finish"):
         await one(broken)
     assert broken.engine.running.is_set()  # resumed all the same
 
 
 async def test_an_engine_whose_transfer_did_not_finish_resumes_only_to_refuse():
     engine = worker()
-    await engine.transfer.pause(3)
-    await engine.transfer.resume(3)
-    with pytest.raises(WorkerLost, match="an update of its weights did not finish"):
+    await engine.pause(3)
+    await engine.resume(3)
+    with pytest.raises(WorkerLost, match="its update to policy version 3 did not finish"):
         await one(engine)
 
 
 @pytest.mark.parametrize("float32_head", [True, False])
 def test_a_float32_head_of_the_run_reaches_vllm(float32_head):
     settings = SharedRunSettings(**{**vars(SETTINGS), "float32_head": float32_head})
-    arguments = engine_arguments(EngineConfig(model_path=str(MODEL)), settings)
+    arguments = engine_arguments(EngineConfig(model_path=str(MODEL)), settings, "")
     assert arguments.hf_overrides == ({"head_dtype": "float32"} if float32_head else {})
     assert arguments.logprobs_mode == "processed_logprobs"
 
@@ -154,6 +152,6 @@ def test_the_engine_side_of_every_transport_is_known_to_vllm():
     for name, transport in TRANSPORTS.items():
         settings = SharedRunSettings(**{**vars(SETTINGS), "transport": name})
         backend = engine_arguments(
-            EngineConfig(model_path=str(MODEL)), settings
+            EngineConfig(model_path=str(MODEL)), settings, ""
         ).weight_transfer_config.backend
         assert backend == transport.engine_backend and backend in WeightTransferEngineFactory._registry

@@ -13,7 +13,7 @@ from async_grpo.cluster.controller import RunController
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
-from async_grpo.generation.engines import engine_class
+from async_grpo.generation.config import engine_class
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.rewards.pool import VerifierPool

@@ -128,7 +128,7 @@ def test_descendants_are_found_without_the_kernels_list_of_children(monkeypatch)
     try:
         started.stdout.readline(), started.stdout.readline()
         listed = sorted(process_tree.descendants(started.pid))
-        monkeypatch.setattr(process_tree, "_kernel_lists_children", lambda: False)
+        monkeypatch.setattr(process_tree, "_children_of", process_tree._children_by_psutil)
         assert len(listed) == 1 and sorted(process_tree.descendants(started.pid)) == listed
     finally:
         for pid in (*listed, started.pid):
