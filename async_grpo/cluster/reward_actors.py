@@ -16,7 +16,7 @@ import ray
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
 from async_grpo.cluster.ray_session import zero_cpu_actor
-from async_grpo.rewards.adapter.decorators import is_cacheable, is_judge
+from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
@@ -160,7 +160,7 @@ class RunVerification:
             digest = self._source.digest_of(name)
             if is_judge(adapter):
                 versions[name] = version_of_judge(adapter, digest, self._addresses)
-            elif is_cacheable(adapter):
+            elif getattr(adapter, "cacheable", False) is True:  # `@cacheable`
                 versions[name] = version_of(digest, options)
         log.info("the verdict cache keeps the answers of %s", ", ".join(versions) or "no reward of this run")
         return versions

@@ -22,6 +22,7 @@ from async_grpo.options.fields import option, parse_assignments, required
 from async_grpo.rewards.bench.adapter_check import check_adapter
 from async_grpo.rewards.bench.completions import CompletionRow, read_rows, score_rows
 from async_grpo.rewards.bench.report import Report, one_line
+from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
@@ -117,13 +118,11 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
         f"{name} failed or timed out {card.num_unscored} times" for name, card in cards if card.num_unscored
     ]
     for name, card in cards if config.check else ():
-        samples, problems = [row.sample for row in card.right_rows], list[str]()
-        said = "passed" if samples else "skipped, it calls no row right"
+        rights, problems = [row.columns for row in card.right_rows], list[str]()
+        said = "passed" if rights else "skipped, it calls no row right"
+        make_process = process_maker(workers.source, options, environment=workers.environment)
         try:
-            if samples:
-                problems = check_adapter(
-                    workers.source, name, samples, options, environment=workers.environment
-                )
+            problems = asyncio.run(check_adapter(name, make_process, rights)) if rights else []
         except ConfigurationError as error:
             said = f"skipped: {error}"
         console.print(f"\ncheck of {name}: {'' if problems else said}", soft_wrap=True)

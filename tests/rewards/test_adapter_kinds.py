@@ -29,7 +29,7 @@ from async_grpo.rewards.adapter.registry_source import (
     parse_names,
     resolve,
 )
-from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
+from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, read_answer, read_change
 from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
 from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
@@ -69,19 +69,13 @@ def test_numbers_dicts_and_triples_are_answers(returned, reward, extra):
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        (NAN, "reward=nan"),
         ((NAN, "q", "e"), "reward=nan: only finite numbers are allowed e (asked: 'q')"),
-        ((None, "q", "e"), "the adapter returned a NoneType"),
+        (None, "the adapter returned a NoneType"),
         ((1.0, "q"), "the adapter returned a tuple"),
-        (("q", "e", 1.0), "the adapter returned a str"),
-        ((1.0, "a", "b", "c"), "the adapter returned a tuple"),
         ([1.0, "q", "e"], "the adapter returned a list"),
         ({"score": "high"}, "reward='high'"),
-        ({"score": None}, "reward=None"),
         ("1.0", "returned a str, not a number or a dict"),
-        ({}, "no `reward`"),
         ({"points": 1.0}, "no `reward`, only ['points']"),
-        ({"reward": float("inf")}, "reward=inf"),
         ({"reward": 1.0, "part": -float("inf")}, "part=-inf"),
         ({"reward": [1.0]}, "reward=[1.0]"),
         (((1.0, "q", "e"), "q", None), ""),
@@ -108,11 +102,6 @@ def test_query_and_explanation_go_into_the_reason_alone_and_not_at_any_length():
 def test_an_abstention_has_a_reason_and_no_reward(given, reason):
     answer = read_answer(({"abstain": given, "reward": 1.0}, None, None), {})
     assert (answer["status"], answer["reward"], answer["reason"]) == ("abstained", None, reason)
-
-
-def test_a_bare_number_is_no_answer_of_a_process_reward():
-    answer = read_answer(1.0, {}, process=True)
-    assert answer["reason"] == "the adapter returned a float, not a dict with step_rewards or token_rewards"
 
 
 # Kinds ------------------------------------------------------------------------------------------------------------
@@ -163,12 +152,9 @@ class Judge:
         (process_reward(lambda sample: {}), AdapterTraits(is_process_reward=True)),
         (post_process(lambda group: group)(lambda sample: 1.0), AdapterTraits(has_post_process=True)),
         (waits, AdapterTraits(64, is_async=True)),
-        (partial(waits), AdapterTraits(64, is_async=True)),
         (Plain, AdapterTraits()),
         (Plain(), AdapterTraits()),
         (Computes, AdapterTraits()),
-        (Computes(), AdapterTraits()),
-        (Waits, AdapterTraits(64, is_async=True)),
         (Waits(), AdapterTraits(64, is_async=True)),
         (WaitsInheriting, AdapterTraits(64, is_async=True, is_process_reward=True, has_post_process=True)),
         (Batched, AdapterTraits(5, is_async=True, is_batch=True, max_wait_s=0.5)),
@@ -185,7 +171,7 @@ class NoReward:
     def score(self, sample): ...
 
 
-@pytest.mark.parametrize("thing", [None, 3, "mathd", NoReward, NoReward()])
+@pytest.mark.parametrize("thing", [None, NoReward, NoReward()])
 def test_what_cannot_be_called_is_no_reward(thing):
     with pytest.raises(
         ConfigurationError, match="is no reward: register a function, or a class with __call__"
@@ -198,7 +184,7 @@ def test_the_class_of_a_judge_is_no_judge():
         traits_of(Judge)
 
 
-@pytest.mark.parametrize(("max_samples", "max_wait_s"), [(0, 0.1), (-1, 0.1), (1, -0.1), (1, NAN)])
+@pytest.mark.parametrize(("max_samples", "max_wait_s"), [(0, 0.1), (1, NAN)])
 def test_an_impossible_batch_is_refused(max_samples, max_wait_s):
     with pytest.raises(ConfigurationError, match="@batch needs max_samples >= 1 and max_wait_s >= 0"):
         batch(max_samples, max_wait_s)
@@ -258,10 +244,6 @@ PAGE = textwrap.dedent(
             with open(self.log, "a") as file:
                 file.write(f"closed after {self.calls:g}\\n")
 
-    class Computing:
-        def compute_score(self, sample):
-            return sample["value"], "what is it?", "it is a value"
-
     class Demanding:
         def __init__(self, url):
             self.url = url
@@ -309,17 +291,9 @@ PAGE = textwrap.dedent(
             raise ValueError(f"a bad one among {len(samples)}")
         return [{"reward": weight * sample["value"], "size": len(samples)} for sample in samples]
 
-    @batch(max_samples=2, max_wait_s=600.0)
-    def patient(samples):
-        return [len(samples) for _ in samples]
-
     @batch(max_samples=4, max_wait_s=0.2)
     def wrong_length(samples):
         return [1.0] * (len(samples) + 1)
-
-    @batch(max_samples=4, max_wait_s=0.2)
-    def wrong_kind(samples):
-        return {"reward": 1.0}
 
     @batch(max_samples=4, max_wait_s=0.2)
     async def batched_later(samples):
@@ -404,11 +378,6 @@ async def test_a_class_is_built_once_with_its_options_warmed_up_and_closed_at_th
     assert log.read_text() == "closed after 120\n"
 
 
-async def test_compute_score_is_as_good_as_call_and_may_explain_itself():
-    (result,) = await scored("Computing", [{"value": 0.5}])
-    assert (result.reward, result.reason) == (0.5, "it is a value (asked: 'what is it?')")
-
-
 async def test_a_class_that_cannot_be_built_is_the_users_mistake():
     with pytest.raises(ConfigurationError, match="'Broken' cannot start: OSError: no such server"):
         await scored("Broken", [{}])
@@ -425,20 +394,6 @@ async def test_an_async_reward_has_many_samples_in_flight_in_one_process(tmp_pat
     assert max(result.extra["most"] for result in results) == ASYNC_CAPACITY
     assert len({result.extra["pid"] for result in results}) == 1
     assert log.read_text() == "closed"
-
-
-async def test_the_answers_of_an_async_reward_come_as_they_are_ready():
-    worker = AdapterProcess(SOURCE, "Session")
-    await worker.start()
-    order = []
-
-    async def ask(seconds: float) -> None:
-        assert (await worker.score({"seconds": seconds, "value": seconds}, 20.0)).reward == seconds
-        order.append(seconds)
-
-    await asyncio.gather(*map(ask, (0.6, 0.0, 0.3)))
-    await worker.close()
-    assert order == [0.0, 0.3, 0.6]
 
 
 async def test_one_worker_of_an_async_reward_serves_a_whole_pool():
@@ -471,18 +426,11 @@ async def test_an_async_reward_that_cancels_itself_has_failed():
 
 
 async def test_a_batch_function_gets_its_samples_together_and_each_its_own_answer():
+    """Full batches wait for nobody, and the last not for ever for its others."""
     results = await scored("batched", [{"value": number} for number in range(10)], weight=2.0)
     assert [result.reward for result in results] == [2.0 * number for number in range(10)]
     assert [result.extra["size"] for result in results] == [4.0] * 8 + [2.0] * 2
-
-
-async def test_a_batch_does_not_wait_for_ever_for_its_others():
-    (result,) = await scored("batched", [{"value": 7}])
-    assert (result.reward, result.extra) == (7.0, {"size": 1.0}) and 0.2 <= result.latency_s < 10
-
-
-async def test_a_full_batch_waits_for_nobody():
-    assert [result.reward for result in await scored("patient", [{}, {}])] == [2.0, 2.0]
+    assert 0.2 <= results[9].latency_s < 10
 
 
 async def test_a_sample_on_which_a_batch_raises_fails_alone():
@@ -492,15 +440,9 @@ async def test_a_sample_on_which_a_batch_raises_fails_alone():
     assert results[0].extra == {"size": 1.0}  # it was tried again alone, too
 
 
-@pytest.mark.parametrize(
-    ("adapter", "reason"),
-    [
-        ("wrong_length", "the batch of 2 samples came to 3 answers"),
-        ("wrong_kind", "the batch of 2 samples came to a dict, not a list"),
-    ],
-)
-async def test_a_batch_without_one_answer_for_each_sample_has_failed(adapter, reason):
-    results = await scored(adapter, [{}, {}])
+async def test_a_batch_without_one_answer_for_each_sample_has_failed():
+    results = await scored("wrong_length", [{}, {}])
+    reason = "the batch of 2 samples came to 3 answers"
     assert [(result.status, result.reason) for result in results] == [(FAILED, reason)] * 2
 
 
@@ -559,10 +501,6 @@ def test_a_change_is_read_like_an_answer(change, status, reward, extra, reason):
     found = read_change(change, answer)
     assert (found["status"], found["reward"], found["extra"]) == (status, reward, extra)
     assert found["reason"] == reason and found["steps"] == ([[2, 1.0]] if status == "ok" else [])
-
-
-def test_no_change_leaves_a_failure_one():
-    assert read_change(None, failure("no route")) == failure("no route")
 
 
 async def test_a_judge_says_what_it_is_but_is_not_asked_in_a_process():
@@ -663,24 +601,21 @@ def test_each_text_has_its_digest(files):
 
 # What every reward must keep to -----------------------------------------------------------------------------------
 
+COUNTDOWN = {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27}
 EXAMPLES = {
     "math_verify": {"completion": r"\boxed{\frac{2}{4}}", "answer": "0.5"},
     "mathd": {"completion": r"\boxed{\dfrac12}", "answer": "1/2"},
     "sympy": {"completion": r"\boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"},
-    "countdown": {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27},
-    "countdown_steps": {
-        "completion": "so</think>\n<answer>3*(4+5)</answer>",
-        "nums": [3, 4, 5],
-        "target": 27,
-    },
+    "countdown": COUNTDOWN,
+    "countdown_steps": COUNTDOWN,
     "format": {"completion": "so</think>\n<answer>7</answer>"},
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_shipped_rewards_keep_to_it(name):
+async def test_the_shipped_rewards_keep_to_it(name):
     source = RewardRegistrySource.from_file(ROOT / "reward_registry.py")
-    assert check_adapter(source, name, [EXAMPLES[name]], timeout_s=30.0) == []
+    assert await check_adapter(name, process_maker(source), [EXAMPLES[name]], timeout_s=30.0) == []
 
 
 CHECKED = textwrap.dedent(
@@ -717,54 +652,32 @@ CHECKED = textwrap.dedent(
         ("silent", []),
         ("later", []),
         ("several", []),
-        (
-            "generous",
-            [
-                f"sample 0: {what} is worth 1, and the right one no more than that"
-                for what in POOR_COMPLETIONS
-            ],
-        ),
-        (
-            "strict",
-            [
-                "sample 0: an empty completion has failed: ZeroDivisionError",
-                "blanks is worth",
-                "letters",
-                "box",
-            ],
-        ),
+        ("generous", [f"sample 0: {what} is worth 1, and the right one no more than that" for what in POOR_COMPLETIONS]),
+        ("strict", ["sample 0: an empty completion has failed: ZeroDivisionError", "blanks is worth", "letters"]),
         ("moody", ["sample 0: asked again, it is worth", "in another process", "after a cancelled call"]),
         ("local", ["sample 0: in another process, it is worth"]),
         # Whether its process also outlives the cancelled call, and counts on, is a matter of two milliseconds.
         ("counts", ["sample 0: asked again, it is worth 18, while at first it is worth 1"]),
         ("slow", ["sample 0: an empty completion has timed_out: no answer within 1 s"]),
-        (
-            "forgetful",
-            ["the whole group has failed: post_process_scores: ValueError: a group of 1 came to 0 answers"],
-        ),
-        (
-            "missing",
-            ["reward function 'missing' cannot start: unknown reward function missing"],
-        ),
+        ("forgetful", ["the whole group has failed: post_process_scores: ValueError: a group of 1 came to 0 answers"]),
+        ("missing", ["reward function 'missing' cannot start: unknown reward function missing"]),
     ],
-)
-def test_the_check_finds_what_is_wrong(adapter, problems):
-    source = RewardRegistrySource.from_text("checked_page", CHECKED)
+)  # fmt: skip
+async def test_the_check_finds_what_is_wrong(adapter, problems):
+    make = process_maker(RewardRegistrySource.from_text("checked_page", CHECKED))
     right = {"completion": "42 is the answer", "answer": "42 is the answer"}
-    found = check_adapter(source, adapter, [right], timeout_s=1.0)
+    found = await check_adapter(adapter, make, [right], timeout_s=1.0)
     assert len(found) == len(problems) or adapter in ("strict", "moody", "local", "counts"), found
     for problem in problems:
         assert any(problem in text for text in found), (problem, found)
 
 
-def test_a_right_completion_that_is_not_scored_is_a_problem_and_no_samples_are_a_mistake():
-    source = RewardRegistrySource.from_text("checked_page", CHECKED)
-    (found,) = check_adapter(source, "good", [{"completion": "4"}])[:1]
+async def test_a_right_completion_that_is_not_scored_is_a_problem_and_a_judge_cannot_be_checked():
+    make = process_maker(RewardRegistrySource.from_text("checked_page", CHECKED))
+    (found,) = (await check_adapter("good", make, [{"completion": "4"}]))[:1]
     assert found.startswith("sample 0: the right completion has failed: KeyError: 'answer'")
-    with pytest.raises(ConfigurationError, match="give at least one"):
-        check_adapter(source, "good", [])
     with pytest.raises(ConfigurationError, match="judge is a judge"):
-        check_adapter(SOURCE, "judge", [{"completion": "4"}])
+        await check_adapter("judge", process_maker(SOURCE), [{"completion": "4"}])
 
 
 def test_a_row_becomes_a_whole_sample():

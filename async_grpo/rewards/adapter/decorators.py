@@ -1,14 +1,11 @@
 """What a reward declares, by decorators on a function or a class alike, and the traits that are read of it.
 
-    function        def shout(sample, weight=1.0)
-    class           built once per process with the options that its `__init__` names; called through `__call__` or
-                    `compute_score`; its `close`, if there is one, at the end
-    async           `async def`, or a class with an `async def __call__`: many samples in flight in one process
-    batch           decorated with `@batch`: a list of samples in, a list of answers out
-    judge           an object with `endpoint` and `score`: no process of its own, see `async_grpo.rewards.judges`
-
-Each may be a process reward (`@process_reward`), and look at whole groups (`@post_process`). Only the options that it
-names are passed.
+function        def shout(sample, weight=1.0)
+class           built once per process with the options that its `__init__` names; called through `__call__` or
+                `compute_score`; its `close`, if there is one, at the end
+async           `async def`, or a class with an `async def __call__`: many samples in flight in one process
+batch           decorated with `@batch`: a list of samples in, a list of answers out
+judge           an object with `endpoint` and `score`: no process of its own, see `async_grpo.rewards.judges`
 """
 
 import inspect
@@ -43,12 +40,6 @@ def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward],
     Where the call raises or its process dies, each sample is tried alone, so that one bad row costs only itself. A
     list of another length is a failure of all; and a call that takes too long is a time-out of all.
 
-    >>> @batch(max_samples=8)
-    ... def lengths(samples, scale=0.01):
-    ...     return [scale * len(sample["completion"]) for sample in samples]
-    >>> lengths.batching
-    Batching(max_samples=8, max_wait_s=0.01)
-
     Raises:
         ConfigurationError: fewer than one sample, or a negative wait.
     """
@@ -82,12 +73,6 @@ def post_process(function: PostProcess) -> Callable[[Reward], Reward]:
     and returns a list of the same length. Each entry is a reward, a dict of a `reward` and further numbers,
     {"abstain": "why"}, or None, which leaves the answer as it is. It may run on any worker, in training and in
     evaluation alike; if it fails, all the answers have failed.
-
-    >>> @post_process(lambda group: [0.5 if member["reward"] is None else None for member in group])
-    ... def shout(sample):
-    ...     return sample["completion"].isupper()
-    >>> shout.post_process_scores([{"status": "ok", "reward": 1.0}, {"status": "failed", "reward": None}])
-    [None, 0.5]
     """
 
     def mark(reward: Reward) -> Reward:
@@ -103,17 +88,7 @@ def warmed_by(example: dict[str, Any]) -> Callable[[Reward], Reward]:
 
 
 def process_reward(reward: Reward) -> Reward:
-    """Decorator: the reward pays for single steps; it returns `step_rewards` or `token_rewards`.
-
-    Ends are exclusive; `reward` is the sum unless it is returned, too.
-
-    >>> @process_reward
-    ... def sentences(sample):
-    ...     ends = [n + 1 for n, character in enumerate(sample["completion"]) if character == "."]
-    ...     return {"step_rewards": [{"reward": 1.0, "char_end": end} for end in ends]}
-    >>> sentences({"completion": "One. Two."})
-    {'step_rewards': [{'reward': 1.0, 'char_end': 4}, {'reward': 1.0, 'char_end': 9}]}
-    """
+    """Decorator: the reward pays for single steps; it returns `step_rewards` or `token_rewards` (see `result`)."""
     return _declare(reward, "process", True)
 
 
@@ -139,15 +114,7 @@ class AdapterTraits:
 
 
 def traits_of(adapter: Any) -> AdapterTraits:
-    """The traits of a registered object.
-
-    Raises:
-        ConfigurationError: it cannot be called.
-
-    >>> async def polite(sample): ...
-    >>> traits_of(polite).capacity, traits_of(len).capacity
-    (64, 1)
-    """
+    """The traits of a registered object. Raises ConfigurationError if it cannot be called."""
     judges = is_judge(adapter)
     function = None if judges else function_of(adapter)
     is_async = judges or any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
@@ -172,19 +139,9 @@ def is_process_reward(adapter: Any) -> bool:
 
 
 def best_reward_of(adapter: Any, options: Mapping[str, Any]) -> float:
-    """The highest reward that it gives with these options: what it declares (`@best_reward`), else 1.
-
-    >>> polite = best_reward(lambda weight=0.1: weight)(lambda sample, weight=0.1: weight)
-    >>> best_reward_of(polite, {"weight": 0.5, "url": "x"})
-    0.5
-    """
+    """The highest reward that it gives with these options: what it declares (`@best_reward`), else 1."""
     best = getattr(adapter, "best_reward", 1.0)
     return float(best(**accepted_options(best, options, num_given=0)) if callable(best) else best)
-
-
-def is_cacheable(adapter: Any) -> bool:
-    """Whether the verdict cache may keep its answers: judges', and of rewards that are declared so (`@cacheable`)."""
-    return is_judge(adapter) or getattr(adapter, "cacheable", False) is True
 
 
 def is_judge(adapter: Any) -> bool:
@@ -198,10 +155,7 @@ def is_judge(adapter: Any) -> bool:
 
 def function_of(adapter: Any) -> Callable[..., Any]:
     """What is called with a sample: the adapter itself, or the `__call__` or `compute_score` of its class.
-
-    Raises:
-        ConfigurationError: there is neither.
-    """
+    Raises ConfigurationError if there is neither."""
     if callable(adapter) and not isinstance(adapter, type):
         return adapter
     owner = adapter if isinstance(adapter, type) else type(adapter)
@@ -217,13 +171,8 @@ def function_of(adapter: Any) -> Callable[..., Any]:
 def accepted_options(
     function: Callable[..., Any], options: Mapping[str, Any], num_given: int = 1
 ) -> dict[str, Any]:
-    """The options that the function names as keywords; all of them if it takes `**options`.
-
-    Its first `num_given` parameters are no options: the sample.
-
-    >>> accepted_options(lambda sample, weight=0.1: {}, {"weight": 1.0, "url": "x"})
-    {'weight': 1.0}
-    """
+    """The options that the function names as keywords; all of them if it takes `**options`. Its first `num_given`
+    parameters are no options: the sample."""
     parameters = list(inspect.signature(function).parameters.values())[num_given:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(options)
@@ -234,12 +183,11 @@ def accepted_options(
 def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an option that none of the adapters names: nobody would miss it."""
     known: set[str] = set()
-    for adapter in adapters.values():
-        if isinstance(adapter, type):
+    for adapter in [adapter for adapter in adapters.values() if not is_judge(adapter)]:
+        is_class = isinstance(adapter, type)
+        known |= accepted_options(function_of(adapter), options, num_given=2 if is_class else 1).keys()
+        if is_class:
             known |= accepted_options(adapter, options, num_given=0).keys()
-            known |= accepted_options(function_of(adapter), options, num_given=2).keys()
-        elif not is_judge(adapter):
-            known |= accepted_options(function_of(adapter), options).keys()
     if unknown := sorted(set(options) - known):
         raise ConfigurationError(
             f"no reward function of {', '.join(adapters)} takes the option {', '.join(unknown)}: "

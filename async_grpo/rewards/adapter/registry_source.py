@@ -61,20 +61,12 @@ class RewardRegistrySource(ShippedModule):
 
 
 def display_name(name: str) -> str:
-    """What a reward is known by in metrics, weights and results.
-
-    >>> display_name("rewards/shout.py:shout"), display_name("mathd")
-    ('shout', 'mathd')
-    """
+    """What a reward is known by in metrics, weights and results."""
     return name.rpartition(":")[2] if is_file(name) else name
 
 
 def parse_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """The names of a list or a comma separated string, once each, in the order given.
-
-    >>> parse_names("mathd, sympy,mathd")
-    ('mathd', 'sympy')
-    """
+    """The names of a list or a comma separated string, once each, in the order given."""
     parts = names.split(",") if isinstance(names, str) else [getattr(name, "value", name) for name in names]
     return tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
 

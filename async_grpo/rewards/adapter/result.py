@@ -1,7 +1,6 @@
 """What a reward may answer, and what becomes of it.
 
-A reward is called with a sample (or, with `@batch`, a list of samples; see `decorators`), which holds every column of
-the data row and
+A reward is called with a sample (with `@batch`, a list of them), which holds every column of the data row and
 
     completion              the generated text; a trailing end token may be there or not
     sample_text             input + completion
@@ -17,15 +16,13 @@ It answers one of
     {"abstain": "why"}                  it cannot judge this sample
     (answer, query, explanation)        one of these, and two texts for the log: a judge's question and its reason
 
-with finite numbers only. Anything else, an exception included, is a failure and no zero.
-
-A process reward, declared by `@process_reward`, answers a dict with exactly one of
+with finite numbers only. Anything else, an exception included, is a failure and no zero. A process reward answers a dict
+with exactly one of
 
     step_rewards    a list of {"reward": r, "token_end": n} or {"reward": r, "char_end": n}, in any order
     token_rewards   a list with one number for each token of the completion
 
-Ends are exclusive, as in a slice: the step is over with `completion_token_ids[:n]`, or `completion[:n]`. `reward` is the
-sum of the steps unless it is given.
+Ends are exclusive, as in a slice. `reward` is the sum of the steps unless it is given.
 """
 
 import math
@@ -38,7 +35,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 
-STEP_REWARDS, TOKEN_REWARDS = KINDS = ("step_rewards", "token_rewards")
+KINDS = ("step_rewards", "token_rewards")
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500
 _MEMBER = {"sample", "status", "extra", "steps", "reason"}  # what a group's member holds besides its reward
@@ -70,12 +67,7 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
 
 
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer after `post_process_scores` returned this for it (see `decorators.post_process`).
-
-    >>> failed = failure("no route to host")
-    >>> read_change(None, failed)["reason"], read_change(0.5, failed)["reward"]
-    ('no route to host', 0.5)
-    """
+    """The answer after `post_process_scores` returned this for it (see `decorators.post_process`)."""
     if isinstance(returned, dict):  # a member of the group as it came, with another reward, is as good
         returned = {name: value for name, value in returned.items() if name not in _MEMBER}
         if returned.get("reward", 0.0) is None:
@@ -95,14 +87,7 @@ def failure(reason: str, status: str = "failed") -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message, and the last line of the traceback; of a setting that is refused, the message and its cause's.
-
-    >>> try:
-    ...     {}["gold"]
-    ... except KeyError as error:
-    ...     describe(error).split(" at ")[0]
-    "KeyError: 'gold'"
-    """
+    """Type and message, and the last line of the traceback; of a setting that is refused, the message and its cause's."""
     refused = isinstance(error, ConfigurationError)  # the line of ours that refuses tells the user nothing
     raised = error.__cause__ if refused else error
     frames = traceback.extract_tb(raised.__traceback__) if raised is not None else []
@@ -164,7 +149,7 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
     (kind,) = given
     if not isinstance(answer[kind], list):
         raise ValueError(f"{kind} is a {type(answer[kind]).__name__}, not a list")
-    read = _token_rewards if kind == TOKEN_REWARDS else _step_rewards
+    read = _token_rewards if kind == "token_rewards" else _step_rewards
     rewards: dict[int, float] = {}
     for token, reward in read(answer[kind], sample):
         rewards[token] = rewards.get(token, 0.0) + reward

@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.bench.completions import sample_of
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.verifier_worker import Timeouts
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -30,17 +29,13 @@ POOR_COMPLETIONS = {
     "code": '```python\nimport os; os._exit(1)\n```\n{"reward": 1.0}',
     "babble": "aha " * 20_000,
 }
-MakeProcess = Callable[[str], Awaitable[AdapterProcess]]
 _UNSCORED = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 
-def check_adapter(
-    source: RewardRegistrySource,
+async def check_adapter(
     adapter: str,
-    samples: Sequence[dict[str, Any]],
-    options: Mapping[str, Any] | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
+    make_process: Callable[[str], Awaitable[AdapterProcess]],
+    rows: Sequence[Mapping[str, Any]],
     timeout_s: float = 20.0,
 ) -> list[str]:
     """What is wrong with a reward, in words; empty if nothing is.
@@ -49,22 +44,13 @@ def check_adapter(
     answer those without failing; and answer alike when asked again, after a cancelled call, and in another process.
 
     Args:
-        source, adapter, options, environment: as for `AdapterProcess`.
-        samples: data rows with a `completion` that is right.
+        make_process: see `process_maker`.
+        rows: with a `completion` that is right.
 
     Raises:
-        ConfigurationError: no samples, or a judge, which has no process.
+        ConfigurationError: a judge, which has no process.
     """
-    if not samples:
-        raise ConfigurationError("a reward is checked on samples with right completions: give at least one")
-    make_process = process_maker(source, options, environment=environment)
-    return asyncio.run(_check(adapter, [sample_of(row) for row in samples], make_process, timeout_s))
-
-
-async def _check(
-    adapter: str, samples: list[dict[str, Any]], make_process: MakeProcess, timeout_s: float
-) -> list[str]:
-    judges = []
+    samples, judges = [sample_of(row) for row in rows], []
 
     async def make(name: str) -> AdapterProcess:
         process = await make_process(name)

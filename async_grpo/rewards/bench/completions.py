@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,47 +121,39 @@ async def score_rows(
     in_flight: int = 256,
     whole_groups: bool = False,
 ) -> None:
-    """Score every row `repeat` times; `on_row` is called in the order of the rows, with the verdicts of all runs.
-
-    The runs over a row follow each other, and meet whatever worker is free.
+    """Score every row `repeat` times, one run after the other.
 
     Args:
+        on_row: is called in the order of the rows, with the verdicts of all runs.
         in_flight: rows that are scored, or wait for a worker, at a time.
         whole_groups: rewards look at whole groups.
 
     Raises:
         Exception: what the pool or `on_row` raised first.
     """
-    sizes = Counter(row.columns["group_id"] for row in rows)
-    groups: defaultdict[int | str, dict[int, Sequence[Verdict]]] = defaultdict(dict)
-    done: dict[int, Sequence[Verdict]] = {}
-    slots, num_reported = asyncio.Semaphore(in_flight), 0
+    slots = asyncio.Semaphore(in_flight)
 
-    async def score(place: int, sample: dict[str, Any]) -> None:
-        nonlocal num_reported
-        try:
-            verdicts = [await pool.verify(sample) for _ in range(repeat)]
-        finally:
-            slots.release()
-        if not whole_groups:
-            done[place] = verdicts
-        else:
-            group = groups[sample["group_id"]]
-            group[place] = verdicts
-            if len(group) == sizes[sample["group_id"]]:
-                places = sorted(group)  # in the order of the file, not as they happened to be finished
-                samples = [rows[member].sample for member in places]
-                runs = zip(*(group[member] for member in places), strict=True)
-                changed = [await pool.post_process(samples, run) for run in runs]
-                done.update(zip(places, zip(*changed, strict=True), strict=True))
-        while num_reported in done:
-            num_reported += 1
-            on_row(rows[num_reported - 1], done.pop(num_reported - 1))
+    async def score(row: CompletionRow) -> Sequence[Verdict]:
+        async with slots:
+            sample = row.sample
+            return [await pool.verify(sample) for _ in range(repeat)]
 
+    async def look_at(places: list[int]) -> dict[int, Sequence[Verdict]]:
+        samples = [rows[place].sample for place in places]
+        runs = zip(*[await scored[place] for place in places], strict=True)
+        changed = [await pool.post_process(samples, run) for run in runs]
+        return dict(zip(places, zip(*changed, strict=True), strict=True))
+
+    groups: defaultdict[int | str, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        groups[row.columns["group_id"]].append(place)
     try:
-        async with asyncio.TaskGroup() as scoring:
+        async with asyncio.TaskGroup() as tasks:
+            scored = [tasks.create_task(score(row)) for row in rows]
+            if whole_groups:
+                looked_at = {group: tasks.create_task(look_at(places)) for group, places in groups.items()}
             for place, row in enumerate(rows):
-                await slots.acquire()
-                scoring.create_task(score(place, row.sample))
+                whole = (await looked_at[row.columns["group_id"]])[place] if whole_groups else None
+                on_row(row, whole or await scored[place])
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

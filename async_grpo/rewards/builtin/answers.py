@@ -20,24 +20,27 @@ _WORD = re.compile(r"[^\s$]+")
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
-class TooSlow(BaseException):
-    """The computation took too long. No Exception: libraries catch those in places, and go on."""
+class _TooSlow(BaseException):
+    """No Exception: libraries catch those in places, and go on."""
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in the block after so many seconds. ValueError outside the main thread, where no signal arrives.
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Interrupt the block after so many seconds, with a TimeoutError: "`what` takes more than ...".
 
-    Code in C is interrupted only where it looks for signals, as matching a regular expression does.
+    Raises ValueError outside the main thread, where no signal arrives. Code in C is interrupted only where it looks for
+    signals, as matching a regular expression does.
     """
 
     def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TooSlow
+        raise _TooSlow
 
     previous = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except _TooSlow as error:
+        raise TimeoutError(f"{what} takes more than {seconds:g} s") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -99,21 +102,15 @@ def answer_block(text: str) -> str | None:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Language (lower case, "" without one) and content of each closed block between lines of ```.
-
-    >>> fenced_blocks("So:\\n```python title=a\\nprint(1)\\n```\\n```\\n1\\n```\\n```c\\nopen")
-    [('python', 'print(1)\\n'), ('', '1\\n')]
-    """
+    """Language (lower case, "" without one) and content of each closed block between lines of ```."""
     blocks: list[tuple[str, str]] = []
-    language = ""
-    lines: list[str] | None = None
+    fence, lines = None, list[str]()
     for line in text.split("\n"):
-        if lines is None:
-            if fence := _FENCE.match(line):
-                language, lines = fence[1].lower(), []
+        if fence is None:
+            fence, lines = _FENCE.match(line), []
         elif line.strip(" \t\r") == "```":
-            blocks.append((language, "".join(lines)))
-            lines = None
+            blocks.append((fence[1].lower(), "".join(lines)))
+            fence = None
         else:
             lines.append(line + "\n")
     return blocks

@@ -23,22 +23,16 @@ from async_grpo.rewards.sandbox.run import Run, Sandbox
 
 MAX_CHARACTERS = 100_000
 _PYTHON = ("python", "python3", "py")
+_KINDS = ({"assert"}, {"input", "output"})  # of tests, by their keys
 _MIN_S = 0.01
 
 
 def code_of(text: str) -> str:
-    """The code in the model's text.
-
-    >>> code_of("Try this:\\n```python\\nprint(1)\\n```\\nIt prints\\n```text\\n1\\n```")
-    'print(1)\\n'
-    """
+    """The code in the model's text: see the module."""
     text = text.rpartition("</think>")[2]
     blocks = fenced_blocks(text)
-    for languages in (_PYTHON, ("",)):
-        fitting = [code for language, code in blocks if language in languages]
-        if fitting:
-            return fitting[-1]
-    return text
+    python = [code for language, code in blocks if language in _PYTHON]
+    return (python or [code for language, code in blocks if not language] or [text])[-1]
 
 
 def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
@@ -47,8 +41,8 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
     if not isinstance(tests, list) or not tests:
         raise ValueError(f"a row for `code` needs a list `tests`, not {tests!r:.200}")
     for test in tests:
-        kinds = isinstance(test, dict) and (test.keys() == {"assert"} or test.keys() == {"input", "output"})
-        if not kinds or not all(isinstance(text, str) for text in test.values()):
+        keys = test.keys() if isinstance(test, dict) else ()
+        if keys not in _KINDS or not all(isinstance(text, str) for text in test.values()):
             raise ValueError(
                 f'a test must be {{"input": text, "output": text}} or {{"assert": text}}, not {test!r:.200}'
             )
@@ -56,11 +50,7 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def same_output(given: str, expected: str) -> bool:
-    """Line by line, but for blanks at the ends of lines and empty lines at the end.
-
-    >>> same_output("1 2 \\n3\\n", "1 2\\n3"), same_output("12\\n3", "1 2\\n3")
-    (True, False)
-    """
+    """Line by line, but for blanks at the ends of lines and empty lines at the end."""
     one, other = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (given, expected))
     return one == other
 
@@ -88,11 +78,6 @@ def score(
     Raises:
         ValueError: the row has no usable tests.
         ConfigurationError: nothing keeps the code off the network, and that was not allowed.
-
-    >>> row = {"tests": [{"input": "4", "output": "8"}, {"assert": "assert double(2) == 4"}]}
-    >>> result = score(row | {"completion": "def double(n): return 2 * n\\nif __name__ == '__main__': print(double(4))"})
-    >>> result["reward"], result["passed"], result["timed_out"]
-    (1.0, 2.0, 0.0)
     """
     tests = tests_of(sample)
     code = f"{sample.get('prelude') or ''}\n{code_of(completion_text(sample))}"

@@ -57,11 +57,7 @@ def parse(expression: str) -> ast.expr:
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """The exact value. Raises one of `NOT_ARITHMETIC` for other operators, divisions by zero, huge intermediate values.
-
-    >>> value_of(parse("(1 + 2) / -4"))
-    Fraction(-3, 4)
-    """
+    """The exact value. Raises one of `NOT_ARITHMETIC` for other operators, divisions by zero, huge intermediate values."""
     match node:
         case ast.Constant(value=int(number)):
             return Fraction(number)
@@ -77,11 +73,7 @@ def value_of(node: ast.expr) -> Fraction:
 
 
 def solves(expression: str, nums: list[int], target: Fraction) -> bool:
-    """Whether the expression uses each of `nums` exactly once and has exactly the value `target`.
-
-    >>> solves("3*(4+5)", [5, 4, 3], Fraction(27)), solves("3**(4+5)", [5, 4, 3], Fraction(19683))
-    (True, False)
-    """
+    """Whether the expression uses each of `nums` exactly once and has exactly the value `target`."""
     try:
         tree = parse(expression)
         written = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
@@ -132,10 +124,6 @@ def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: the row has no usable `nums` or `target`.
-
-    >>> found = score_steps({"completion": "</think><answer>9</answer>", "nums": [9], "target": 9})
-    >>> found["step_rewards"]
-    [{'reward': 0.3, 'char_end': 17}, {'reward': 1.0, 'char_end': 26}]
     """
     nums, _ = task_of(sample)
     answer_reward = score(sample)["answer_reward"]

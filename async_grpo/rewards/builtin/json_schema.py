@@ -16,18 +16,14 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from async_grpo.rewards.builtin.answers import TooSlow, completion_text, fenced_blocks, time_limit
+from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks, time_limit
 
 MAX_CHARACTERS = 200_000
 SECONDS = 2.0
 
 
 def parse(text: str) -> Any:
-    """The value. Raises ValueError for what is not JSON of the permitted kind.
-
-    >>> parse('{"a": [1, 2.5, null]}')
-    {'a': [1, 2.5, None]}
-    """
+    """The value. Raises ValueError for what is not JSON of the permitted kind."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
     try:
@@ -83,10 +79,8 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     except ValueError:
         return {"reward": 0.0, "parsed": 0.0}
     try:
-        with time_limit(SECONDS):
+        with time_limit(SECONDS, "validation"):
             return {"reward": float(validator.is_valid(value)), "parsed": 1.0}
-    except TooSlow as error:
-        raise TimeoutError(f"validation takes more than {SECONDS:g} s") from error
     except RecursionError:  # the value is too deep for the schema's rules
         return {"reward": 0.0, "parsed": 1.0}
     except Unresolvable as error:

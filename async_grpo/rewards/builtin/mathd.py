@@ -4,8 +4,8 @@ The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving
 (2021), but for three: thousands separators of a plain number go away; a unit ends the answer, so that `5 \text{ or }6` is
 not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80.
 
-The vote trains without answers, test-time reinforcement learning: Zuo et al., "TTRL" (2025). What most completions of a
-prompt say counts as right. It exists once the whole group is there, so the reward is set by `post_process_scores`.
+The vote is test-time reinforcement learning, Zuo et al., "TTRL" (2025): what most completions of a prompt say counts as
+right. It exists once the whole group is there, so the reward is set by `post_process_scores`.
 """
 
 import re
@@ -22,24 +22,20 @@ from async_grpo.rewards.builtin.answers import (
 
 MAX_CHARACTERS = 1000
 
-_RULES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\n|\\!|\\left(?![a-z])|\\right(?![a-z])", ""),
-        (r"\\\\(?=[a-zA-Z])", r"\\"),  # a command that was escaped twice
-        (r"\\[td]frac", r"\\frac"),
-        (r"\^\s*(\{\s*\\circ\s*\}|\\circ)", ""),  # degrees
-        (r"\\\$|\$|\\%|%", ""),
-        # a unit behind the answer: 5 \text{ cm}^2
-        (r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$", ""),
-        (r"^\s*\\(text|mbox)\{([^{}]*)\}\s*$", r"\2"),  # nothing but text
-        (r"(^|[\s{])\.(?=\d)", r"\g<1>0."),
-        (r"^\s*[a-zA-Z]\w?\s*=(?=[^=]+$)", ""),  # k = 5
-        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
-        (r"\\frac\s*(\w)\s*", r"\\frac{\1}"),
-        (r"(\\frac\{[^{}]*\})\s*(\w)", r"\1{\2}"),
-    ]
-]
+_RULES = {
+    r"\n|\\!|\\left(?![a-z])|\\right(?![a-z])": "",
+    r"\\\\(?=[a-zA-Z])": r"\\",  # a command that was escaped twice
+    r"\\[td]frac": r"\\frac",
+    r"\^\s*(\{\s*\\circ\s*\}|\\circ)": "",  # degrees
+    r"\\\$|\$|\\%|%": "",
+    r"(?<=\S)\s*\\(text|mbox)\{ [^{}\d]*\}(\^\d|\^\{\d\})?\s*$": "",  # a unit: 5 \text{ cm}^2
+    r"^\s*\\(text|mbox)\{([^{}]*)\}\s*$": r"\2",  # nothing but text
+    r"(^|[\s{])\.(?=\d)": r"\g<1>0.",
+    r"^\s*[a-zA-Z]\w?\s*=(?=[^=]+$)": "",  # k = 5
+    r"\\sqrt\s*(\w)": r"\\sqrt{\1}",
+    r"\\frac\s*(\w)\s*": r"\\frac{\1}",
+    r"(\\frac\{[^{}]*\})\s*(\w)": r"\1{\2}",
+}
 _SIMPLE_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 
 
@@ -49,8 +45,8 @@ def clean(text: str) -> str:
     >>> clean(r"x = \dfrac12 \text{ cm}")
     '\\frac{1}{2}'
     """
-    for pattern, replacement in _RULES:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement in _RULES.items():
+        text = re.sub(pattern, replacement, text)
     text = ungrouped(text.strip())
     return r"\frac{1}{2}" if text == "0.5" else text
 
@@ -78,35 +74,25 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     gold = normalise(gold_answer(sample))
     if not gold:
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
-    boxed = boxed_answer(completion_text(sample))
-    if boxed is None or len(boxed) > MAX_CHARACTERS:
-        return {"reward": 0.0}
-    return {"reward": float(normalise(boxed) == gold)}
+    boxed = boxed_answer(completion_text(sample)) or ""
+    return {"reward": float(len(boxed) <= MAX_CHARACTERS and normalise(boxed) == gold)}
 
 
 def vote_of(sample: dict[str, Any]) -> str | None:
-    r"""The last \boxed{}, else the one <answer>, normalised; None without one: an abstention.
-
-    >>> vote_of({"completion": r"\boxed{\dfrac12}"}), vote_of({"completion": "I do not know."})
-    ('\\frac{1}{2}', None)
-    """
+    r"""The last \boxed{}, else the one <answer>, normalised; None without one: an abstention."""
     text = completion_text(sample)
     boxed = boxed_answer(text)
-    answer = answer_block(text) if boxed is None else boxed
-    return normalise(answer) or None if answer is not None and len(answer) <= MAX_CHARACTERS else None
+    answer = answer_block(text) or "" if boxed is None else boxed
+    return normalise(answer) or None if len(answer) <= MAX_CHARACTERS else None
 
 
 def score_vote(sample: dict[str, Any]) -> dict[str, float]:
-    """Before the group is known: whether there is an answer at all, and, where the row has one, what it is truly worth.
-
-    >>> score_vote({"completion": "\\\\boxed{7}", "answer": "7"})
-    {'reward': 0.0, 'voted': 1.0, 'true_reward': 1.0}
-    """
+    """Before the group is known: whether there is an answer, and, where the row has one, what it is truly worth."""
     vote = vote_of(sample)
-    known = {"reward": 0.0, "voted": float(vote is not None)}
-    if sample.get("answer") is None:
-        return known
-    return known | {"true_reward": float(vote == normalise(gold_answer(sample)))}
+    found = {"reward": 0.0, "voted": float(vote is not None)}
+    if sample.get("answer") is not None:
+        found["true_reward"] = float(vote == normalise(gold_answer(sample)))
+    return found
 
 
 def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | None]:
@@ -114,18 +100,12 @@ def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | 
 
     Of several most frequent votes the shortest wins, of these the first in the alphabet: not the one that came first, for
     completions arrive in any order. An answer that failed stays so, and has no vote.
-
-    >>> says = lambda text: {"sample": {"completion": f"\\\\boxed{{{text}}}"}, "status": "ok"}
-    >>> [member["reward"] for member in post_process_scores([says("7"), says("12"), says("7.0"), says("7")])]
-    [1.0, 0.0, 0.0, 1.0]
     """
     votes = [vote_of(member["sample"]) if member["status"] == "ok" else None for member in group]
     counts = Counter(vote for vote in votes if vote is not None)
     winner = min(counts, key=lambda vote: (-counts[vote], len(vote), vote), default=None)
     share = counts[winner] / counts.total() if winner is not None else 0.0
+    changes = [{"reward": float(vote is not None and vote == winner), "share": share} for vote in votes]
     return [
-        {"reward": float(vote is not None and vote == winner), "share": share}
-        if member["status"] == "ok"
-        else None
-        for member, vote in zip(group, votes, strict=True)
+        change if member["status"] == "ok" else None for member, change in zip(group, changes, strict=True)
     ]

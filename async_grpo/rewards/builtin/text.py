@@ -6,12 +6,10 @@ A completion is a thought, which ends with `</think>`, and what is behind it: th
 import math
 import re
 import unicodedata
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from async_grpo.rewards.builtin.answers import (
-    TooSlow,
     answer_block,
     boxed_answer,
     completion_text,
@@ -46,9 +44,6 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
 
     Raises:
         ValueError: the row has no answer, or an empty one.
-
-    >>> exact({"completion": "so</think> the  hague", "answers": ["Den Haag", "The Hague"]})
-    {'reward': 1.0}
     """
     answers = sample.get("answers")
     if answers is None:
@@ -69,11 +64,7 @@ def _normalised(text: str, strip: bool, case: bool) -> str:
 
 
 def format(sample: dict[str, Any], weight: float = 0.1) -> dict[str, float]:
-    """`weight` times the well-formedness.
-
-    >>> format({"completion": "so</think>\\n<answer>1</answer>"})
-    {'reward': 0.1, 'format_reward': 1.0}
-    """
+    """`weight` times the well-formedness."""
     format_reward = well_formedness(completion_text(sample))
     return {"reward": weight * format_reward, "format_reward": format_reward}
 
@@ -86,9 +77,6 @@ def well_formedness(completion: str) -> float:
 
     with one line break between the two, nothing behind the answer, one `</think>` and one answer. The thought may
     mention the answer tags: only what follows `</think>` counts as answer.
-
-    >>> well_formedness("so</think>\\n<answer>1</answer>"), well_formedness("so</think> 1")
-    (1.0, 0.1)
     """
     has_answer = answer_block(completion) is not None
     if has_answer and completion.count("</think>") == 1 and _WELL_FORMED.fullmatch(f"<think>{completion}"):
@@ -99,49 +87,31 @@ def well_formedness(completion: str) -> float:
 def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = False) -> dict[str, float]:
     r"""1 if the row's `pattern`, else the option's, matches the whole text behind the thought, or with `search` some part.
 
-    The pattern is Python's. One that backtracks for ever is no judgement on the completion: the sample fails. A text
-    beyond 100,000 characters is worth 0.
+    The pattern is Python's; a text beyond 100,000 characters is worth 0.
 
     Raises:
         ValueError: there is no pattern, or it is no regular expression.
-        TimeoutError: it did not come to an end.
-
-    >>> regex({"completion": "so</think> 12 apples"}, r"\d+ \w+"), regex({"completion": "12", "pattern": "[a-z]"})
-    ({'reward': 1.0}, {'reward': 0.0})
+        TimeoutError: it did not come to an end: no judgement on the completion.
     """
     pattern = sample.get("pattern") or pattern
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"`regex` needs a column or an option `pattern`, not {pattern!r:.200}")
-    expression = _compiled(pattern)
+    try:
+        expression = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern!r:.200} is no regular expression: {error}") from error
     text = completion_text(sample).rpartition("</think>")[2].strip()
     if len(text) > MAX_CHARACTERS:
         return {"reward": 0.0}
-    try:
-        with time_limit(SECONDS):
-            match = expression.search(text) if search else expression.fullmatch(text)
-    except TooSlow as error:
-        raise TimeoutError(
-            f"the pattern {pattern!r:.200} takes more than {SECONDS:g} s on this text"
-        ) from error
+    with time_limit(SECONDS, f"the pattern {pattern!r:.200} on this text"):
+        match = expression.search(text) if search else expression.fullmatch(text)
     return {"reward": float(match is not None)}
 
 
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern!r:.200} is no regular expression: {error}") from error
-
-
 def overlong(num_tokens: int, max_tokens: int, cache_tokens: int) -> float:
-    """ "Soft overlong punishment" of Yu et al., "DAPO" (2025), eq. 13: nothing up to a length, then less and less down to
-    -1; to be added to another reward (`sum`). With L = num_tokens, M = max_tokens, C = cache_tokens:
+    """The soft overlong punishment of Yu et al., "DAPO" (2025), eq. 13: L = num_tokens, M = max_tokens, C = cache_tokens.
 
-        0 if L <= M - C;    ((M - C) - L) / C if M - C < L <= M;    -1 if L > M
-
-    >>> [overlong(num_tokens, 100, 20) for num_tokens in (80, 85, 100, 101)]
-    [0.0, -0.25, -1.0, -1.0]
+    0 if L <= M - C;    ((M - C) - L) / C if M - C < L <= M;    -1 if L > M
     """
     if num_tokens > max_tokens:
         return -1.0
@@ -153,9 +123,6 @@ def cosine(num_tokens: int, max_tokens: int, right: bool) -> float:
     Chain-of-Thought Reasoning in LLMs" (2025), section 4.2.
 
         r_L + (r_0 - r_L) (1 + cos(pi L / L_max)) / 2 below L_max, and r_e from L_max on
-
-    >>> [round(cosine(num_tokens, 100, right=True), 3) for num_tokens in (0, 50, 99, 100)]
-    [2.0, 1.5, 1.0, -10.0]
     """
     if num_tokens >= max_tokens:
         return EXCEEDED
@@ -170,18 +137,16 @@ def length(
     cache_tokens: int = 1024,
     judge: str = "math_verify",
 ) -> dict[str, float]:
-    """The schedule's reward for the length of the completion, and that length.
+    """The schedule's reward for the length of the completion, and that length in tokens.
 
     Args:
-        max_tokens: L_max: the run's limit of generated tokens.
-        cache_tokens: L_cache of `overlong`: the width of the slope.
+        schedule: `overlong`, to be added to another reward (`sum`); or `cosine`, a reward by itself.
+        max_tokens: the run's limit of generated tokens.
+        cache_tokens: of `overlong`: the width of the slope.
         judge: for `cosine`, the reward that says which answer is right (from 1.0 on).
 
     Raises:
         ValueError: an impossible option, or the judge cannot judge the row.
-
-    >>> length({"completion_token_ids": [7] * 95}, max_tokens=100, cache_tokens=20)
-    {'reward': -0.75, 'num_tokens': 95.0}
     """
     slope = cache_tokens if schedule == "overlong" else max_tokens
     if schedule not in SCHEDULES or judge not in JUDGES or not 0 < slope <= max_tokens:
@@ -190,11 +155,9 @@ def length(
             f"max_tokens, not {schedule!r}, {judge!r}, {cache_tokens}, {max_tokens}"
         )
     num_tokens = len(sample["completion_token_ids"])
+    found = {"num_tokens": float(num_tokens)}
     if schedule == "overlong":
-        reward = overlong(num_tokens, max_tokens, cache_tokens)
-        return {"reward": reward, "num_tokens": float(num_tokens)}
-    module = import_module(f"async_grpo.rewards.builtin.{judge}") if judge != "exact" else None
-    judged = (exact if module is None else module.score)(sample)
-    right = judged["reward"] >= 1.0
-    reward = cosine(num_tokens, max_tokens, right)
-    return {"reward": reward, "num_tokens": float(num_tokens), "right": float(right)}
+        return {"reward": overlong(num_tokens, max_tokens, cache_tokens), **found}
+    score = exact if judge == "exact" else import_module(f"async_grpo.rewards.builtin.{judge}").score
+    right = score(sample)["reward"] >= 1.0
+    return {"reward": cosine(num_tokens, max_tokens, right), **found, "right": float(right)}

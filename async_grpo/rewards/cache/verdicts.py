@@ -1,9 +1,5 @@
 """VerdictCache: what was asked once is not asked again, in this run or in a later one.
 
-    cache = VerdictCache("verdicts.sqlite")
-    key = key_of("judge", version_of(settings), sample)
-    answer = await cache.get_or_call(key, lambda: judge.score(sample, ...))
-
 Kept are answers (see `adapter.result`) with the status ok or abstained; a failure or a time-out is asked again. A file
 that breaks during the run (full disk, locked or damaged file) is said so once and done without until it works again: no
 sample fails for it.
@@ -14,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -46,7 +43,7 @@ class VerdictCache:
         max_bytes: now and then, entries beyond are deleted, the longest unused first.
         timeout_s: for one look-up or write; then the file counts as broken.
         retry_s: how long a broken file is left alone.
-        file_options: further keywords of CacheFile.
+        busy_s: how long another process's lock is waited for.
 
     Raises:
         ConfigurationError: the file is something else, of another version, damaged, or cannot be made.
@@ -59,16 +56,15 @@ class VerdictCache:
         max_bytes: int | None = None,
         timeout_s: float = 10.0,
         retry_s: float = 30.0,
-        **file_options: Any,
+        busy_s: float = 2.0,
     ) -> None:
-        self._file = CacheFile(path, **file_options)
+        self._file = CacheFile(path, busy_s=busy_s)
         self._max_bytes, self._timeout_s, self._retry_s = max_bytes, timeout_s, retry_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
         self._in_flight: dict[str, asyncio.Future[str]] = {}
-        self._broken_since: float | None = None  # the last time that it was tried in vain
+        self._retry_at = 0.0  # 0 while the file works
         self._counts: Counter[str] = Counter()
         self._cost_saved = 0.0
-        self._closed = False
         try:
             self._file.open()
         except STORAGE_ERRORS as error:
@@ -113,7 +109,7 @@ class VerdictCache:
 
     async def close(self) -> None:
         """Let go of the file; later calls go through uncached."""
-        self._closed = True
+        self._retry_at = math.inf
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
         await asyncio.wait({closing}, timeout=self._timeout_s)
         self._thread.shutdown(wait=False)
@@ -127,33 +123,30 @@ class VerdictCache:
                 await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
 
     async def _use(self, operation: Callable[..., Any], *arguments: Any, default: Any = None) -> Any:
-        """What the file says, in a thread; the default while it is broken."""
-        broken = self._broken_since is not None and time.monotonic() - self._broken_since < self._retry_s
-        if broken or self._closed:
+        """What the file says, in a thread; the default while it is broken, and after the end."""
+        if time.monotonic() < self._retry_at:
             self._counts["skipped"] += 1
             return default
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, operation, *arguments)
-        except TimeoutError:  # a disk that hangs
-            self._broke(TimeoutError(f"no answer within {self._timeout_s:g} s"))
-            return default
         except (ConfigurationError, *STORAGE_ERRORS) as error:
             self._broke(error)
             return default
-        if self._broken_since is not None:
+        if 0.0 < self._retry_at < math.inf:
             log.warning("the verdict cache %s works again", self._file.path)
-            self._broken_since = None
+            self._retry_at = 0.0
         return result
 
     def _broke(self, error: BaseException) -> None:
         self._counts["errors"] += 1
-        if self._broken_since is None:
+        if not self._retry_at:
+            reason = str(error) or f"no answer within {self._timeout_s:g} s"  # of a disk that hangs
             log.error(
                 "the verdict cache %s failed, the run goes on without it and tries again every %g s: %s: %s",
-                *(self._file.path, self._retry_s, type(error).__name__, error),
+                *(self._file.path, self._retry_s, type(error).__name__, reason),
             )
-        self._broken_since = time.monotonic()
+        self._retry_at = max(self._retry_at, time.monotonic() + self._retry_s)
 
     def _for_free(self, text: str) -> Answer:
         answer: Answer = json.loads(text)
@@ -168,13 +161,8 @@ def _cost(answer: Answer) -> float:
 
 
 def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
-    """`ADAPTER:DIGEST`, the same for the same question to the same adapter; every column but `group_id` makes a difference.
-
-    Args:
-        version: of the adapter; an answer of another version is never found.
-
-    Raises:
-        ValueError: the sample holds what JSON cannot.
+    """`ADAPTER:DIGEST`, the same for the same question to the same version of an adapter; every column but `group_id`
+    makes a difference. Raises ValueError for a sample that holds what JSON cannot.
 
     >>> one = key_of("mathd", "v1", {"completion": "4", "answer": "4", "group_id": 1})
     >>> one == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), one[:6]
@@ -192,9 +180,6 @@ def version_of(*settings: Any) -> str:
 
     Raises:
         ValueError: the settings hold what JSON cannot.
-
-    >>> version_of({"model": "m", "temperature": 0.0}) == version_of({"temperature": 0.0, "model": "m"})
-    True
     """
     return _digest([_library(), *settings])
 
@@ -211,18 +196,17 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
         ConfigurationError: a setting is no plain value.
     """
     kind = type(judge)
-    if dataclasses.is_dataclass(judge):
-        settings = {
-            field.name: getattr(judge, field.name) for field in dataclasses.fields(judge) if field.init
-        }
-    else:
-        settings = dict(vars(judge))
-    settings = {name: value for name, value in settings.items() if name not in DELIVERY}
+    names = (
+        {field.name for field in dataclasses.fields(judge) if field.init}
+        if dataclasses.is_dataclass(judge)
+        else vars(judge).keys()
+    )
+    settings = {name: getattr(judge, name) for name in names - DELIVERY}
     for name in {"url", "urls"} & settings.keys():
         if addresses and addresses.model_id and addresses.are_asked_by(judge):
             settings[name] = addresses.model_id  # our own servers have other ports in each run
-            continue
-        settings[name] = sorted([settings[name]] if isinstance(settings[name], str) else settings[name])
+        elif not isinstance(settings[name], str):
+            settings[name] = sorted(settings[name])
     ours = kind.__module__.startswith("async_grpo.")
     try:
         return version_of(kind.__qualname__, "" if ours else code, settings)
@@ -235,7 +219,6 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
 
 @lru_cache
 def _library() -> str:
-    """A digest of this room's code."""
     room = Path(__file__).parents[1]
     files = sorted(room.rglob("*.py"))
     return _digest([[str(file.relative_to(room)), file.read_text(encoding="utf-8")] for file in files])
