@@ -12,23 +12,24 @@ scored is "<think>" plus the completion; it must look like `<think>...</think>\\
 
 import importlib.util
 import json
+import operator
 import os
 import random
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.progress import Progress, track
+from rich.progress import track
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 HUB_DEADLINE_S = 5.0
-OPERATORS = "+-*/"
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+ALL_OPERATORS = "".join(OPERATORS)
 STALLED_AFTER_DRAWS = 200_000
 
 SYSTEM_PROMPT = (
@@ -43,16 +44,8 @@ USER_PROMPT = (
 FULL_PREFILL = "Let me solve this step by step.\n<think>"
 SHORT_PREFILL = "<think>"
 
-
-class Source(str, Enum):
-    auto = "auto"
-    hub = "hub"
-    generate = "generate"
-
-
-class PromptStyle(str, Enum):
-    full = "full"
-    short = "short"
+Source = Literal["auto", "hub", "generate"]
+PromptStyle = Literal["full", "short"]
 
 
 class Problem(NamedTuple):
@@ -81,22 +74,17 @@ class ProblemSpace:
     max_number: int = 99
     min_target: int = 10
     max_target: int = 99
-    operators: str = OPERATORS
+    operators: str = ALL_OPERATORS
 
     def __post_init__(self) -> None:
-        if not 2 <= self.min_nums <= self.max_nums <= 6:
-            raise ValueError(f"need 2 <= min-nums <= max-nums <= 6, got {self.min_nums} and {self.max_nums}")
-        if not 0 <= self.min_number <= self.max_number:
-            raise ValueError(
-                f"need 0 <= min-number <= max-number, got {self.min_number} and {self.max_number}"
-            )
-        if not 0 <= self.min_target <= self.max_target:
-            raise ValueError(
-                f"need 0 <= min-target <= max-target, got {self.min_target} and {self.max_target}"
-            )
-        unknown = set(self.operators) - set(OPERATORS)
-        if unknown or not self.operators:
-            raise ValueError(f"operators must be some of {OPERATORS!r}, got {self.operators!r}")
+        for name, lowest, highest in (("nums", 2, 6), ("number", 0, inf), ("target", 0, inf)):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if not lowest <= low <= high <= highest:
+                raise ValueError(
+                    f"need {lowest} <= min-{name} <= max-{name} <= {highest}, got {low} and {high}"
+                )
+        if not self.operators or set(self.operators) - set(OPERATORS):
+            raise ValueError(f"operators must be some of {ALL_OPERATORS!r}, got {self.operators!r}")
 
     def holds(self, problem: Problem) -> bool:
         """Whether the counts and ranges fit; says nothing about which operators a solution needs."""
@@ -107,21 +95,6 @@ class ProblemSpace:
         )
 
 
-def apply_operator(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
-    """Exact value of `left operator right`, None for a division by zero.
-
-    >>> apply_operator("/", Fraction(7), Fraction(2))
-    Fraction(7, 2)
-    """
-    if operator == "+":
-        return left + right
-    if operator == "-":
-        return left - right
-    if operator == "*":
-        return left * right
-    return left / right if right else None
-
-
 def draw_problem(space: ProblemSpace, rng: random.Random) -> Problem | None:
     """A problem solved by the random expression that made it; None where its value is no allowed target."""
     count = rng.randint(space.min_nums, space.max_nums)
@@ -130,43 +103,38 @@ def draw_problem(space: ProblemSpace, rng: random.Random) -> Problem | None:
     while len(values) > 1:
         left = values.pop(rng.randrange(len(values)))
         right = values.pop(rng.randrange(len(values)))
-        value = apply_operator(rng.choice(space.operators), left, right)
-        if value is None:
+        try:
+            values.append(OPERATORS[rng.choice(space.operators)](left, right))
+        except ZeroDivisionError:
             return None
-        values.append(value)
     if values[0].denominator != 1 or not space.min_target <= values[0] <= space.max_target:
         return None
     return Problem(nums, int(values[0]))
 
 
-def generate_problems(
-    space: ProblemSpace, count: int, seed: int, on_found: Callable[[], Any] = lambda: None
-) -> list[Problem]:
+def generate_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
     """`count` distinct solvable problems, in random order; the same seed gives the same list.
 
     Raises:
         ValueError: long drawing finds nothing new, so fewer than `count` problems exist.
     """
     rng = random.Random(seed)
-    problems: dict[tuple[tuple[int, ...], int], Problem] = {}
-    draws_without_new = 0
-    while len(problems) < count:
-        problem = draw_problem(space, rng)
-        if problem is not None and problem.key not in problems:
-            problems[problem.key] = problem
-            draws_without_new = 0
-            on_found()
+    problems: dict[Any, Problem] = {}
+    for found in track(range(count), description="generating"):
+        for _ in range(STALLED_AFTER_DRAWS):
+            problem = draw_problem(space, rng)
+            if problem is not None and problem.key not in problems:
+                problems[problem.key] = problem
+                break
         else:
-            draws_without_new += 1
-        if draws_without_new == STALLED_AFTER_DRAWS:
             raise ValueError(
-                f"{count} distinct problems asked for, but {len(problems)} were found and "
+                f"{count} distinct problems asked for, but {found} were found and "
                 f"{STALLED_AFTER_DRAWS} more draws gave nothing new: ask for fewer or widen {space}"
             )
     # Early draws favour problems with many solutions: unshuffled, the held-out file would be the harder one.
-    found = list(problems.values())
-    rng.shuffle(found)
-    return found
+    shuffled = list(problems.values())
+    rng.shuffle(shuffled)
+    return shuffled
 
 
 def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
@@ -177,7 +145,7 @@ def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
     """
     from datasets import load_dataset  # an optional dependency: generated problems do not need it
 
-    problems: dict[tuple[tuple[int, ...], int], Problem] = {}
+    problems: dict[Any, Problem] = {}
     for row in load_dataset(HUB_DATASET, split="train").shuffle(seed=seed):
         problem = Problem(tuple(row["nums"]), row["target"])
         if space.holds(problem):
@@ -192,36 +160,36 @@ def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
 def why_not_hub(space: ProblemSpace) -> str | None:
     """Why the hub's problems cannot be had, None when they can."""
     if set(space.operators) != set(OPERATORS):
-        return f"the hub's problems need all of {OPERATORS!r}, not only {space.operators!r}"
+        return f"the hub's problems need all of {ALL_OPERATORS!r}, not only {space.operators!r}"
     if importlib.util.find_spec("datasets") is None:
         return "the package `datasets` is not installed"
     url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')}/api/datasets/{HUB_DATASET}"
     try:
         urllib.request.urlopen(url, timeout=HUB_DEADLINE_S).close()
-    except (urllib.error.URLError, OSError) as error:
+    except OSError as error:
         return f"{url} did not answer within {HUB_DEADLINE_S:g} s ({error})"
     return None
 
 
-def choose_source(source: Source, space: ProblemSpace) -> tuple[Source, str]:
-    """The source to use, never `auto`, and why. Raises ValueError where the hub is asked for in vain."""
-    if source is Source.generate:
-        return source, "asked for"
-    obstacle = why_not_hub(space)
-    if obstacle is None:
-        return Source.hub, f"{HUB_DATASET} is reachable"
-    if source is Source.hub:
+def find_problems(source: Source, space: ProblemSpace, count: int, seed: int) -> list[Problem]:
+    """`count` distinct problems; says where from, and why. Raises ValueError where there are not so many."""
+    obstacle = "asked for" if source == "generate" else why_not_hub(space)
+    if source == "hub" and obstacle:
         raise ValueError(f"--source hub is impossible: {obstacle}; use --source generate")
-    return Source.generate, obstacle
+    if obstacle:
+        typer.echo(f"source: generate ({obstacle})")
+        return generate_problems(space, count, seed)
+    typer.echo(f"source: hub ({HUB_DATASET} is reachable)")
+    return hub_problems(space, count, seed)
 
 
 def chat_messages(problem: Problem, style: PromptStyle) -> list[dict[str, str]]:
     """The chat that asks for `problem`, without the assistant's prefill.
 
-    >>> chat_messages(Problem((7, 2, 3), 13), PromptStyle.short)
+    >>> chat_messages(Problem((7, 2, 3), 13), "short")
     [{'role': 'user', 'content': '7 2 3=13'}]
     """
-    if style is PromptStyle.short:
+    if style == "short":
         return [{"role": "user", "content": f"{' '.join(map(str, problem.nums))}={problem.target}"}]
     content = USER_PROMPT.format(nums=list(problem.nums), target=problem.target)
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
@@ -231,7 +199,7 @@ def to_record(problem: Problem, tokenizer: Any, style: PromptStyle) -> dict[str,
     """The JSONL row of a problem, its prompt made by the tokenizer's chat template."""
     messages = chat_messages(problem, style)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt += SHORT_PREFILL if style is PromptStyle.short else FULL_PREFILL
+    prompt += SHORT_PREFILL if style == "short" else FULL_PREFILL
     return {
         "input": prompt,
         "input_token_ids": tokenizer.encode(prompt, add_special_tokens=False),
@@ -243,33 +211,25 @@ def to_record(problem: Problem, tokenizer: Any, style: PromptStyle) -> dict[str,
     }
 
 
-def load_chat_tokenizer(path: str) -> Any:
-    """A tokenizer that has a chat template. Raises ValueError for anything else."""
+def load_tokenizer(path: str) -> Any:
+    """Any tokenizer of transformers. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
     except OSError as error:
         raise ValueError(f"no tokenizer at {path!r}: {error}") from error
-    if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer {path!r} has no chat template; use that of an instruct model")
-    return tokenizer
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record, separators=(",", ":")) + "\n")
-
-
-def find_problems(source: Source, space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct problems from a source other than `auto`, generated under a progress bar."""
-    if source is Source.hub:
-        return hub_problems(space, count, seed)
-    with Progress() as progress:
-        task = progress.add_task("generating", total=count)
-        return generate_problems(space, count, seed, lambda: progress.advance(task))
+    """One object per line. Raises ValueError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def main(
@@ -280,10 +240,8 @@ def main(
     ),
     num_train: Annotated[int, typer.Option(min=1)] = 10_000,
     num_heldout: Annotated[int, typer.Option(min=0, help="0 writes no held-out file.")] = 512,
-    source: Source = Source.auto,
-    prompt_style: Annotated[
-        PromptStyle, typer.Option(help="`short` is for the tiny model.")
-    ] = PromptStyle.full,
+    source: Source = "auto",
+    prompt_style: Annotated[PromptStyle, typer.Option(help="`short` is for the tiny model.")] = "full",
     min_nums: int = 3,
     max_nums: int = 4,
     min_number: int = 1,
@@ -292,26 +250,25 @@ def main(
     max_target: int = 99,
     operators: Annotated[
         str, typer.Option(help="Some of +-*/; all four are needed for the hub.")
-    ] = OPERATORS,
+    ] = ALL_OPERATORS,
     seed: int = 0,
 ) -> None:
     """Write countdown tasks as JSONL, the held-out problems disjoint from the training problems."""
     try:
         space = ProblemSpace(min_nums, max_nums, min_number, max_number, min_target, max_target, operators)
-        chat_tokenizer = load_chat_tokenizer(tokenizer)
-        source, reason = choose_source(source, space)
-        typer.echo(f"source: {source.value} ({reason})")
+        chat_tokenizer = load_tokenizer(tokenizer)
+        if chat_tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer {tokenizer!r} has no chat template; use that of an instruct model"
+            )
         problems = find_problems(source, space, num_train + num_heldout, seed)
+        for path, part in ((output, problems[:num_train]), (heldout_output, problems[num_train:])):
+            if part:
+                shown = track(part, description=str(path))
+                write_jsonl(path, (to_record(problem, chat_tokenizer, prompt_style) for problem in shown))
+                typer.echo(f"{path}: {len(part)} problems")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    for path, part in ((output, problems[:num_train]), (heldout_output, problems[num_train:])):
-        if part:
-            rows = (to_record(problem, chat_tokenizer, prompt_style) for problem in part)
-            try:
-                write_jsonl(path, track(rows, description=str(path), total=len(part)))
-            except OSError as error:
-                raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
-            typer.echo(f"{path}: {len(part)} problems")
 
 
 if __name__ == "__main__":

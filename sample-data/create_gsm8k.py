@@ -8,6 +8,7 @@ removed), `question` and `messages`. The prompt asks for the final answer in \\b
 reward looks for it.
 """
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import track
+
+from async_grpo.data.create_count_down import load_tokenizer, write_jsonl
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\d(?:\.\d+)?)\s*$")
@@ -72,16 +75,6 @@ def to_record(question: str, answer: str, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def load_tokenizer(path: str) -> Any:
-    """Any tokenizer of transformers. Raises ValueError where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except OSError as error:
-        raise ValueError(f"no tokenizer at {path!r}: {error}") from error
-
-
 def main(
     input: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="GSM8K's train.jsonl or test.jsonl.")
@@ -95,23 +88,18 @@ def main(
     try:
         questions = read_gsm8k(input)
         chat_tokenizer = load_tokenizer(tokenizer)
+        if chat_tokenizer.chat_template is None:
+            typer.echo(f"{tokenizer} has no chat template: the prompts are plain text", err=True)
+        all_records = (to_record(*one, chat_tokenizer) for one in track(questions, description=str(input)))
+        short = (
+            record
+            for record in all_records
+            if max_prompt_tokens is None or len(record["input_token_ids"]) <= max_prompt_tokens
+        )
+        records = list(itertools.islice(short, limit))
+        write_jsonl(output, records)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if chat_tokenizer.chat_template is None:
-        typer.echo(f"{tokenizer} has no chat template: the prompts are plain text", err=True)
-    records: list[dict[str, Any]] = []
-    for question, answer in track(questions, description=str(input)):
-        record = to_record(question, answer, chat_tokenizer)
-        if max_prompt_tokens is None or len(record["input_token_ids"]) <= max_prompt_tokens:
-            records.append(record)
-        if len(records) == limit:
-            break
-    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, "utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"--output {output} cannot be written: {error.strerror}") from error
     typer.echo(f"{output}: {len(records)} of {len(questions)} rows")
 
 

@@ -1,16 +1,13 @@
 """The makers of sample data, and the files they shipped."""
 
-import importlib
 import itertools
 import json
 import sys
-import types
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import typer
 from hypothesis import given, settings
@@ -18,29 +15,14 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"
-TINY_MODEL = SAMPLE_DATA / "tiny-model"
-count_down = importlib.import_module("async_grpo.data.create_count_down")
-gsm8k = importlib.import_module("async_grpo.data.create_gsm8k")
-tiny_model = importlib.import_module("async_grpo.data.create_tiny_model")
+from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, FOLDER, TINY_MODEL, create_gsm8k
+from async_grpo.data import create_count_down as count_down
+from async_grpo.data.create_count_down import Problem, ProblemSpace, find_problems, generate_problems
 
-Problem = count_down.Problem
-PromptStyle = count_down.PromptStyle
+TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return tiny_model.build_tokenizer(1024)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def run_cli(module: types.ModuleType, *arguments: object) -> click.testing.Result:
+def run_cli(module: Any, *arguments: object) -> Any:
     app = typer.Typer()
     app.command()(module.main)
     # A wide terminal: wrapped and framed error messages could not be searched for a phrase.
@@ -71,50 +53,43 @@ def problem_keys(rows: list[dict[str, Any]]) -> list[tuple[tuple[int, ...], int]
     return [(tuple(sorted(row["nums"])), row["target"]) for row in rows]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     operators=st.sets(st.sampled_from("+-*/"), min_size=1).map(lambda chosen: "".join(sorted(chosen))),
     max_nums=st.integers(3, 4),
 )
-def test_every_generated_problem_is_solvable_with_the_allowed_operators(
-    seed: int, operators: str, max_nums: int
-) -> None:
-    space = count_down.ProblemSpace(2, max_nums, 1, 12, 0, 200, operators)
-    for problem in count_down.generate_problems(space, 5, seed):
+def test_every_generated_problem_is_solvable_with_the_allowed_operators(seed, operators, max_nums):
+    for problem in generate_problems(ProblemSpace(2, max_nums, 1, 12, 0, 200, operators), 5, seed):
         assert problem.target in reachable(problem.nums, operators)
         assert 2 <= len(problem.nums) <= max_nums and set(problem.nums) <= set(range(1, 13))
         assert 0 <= problem.target <= 200
 
 
-def test_all_existing_problems_are_found_and_one_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_existing_problems_are_found_and_one_more_is_refused(monkeypatch):
     monkeypatch.setattr(count_down, "STALLED_AFTER_DRAWS", 5_000)
-    space = count_down.ProblemSpace(2, 2, 1, 5, 0, 99, "+-*/")
+    space = ProblemSpace(2, 2, 1, 5, 0, 99, "+-*/")
     existing = {
         (nums, int(value))
         for nums in itertools.combinations_with_replacement(range(1, 6), 2)
         for value in reachable(nums, "+-*/")
         if value.denominator == 1 and 0 <= value <= 99
     }
-    found = count_down.generate_problems(space, len(existing), seed=0)
-    assert {problem.key for problem in found} == existing
-    with pytest.raises(
-        ValueError, match=f"{len(existing) + 1} distinct problems asked for, but {len(existing)} were"
-    ):
-        count_down.generate_problems(space, len(existing) + 1, seed=0)
+    number = len(existing)
+    assert {problem.key for problem in generate_problems(space, number, seed=0)} == existing
+    with pytest.raises(ValueError, match=f"{number + 1} distinct problems asked for, but {number} were"):
+        generate_problems(space, number + 1, seed=0)
 
 
-def test_the_same_seed_gives_the_same_problems_and_another_seed_others() -> None:
-    space = count_down.ProblemSpace()
-    first, again, other = (count_down.generate_problems(space, 20, seed) for seed in (1, 1, 2))
-    assert first == again
-    assert {problem.key for problem in first} != {problem.key for problem in other}
+def test_the_same_seed_gives_the_same_problems_and_another_seed_others():
+    first, again, other = (generate_problems(ProblemSpace(), 20, seed) for seed in (1, 1, 2))
+    assert first == again and {one.key for one in first} != {one.key for one in other}
 
 
-def test_the_files_share_no_problem_and_repeat_none(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_the_files_share_no_problem_and_repeat_none(tmp_path):
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     result = run_cli(
-        count_down, "--tokenizer", tokenizer_folder, "--source", "generate", "--max-nums", 3,
+        count_down, "--tokenizer", TINY_MODEL, "--source", "generate", "--max-nums", 3,
         "--output", train, "--num-train", 60, "--heldout-output", heldout, "--num-heldout", 30,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -122,21 +97,14 @@ def test_the_files_share_no_problem_and_repeat_none(tokenizer_folder: Path, tmp_
     assert len(keys) == len(set(keys)) == 90
 
 
-def test_a_full_prompt_is_the_known_one_with_the_assistant_prefilled(tokenizer: Any) -> None:
-    row = count_down.to_record(Problem((44, 19, 35), 98), tokenizer, PromptStyle.full)
+def test_a_full_prompt_is_the_known_one_with_the_assistant_prefilled():
+    row = count_down.to_record(Problem((44, 19, 35), 98), TOKENIZER, "full")
     assert list(row) == ["input", "input_token_ids", "answer", "nums", "target", "messages", "end_token"]
     assert [message["role"] for message in row["messages"]] == ["system", "user"]
     assert "Using the numbers [44, 19, 35], create an equation that equals 98. You can" in row["input"]
     assert row["input"].endswith("<|im_start|>assistant\nLet me solve this step by step.\n<think>")
     assert (row["answer"], row["target"], row["nums"]) == (98, 98, [44, 19, 35])
-    assert row["end_token"] == "<|im_end|>"
-
-
-@pytest.mark.parametrize("style", list(PromptStyle))
-def test_token_ids_are_those_of_the_prompt(tokenizer: Any, style: Any) -> None:
-    row = count_down.to_record(Problem((7, 2, 3), 13), tokenizer, style)
-    assert tokenizer.decode(row["input_token_ids"]) == row["input"]
-    assert row["input_token_ids"][-1] == tokenizer.convert_tokens_to_ids("<think>")
+    assert row["end_token"] == "<|im_end|>" and TOKENIZER.decode(row["input_token_ids"]) == row["input"]
 
 
 @pytest.mark.parametrize(
@@ -145,25 +113,17 @@ def test_token_ids_are_those_of_the_prompt(tokenizer: Any, style: Any) -> None:
         (["--min-nums", 1], "need 2 <= min-nums <= max-nums <= 6, got 1 and 4"),
         (["--max-nums", 7], "got 3 and 7"),
         (["--min-number", 5, "--max-number", 4], "got 5 and 4"),
-        (["--min-target", -1], "need 0 <= min-target <= max-target, got -1 and 99"),
+        (["--min-target", -1], "need 0 <= min-target <= max-target <= inf, got -1 and 99"),
         (["--operators", "+^"], "operators must be some of '+-*/', got '+^'"),
         (["--tokenizer", "/no/such/folder"], "no tokenizer at '/no/such/folder'"),
         (["--max-nums", 3, "--max-number", 1, "--max-target", 20], "but 0 were found"),
     ],
 )
-def test_an_impossible_option_ends_with_code_2_and_says_why(
-    options: list[object],
-    message: str,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_impossible_option_ends_with_code_2_and_says_why(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(count_down, "STALLED_AFTER_DRAWS", 2_000)
-    result = run_cli(count_down, "--tokenizer", tokenizer_folder, "--source", "generate", *options)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert not list(tmp_path.iterdir())
+    result = run_cli(count_down, "--tokenizer", TINY_MODEL, "--source", "generate", *options)
+    assert result.exit_code == 2 and message in result.output and not list(tmp_path.iterdir())
 
 
 class FakeHub:
@@ -184,32 +144,27 @@ class FakeHub:
         return self.rows
 
 
-def test_hub_problems_are_filtered_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_a_reachable_hub_are_preferred_filtered_and_counted_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", FakeHub())
-    space = count_down.ProblemSpace(max_number=9)
-    assert count_down.hub_problems(space, 2, seed=0) == [Problem((3, 7, 2), 13), Problem((4, 6, 8), 18)]
+    monkeypatch.setattr(count_down, "why_not_hub", lambda space: None)
+    space = ProblemSpace(max_number=9)
+    assert find_problems("auto", space, 2, seed=0) == [Problem((3, 7, 2), 13), Problem((4, 6, 8), 18)]
     with pytest.raises(ValueError, match=r"3 problems asked for, but .* holds 2 distinct ones"):
-        count_down.hub_problems(space, 3, seed=0)
+        find_problems("hub", space, 3, seed=0)
 
 
-@pytest.mark.parametrize("reason", ["unreachable", "operators"])
-def test_auto_generates_and_says_why_where_the_hub_cannot_serve(
-    reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("operators", "why"),
+    [("+-*/", "http://127.0.0.1:9/api"), ("+-", "the hub's problems need all of '+-*/', not only '+-'")],
+)
+def test_auto_generates_and_says_why_where_the_hub_cannot_serve(operators, why, monkeypatch, capsys):
     monkeypatch.setattr(count_down.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens on the discard port
-    space = count_down.ProblemSpace(operators="+-" if reason == "operators" else "+-*/")
-    source, why = count_down.choose_source(count_down.Source.auto, space)
-    assert source is count_down.Source.generate
-    assert ("need all of '+-*/', not only '+-'" if reason == "operators" else "127.0.0.1:9") in why
+    space = ProblemSpace(operators=operators)
+    assert find_problems("auto", space, 2, seed=0) == generate_problems(space, 2, seed=0)
+    assert f"source: generate ({why}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--source hub is impossible"):
-        count_down.choose_source(count_down.Source.hub, space)
-
-
-def test_a_reachable_hub_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(count_down, "why_not_hub", lambda space: None)
-    source, why = count_down.choose_source(count_down.Source.auto, count_down.ProblemSpace())
-    assert source is count_down.Source.hub and "is reachable" in why
+        find_problems("hub", space, 2, seed=0)
 
 
 GSM8K_ROWS = [
@@ -218,80 +173,61 @@ GSM8K_ROWS = [
 ]
 
 
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
+def make_gsm8k(folder: Path, rows: list[Any], *options: object, tokenizer: Path = TINY_MODEL) -> Any:
+    """The exit code and output, and the rows written."""
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    source.write_text("".join(line + "\n" for line in lines), "utf-8")
+    result = run_cli(create_gsm8k, "--input", source, "--tokenizer", tokenizer, "--output", output, *options)
+    return result, read_jsonl(output) if output.exists() else None
 
 
-def test_gsm8k_rows_keep_the_number_and_ask_for_a_box(tokenizer_folder: Path, tmp_path: Path) -> None:
-    source, output = write_rows(tmp_path / "in.jsonl", GSM8K_ROWS), tmp_path / "out.jsonl"
-    result = run_cli(gsm8k, "--input", source, "--tokenizer", tokenizer_folder, "--output", output)
+def test_gsm8k_rows_keep_the_number_and_ask_for_a_box(tmp_path):
+    result, rows = make_gsm8k(tmp_path, GSM8K_ROWS)
     assert result.exit_code == 0, result.output
-    rows = read_jsonl(output)
     assert [row["answer"] for row in rows] == ["72", "-1234"]
     assert list(rows[0]) == ["input", "input_token_ids", "answer", "question", "messages"]
     assert rows[0]["question"] == "How many clips?"
     assert "\\boxed{}" in rows[0]["input"] and rows[0]["input"].endswith("<|im_start|>assistant\n")
-    assert (
-        AutoTokenizer.from_pretrained(tokenizer_folder).decode(rows[0]["input_token_ids"]) == rows[0]["input"]
-    )
+    assert TOKENIZER.decode(rows[0]["input_token_ids"]) == rows[0]["input"]
 
 
-def test_gsm8k_without_a_chat_template_is_plain_and_says_so(tmp_path: Path) -> None:
-    plain = tiny_model.build_tokenizer(1024)
+def test_gsm8k_without_a_chat_template_is_plain_and_says_so(tmp_path):
+    plain = AutoTokenizer.from_pretrained(TINY_MODEL)
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "plain")
-    source, output = write_rows(tmp_path / "in.jsonl", GSM8K_ROWS), tmp_path / "out.jsonl"
-    result = run_cli(gsm8k, "--input", source, "--tokenizer", tmp_path / "plain", "--output", output)
+    result, rows = make_gsm8k(tmp_path, GSM8K_ROWS, tokenizer=tmp_path / "plain")
     assert result.exit_code == 0 and "no chat template" in result.output
-    assert read_jsonl(output)[0]["input"].startswith("Question: How many clips?\n")
+    assert rows[0]["input"].startswith("Question: How many clips?\n")
 
 
 @pytest.mark.parametrize(
     "bad_line", ["{", "[]", '{"question": "q"}', '{"question": "q", "answer": "#### many"}', ""]
 )
-def test_a_malformed_gsm8k_row_names_file_and_line(
-    bad_line: str, tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", GSM8K_ROWS)
-    source.write_text(source.read_text("utf-8") + bad_line + "\n", "utf-8")
-    result = run_cli(
-        gsm8k, "--input", source, "--tokenizer", tokenizer_folder, "--output", tmp_path / "out.jsonl"
-    )
-    assert result.exit_code == 2
-    assert f"{source}:3: " in result.output
-    assert not (tmp_path / "out.jsonl").exists()
+def test_a_malformed_gsm8k_row_names_file_and_line(bad_line, tmp_path):
+    result, rows = make_gsm8k(tmp_path, [*GSM8K_ROWS, bad_line])
+    assert result.exit_code == 2 and f"{tmp_path / 'in.jsonl'}:3: " in result.output and rows is None
 
 
-def test_gsm8k_limit_counts_the_rows_that_are_short_enough(tokenizer_folder: Path, tmp_path: Path) -> None:
-    rows = [{"question": "long " * 50, "answer": "#### 1"}, *GSM8K_ROWS]
-    source, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    options = ["--limit", 1, "--max-prompt-tokens", 200]
-    run_cli(gsm8k, "--input", source, "--tokenizer", tokenizer_folder, "--output", output, *options)
-    assert [row["question"] for row in read_jsonl(output)] == ["How many clips?"]
+def test_gsm8k_limit_counts_the_rows_that_are_short_enough(tmp_path):
+    long = {"question": "long " * 50, "answer": "#### 1"}
+    _, rows = make_gsm8k(tmp_path, [long, *GSM8K_ROWS], "--limit", 1, "--max-prompt-tokens", 200)
+    assert [row["question"] for row in rows] == ["How many clips?"]
 
 
-def test_the_shipped_countdown_files_are_solvable_disjoint_and_made_for_the_tiny_model() -> None:
-    train = read_jsonl(SAMPLE_DATA / "countdown_train.jsonl")
-    heldout = read_jsonl(SAMPLE_DATA / "countdown_heldout.jsonl")
+def test_the_shipped_countdown_files_are_solvable_disjoint_and_made_for_the_tiny_model():
+    train, heldout = read_jsonl(COUNTDOWN_TRAIN), read_jsonl(COUNTDOWN_HELDOUT)
     keys = problem_keys(train) + problem_keys(heldout)
     assert len(set(keys)) == len(keys) and len(heldout) >= 400
     assert all(target in reachable(nums, "+-") for nums, target in keys)
-    shipped = AutoTokenizer.from_pretrained(TINY_MODEL)
     for row in train + heldout:
-        expected = count_down.to_record(
-            Problem(tuple(row["nums"]), row["target"]), shipped, PromptStyle.short
-        )
-        assert row == expected
+        problem = Problem(tuple(row["nums"]), row["target"])
+        assert row == count_down.to_record(problem, TOKENIZER, "short")
 
 
-def test_the_shipped_gsm8k_sample_is_made_for_the_tiny_model() -> None:
-    rows = read_jsonl(SAMPLE_DATA / "gsm8k_sample.jsonl")
-    shipped = AutoTokenizer.from_pretrained(TINY_MODEL)
+def test_the_shipped_gsm8k_sample_is_made_for_the_tiny_model_and_all_stays_small():
+    rows = read_jsonl(FOLDER / "gsm8k_sample.jsonl")
     assert len(rows) == 64
-    assert all(row == gsm8k.to_record(row["question"], row["answer"], shipped) for row in rows)
-
-
-def test_the_sample_data_stay_small() -> None:
-    assert sum(path.stat().st_size for path in SAMPLE_DATA.glob("*.jsonl")) < 1_500_000
+    assert all(row == create_gsm8k.to_record(row["question"], row["answer"], TOKENIZER) for row in rows)
+    assert sum(path.stat().st_size for path in FOLDER.glob("*.jsonl")) < 1_500_000
     assert sum(path.stat().st_size for path in TINY_MODEL.iterdir()) < 5_000_000

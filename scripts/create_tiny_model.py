@@ -1,6 +1,6 @@
 """Make a tiny chat model that answers countdown problems in the right format and is seldom right.
 
-    python sample-data/create_tiny_model.py --output tiny-model --train sample-data/countdown_train.jsonl
+    python scripts/create_tiny_model.py --output tiny-model --train sample-data/countdown_train.jsonl
 
 The model is a Qwen2 with tied embeddings and a byte-level tokenizer; reinforcement learning is shown to
 improve it within minutes on a CPU. The warm-up is supervised: in a fraction of the examples the answer is
@@ -12,25 +12,20 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from rich.progress import track
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from async_grpo.data.create_count_down import (
-    SHORT_PREFILL,
-    Problem,
-    PromptStyle,
-    apply_operator,
-    chat_messages,
-)
+from async_grpo.data.create_count_down import OPERATORS, Problem, to_record
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 FORMAT_TOKENS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -45,29 +40,7 @@ IGNORED_LABEL = -100
 PRECEDENCE = {"+": 0, "-": 0, "*": 1, "/": 1}
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of the network. Raises ValueError for a head size that vLLM's CPU attention refuses."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    max_positions: int
-
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
-            raise ValueError(
-                f"hidden-size / num-heads must be a whole number of at least 32 "
-                f"(vLLM's CPU attention refuses less), got {self.hidden_size} / {self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num-heads {self.num_heads} is no multiple of num-kv-heads {self.num_kv_heads}")
-
-
-@dataclass(frozen=True)
-class Expression:
+class Expression(NamedTuple):
     """An arithmetic expression as text with as few parentheses as possible, and its exact value."""
 
     text: str
@@ -97,39 +70,41 @@ def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A Qwen2 with random float32 weights, tied embeddings, and both end tokens in its generation config."""
-    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen2ForCausalLM:
+    """A Qwen2 with random float32 weights, tied embeddings, and both end tokens in its generation config.
+
+    Raises:
+        ValueError: a head size that vLLM's CPU attention refuses.
+    """
+    width, heads, kv_heads = (
+        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if width % heads or width // heads < 32:
+        raise ValueError(
+            f"hidden-size / num-heads must be a whole number of at least 32 "
+            f"(vLLM's CPU attention refuses less), got {width} / {heads}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"num-heads {heads} is no multiple of num-kv-heads {kv_heads}")
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=shape.max_positions,
         tie_word_embeddings=True,
         initializer_range=0.06,  # the usual 0.02 suits wider networks; sqrt(1 / 128) is 0.09
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         dtype="float32",
+        **sizes,
     )
     model = Qwen2ForCausalLM(config)
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     return model
 
 
-def combine(operator: str, left: Expression, right: Expression) -> Expression | None:
-    """`left operator right`, parenthesised where the text needs it; None for a division by zero.
-
-    >>> two, three = (Expression(str(n), Fraction(n), 2) for n in (2, 3))
-    >>> combine("*", combine("+", two, three), two).text
-    '(2+3)*2'
-    """
-    value = apply_operator(operator, left.value, right.value)
-    if value is None:
-        return None
+def combine(operator: str, left: Expression, right: Expression) -> Expression:
+    """`left operator right`. Raises ZeroDivisionError."""
+    value = OPERATORS[operator](left.value, right.value)
     precedence = PRECEDENCE[operator]
     left_text = f"({left.text})" if left.precedence < precedence else left.text
     right_binds = right.precedence > precedence or (right.precedence == precedence and operator in "+*")
@@ -146,8 +121,9 @@ def ordered_expressions(nums: tuple[int, ...], operators: str) -> tuple[Expressi
     for split in range(1, len(nums)):
         sides = ordered_expressions(nums[:split], operators), ordered_expressions(nums[split:], operators)
         for operator, left, right in itertools.product(operators, *sides):
-            found.append(combine(operator, left, right))
-    return tuple(expression for expression in found if expression is not None)
+            with suppress(ZeroDivisionError):
+                found.append(combine(operator, left, right))
+    return tuple(found)
 
 
 @cache
@@ -185,29 +161,24 @@ def warmup_examples(
     while True:
         nums, target = rng.choice(problems)
         problem = Problem(tuple(rng.sample(nums, len(nums))), target)
-        messages = chat_messages(problem, PromptStyle.short)
-        prompt = (
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            + SHORT_PREFILL
-        )
         correct = rng.random() < correct_fraction
         answer = choose_expression(problem, operators if correct else guess_operators, correct, rng)
         response = f"</think>\n<answer>{answer}</answer>{tokenizer.eos_token}"
-        yield tokenizer.encode(prompt), tokenizer.encode(response)
+        prompt = to_record(problem, tokenizer, "short")["input_token_ids"]
+        yield prompt, tokenizer.encode(response)
 
 
 def collate(examples: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Right-padded `input_ids`, `attention_mask`, `labels` (batch, tokens); only responses are labelled."""
-    length = max(len(prompt) + len(response) for prompt, response in examples)
-    input_ids = torch.full((len(examples), length), pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    labels = torch.full_like(input_ids, IGNORED_LABEL)
-    for row, (prompt, response) in enumerate(examples):
-        end = len(prompt) + len(response)
-        input_ids[row, :end] = torch.tensor(prompt + response)
-        attention_mask[row, :end] = 1
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+    def padded(rows: list[list[int]], padding: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
+
+    return {
+        "input_ids": padded([prompt + response for prompt, response in examples], pad_token_id),
+        "attention_mask": padded([[1] * len(prompt + response) for prompt, response in examples], 0),
+        "labels": padded([[IGNORED_LABEL] * len(p) + response for p, response in examples], IGNORED_LABEL),
+    }
 
 
 def warm_up(
@@ -243,13 +214,6 @@ def read_problems(path: Path) -> list[Problem]:
     return [Problem(tuple(row["nums"]), row["target"]) for row in rows]
 
 
-def make_deterministic(seed: int, threads: int) -> None:
-    """Same seed, same machine, same bytes: sums must not depend on how threads share them."""
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(seed)
-
-
 def main(
     output: Annotated[Path, typer.Option(help="The model's folder.")],
     train: Annotated[Path, typer.Option(help="Problems to warm up on.")] = Path("countdown_train.jsonl"),
@@ -269,15 +233,26 @@ def main(
     seed: int = 0,
 ) -> None:
     """Write a Hugging Face folder with a tiny warmed-up model and its tokenizer."""
-    make_deterministic(seed, threads)
+    # Same seed, same machine, same bytes: sums must not depend on how threads share them
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
     tokenizer = build_tokenizer(max_positions)
     try:
-        shape = ModelShape(hidden_size, num_layers, num_heads, num_kv_heads, intermediate_size, max_positions)
-        model = build_model(shape, tokenizer)
+        model = build_model(
+            tokenizer,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            intermediate_size=intermediate_size,
+            max_position_embeddings=max_positions,
+        )
         if warmup_steps:
-            problems = read_problems(train)
             rng = random.Random(seed)
-            examples = warmup_examples(problems, tokenizer, operators, guess_operators, correct_fraction, rng)
+            examples = warmup_examples(
+                read_problems(train), tokenizer, operators, guess_operators, correct_fraction, rng
+            )
             loss = warm_up(model, examples, warmup_steps, batch_size, lr)
             typer.echo(f"last warm-up loss: {loss:.4f} nats per token")
     except ValueError as error:
