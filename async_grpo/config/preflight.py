@@ -16,7 +16,7 @@ from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_g
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
-from async_grpo.experience.dataset import Question, check_longest, load_questions
+from async_grpo.experience.dataset import Question, load_questions
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.options.source_file import absolute
 from async_grpo.types import SharedRunSettings
@@ -76,13 +76,14 @@ def prepare(config: RunConfig) -> Prepared:
     )
     both = [*questions, *eval_questions]
     _check_tokenizer(tokenizer, model, vocab_size, both)
-
-    def longest_total(prompt_tokens: int) -> int:
-        return min(context, prompt_tokens + config.max_generation_tokens)
-
-    check_longest(both, longest_total, config.max_tokens_per_gpu)
     longest_prompt = max(len(question.token_ids) for question in both)
-    guaranteed = longest_total(longest_prompt) - longest_prompt
+    total = min(context, longest_prompt + config.max_generation_tokens)
+    if total > config.max_tokens_per_gpu:
+        raise ConfigurationError(
+            f"a prompt of {longest_prompt} tokens and its longest completion make a sample of {total} tokens, which cannot "
+            f"fit --max-tokens-per-gpu {config.max_tokens_per_gpu}: raise it, or lower --max-generation-tokens"
+        )
+    guaranteed = total - longest_prompt
     if config.overlong_buffer and not round(config.overlong_buffer * guaranteed):
         raise ConfigurationError(
             f"--overlong-buffer {config.overlong_buffer} of {guaranteed} tokens, the longest completion, is less than "

@@ -61,12 +61,8 @@ class ExperienceBatcher:
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness)
         self._alarms = StepAlarms(config, facts.best_rewards)
-        self.steps = StepAssembler(
-            config.groups_per_step,
-            config.max_staleness,
-            Packer(num_ranks, config.max_tokens_per_gpu),
-            self.advantages,
-        )
+        packer = Packer(num_ranks, config.max_tokens_per_gpu)
+        self.steps = StepAssembler(config.groups_per_step, config.max_staleness, packer, self.advantages)
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[MicroBatch | asyncio.Task[StepEnd]]] = [
             asyncio.Queue() for _ in range(num_ranks)
@@ -113,7 +109,7 @@ class ExperienceBatcher:
     async def weights_live(self, version: int) -> None:
         """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
         await self.budget.weights_live(version, groups=self.config.groups_per_step if version > 0 else 0)
-        self._note_utilization()
+        self._generating(0)
 
     async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
         """Generate and score `count` completions of every question, outside the staleness budget.
@@ -154,9 +150,8 @@ class ExperienceBatcher:
         await self._offer(await self._add_logprobs(group))
 
     def _wants_another(self, group: Group) -> bool:
-        return wants_refill(group, self.facts.failure_policies) or (
-            self.config.zero_variance == "resample" and not self.advantages.has_signal(group)
-        )
+        teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
+        return not teaches or wants_refill(group, self.facts.failure_policies)
 
     async def _one_group(self, prompt: Prompt, number: int) -> Group:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
@@ -192,17 +187,16 @@ class ExperienceBatcher:
 
     async def _post_processed(self, samples: tuple[Sample, ...], evaluation: bool) -> tuple[Sample, ...]:
         """The same group with the verdicts that its rewards give when they see all of it."""
-        verdicts = await self.verification.post_process(
-            [reward_sample(sample.prompt, sample.completion) for sample in samples],
-            [sample.verdict for sample in samples],
-            evaluation=evaluation,
-        )
+        seen = [reward_sample(sample.prompt, sample.completion) for sample in samples]
+        said = [sample.verdict for sample in samples]
+        verdicts = await self.verification.post_process(seen, said, evaluation=evaluation)
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
     def _retire_if_solved(self, group: Group) -> None:
-        reward, enough = mean_reward(group), num_scored(group) >= self.config.min_valid_samples
-        above = self.config.retire_solved_above
-        if above is not None and reward is not None and enough and reward >= above:
+        reward, above = mean_reward(group), self.config.retire_solved_above
+        if above is None or reward is None or num_scored(group) < self.config.min_valid_samples:
+            return
+        if reward >= above:
             self.cursor.retire(group.prompt)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
@@ -210,22 +204,14 @@ class ExperienceBatcher:
         return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
 
     async def _add_logprobs(self, group: Group) -> Group:
-        ref_logprobs = await self._logprobs(self.reference, group)
-        proximal_logprobs = await self._logprobs(self.proximal, group)
-        return replace(
-            group,
-            samples=tuple(
-                replace(sample, ref_logprobs=ref, proximal_logprobs=proximal)
-                for sample, ref, proximal in zip(group.samples, ref_logprobs, proximal_logprobs, strict=True)
-            ),
-        )
-
-    async def _logprobs(self, worker: Logprobs | None, group: Group) -> Sequence[Any]:
-        if worker is None:
-            return [None] * len(group.samples)
-        return await worker.logprobs(
-            [sample.token_ids for sample in group.samples], [len(group.prompt.token_ids)] * len(group.samples)
-        )
+        samples = group.samples
+        for name, worker in (("ref_logprobs", self.reference), ("proximal_logprobs", self.proximal)):
+            if worker is not None:
+                token_ids = [sample.token_ids for sample in samples]
+                answers = await worker.logprobs(token_ids, [len(group.prompt.token_ids)] * len(samples))
+                changes: list[dict[str, Any]] = [{name: answer} for answer in answers]
+                samples = tuple(replace(s, **change) for s, change in zip(samples, changes, strict=True))
+        return replace(group, samples=samples)
 
     # From groups to the ranks -----------------------------------------------------------------------------------
 
@@ -279,10 +265,8 @@ class ExperienceBatcher:
             self._failure.set_result(error)
 
     def _generating(self, change: int) -> None:
+        """So many more sequences are under way, or slots have changed; the engines may be allowed less or more."""
         self._sequences += change
-        self._note_utilization()
-
-    def _note_utilization(self) -> None:
         self.utilization.set(sequences=self._sequences, free_slots=self.budget.free)
 
     def _describe_wait(self, rank: int) -> str:

@@ -44,11 +44,7 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
-    """A whole step without a single reward is no accident: going on would train nothing and end "well".
-
-    Raises:
-        RunFailed: with the first reason that an adapter gave.
-    """
+    """RunFailed, with the first reason, if nothing was scored: going on would train nothing and end "well"."""
     verdicts = [sample.verdict for group in groups for sample in group.samples]
     if not any(verdict.status is RewardStatus.OK for verdict in verdicts):
         reasons = [result.reason for verdict in verdicts for result in verdict.results if result.reason]
@@ -131,11 +127,7 @@ class StepAlarms:
         self._constant_steps: Counter[str] = Counter()
 
     def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """The alarms of the next step; usually none.
-
-        Args:
-            verifiers: `VerifierPool.stats` of the step.
-        """
+        """The alarms of the next step; `verifiers`: what its verifiers' `take_stats` says of it."""
         samples = [sample for group in groups for sample in group.samples]
         alarms = self._about_samples(samples) if samples else []
         for name, stats in verifiers.items():
@@ -184,37 +176,29 @@ class EngineUtilization:
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock, self._since = clock, clock()
-        self._is_allowed = True
-        self._allowed: list[Interval] = []
-        self._barred_s = 0.0
+        self._clock, self._taken, self._is_allowed = clock, clock(), True
+        self._since, self._allowed = self._taken, list[Interval]()
 
     def set(self, *, sequences: int, free_slots: int) -> None:
         """The state from now on."""
-        self._close_interval()
+        self._note_until(self._clock())
         self._is_allowed = bool(sequences or free_slots)
 
     def take(self, busy: Sequence[Interval] = ()) -> dict[str, float]:
-        """Seconds since the last call.
-
-        Args:
-            busy: when any engine held at least one unfinished request, as the engines report it.
-        """
-        self._close_interval()
-        allowed, self._allowed = self._allowed, []
-        barred_s, self._barred_s = self._barred_s, 0.0
+        """Seconds since the last call; `busy`: when any engine held at least one unfinished request."""
+        now, taken = self._clock(), self._taken
+        self._note_until(now)
+        allowed, self._allowed, self._taken = self._allowed, [], now
+        allowed_s = sum(end - start for start, end in allowed)
         return {
             "engine_busy_s": overlap_s(busy, allowed),
-            "engine_allowed_s": sum(end - start for start, end in allowed),
-            "wait_generation_budget_s": barred_s,
+            "engine_allowed_s": allowed_s,
+            "wait_generation_budget_s": now - taken - allowed_s,
         }
 
-    def _close_interval(self) -> None:
-        now = self._clock()
+    def _note_until(self, now: float) -> None:
         if self._is_allowed:
             self._allowed.append((self._since, now))
-        else:
-            self._barred_s += now - self._since
         self._since = now
 
 

@@ -11,7 +11,7 @@ from async_grpo.algorithm.estimator import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
-from async_grpo.types import AdapterResult, Group, Sample
+from async_grpo.types import Group, Sample
 
 
 class RewardTensors:
@@ -31,7 +31,7 @@ class RewardTensors:
         *,
         one_column: bool = False,
     ) -> None:
-        self._config, self._facts, self._groups, self._samples = config, facts, groups, samples
+        self._config, self.facts, self._samples = config, facts, samples
         self._lengths = torch.tensor([len(sample.completion) for sample in samples])
         self._width = 1 if one_column else int(self._lengths.max())
         lengths = self._lengths[:, None]
@@ -54,38 +54,34 @@ class RewardTensors:
     def rewards(self) -> Tensor:
         """Everything that pays, on the token that it pays for; an outcome stands on the last one."""
         paid = self._outcome()[0] - self._kl()
-        for name in self._facts.process:
-            paid += self._facts.weight(name) * self._steps(name)[0]
+        for name in self.facts.process:
+            paid += self.facts.weight(name) * self._steps(name)[0]
         return paid
 
     @property
     def sources(self) -> dict[str, tuple[Tensor, Tensor]]:
         """(rewards, the tokens that they stand on) of each process reward, and of the best outcome if there is any."""
-        sources = {name: self._steps(name) for name in self._facts.process}
+        sources = {name: self._steps(name) for name in self.facts.process}
         outcome, judged = self._outcome()
         return sources | ({OUTCOME: (outcome, judged)} if judged.any() else {})
 
     @property
     def step_mask(self) -> Tensor:
         """Where a reward stands."""
-        places = [self._steps(name)[1] for name in self._facts.process]
+        places = [self._steps(name)[1] for name in self.facts.process]
         return torch.stack([*places, self._outcome()[1]]).any(dim=0)
 
     @property
     def components(self) -> dict[str, Tensor]:
         """The reward of each adapter on the last token, apart; the length penalty is a component of its own."""
-        names = sorted({result.adapter for sample in self._samples for result in sample.verdict.results})
-        components = {}
-        for name in names:
-            rewards = [_reward(_result(sample, name)) or 0.0 for sample in self._samples]
-            components[name] = self._on_last(torch.tensor(rewards, dtype=torch.float64))
+        said = [{r.adapter: r.reward or 0.0 for r in s.verdict.results} for s in self._samples]
+        components = {
+            name: torch.tensor([rewards.get(name, 0.0) for rewards in said], dtype=torch.float64)
+            for name in sorted({name for rewards in said for name in rewards})
+        }
         if self._config.overlong_buffer:
-            components[OVERLONG] = self._on_last(-self._overlong)
-        return components
-
-    def weights(self, names: Sequence[str]) -> dict[str, float]:
-        """The user's weight of each name, 1 where there is none."""
-        return {name: self._facts.weight(name) for name in names}
+            components[OVERLONG] = -self._overlong
+        return {name: self._on_last(rewards) for name, rewards in components.items()}
 
     def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
         """What an estimator asks of every sample: (B,) for a number each, (B, T) for a number per token.
@@ -117,9 +113,9 @@ class RewardTensors:
         return self._on_last(rewards - self._overlong), self._on_last(torch.tensor(judged))
 
     def _best_outcome(self, sample: Sample) -> float | None:
-        if not self._facts.process:
+        if not self.facts.process:
             return sample.verdict.reward
-        others = [r for r in sample.verdict.results if r.adapter not in self._facts.process]
+        others = [r for r in sample.verdict.results if r.adapter not in self.facts.process]
         return max((r.reward for r in others if r.reward is not None), default=None)
 
     def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
@@ -127,41 +123,25 @@ class RewardTensors:
         rewards = torch.zeros(len(self._samples), self._width, dtype=torch.float64)
         places = torch.zeros(rewards.shape, dtype=torch.bool)
         for row, sample in enumerate(self._samples):
-            result = _result(sample, adapter)
-            if result and result.steps:
-                tokens, paid = (torch.tensor(column) for column in zip(*result.steps, strict=True))
-                rewards[row].index_add_(0, tokens, paid.double())
-                places[row, tokens] = True
+            for result in sample.verdict.results:
+                if result.adapter == adapter and result.steps:
+                    tokens, paid = (torch.tensor(column) for column in zip(*result.steps, strict=True))
+                    rewards[row].index_add_(0, tokens, paid.double())
+                    places[row, tokens] = True
         return rewards, places
 
     def _kl(self) -> Tensor:
-        coef = self._config.reward_kl_coef
-        if not coef:
-            return torch.zeros(len(self._samples), self._width, dtype=torch.float64)
-        rows = [
-            kl_penalty(
-                torch.tensor(sample.completion.logprobs, dtype=torch.float64),
-                torch.tensor(sample.ref_logprobs, dtype=torch.float64),
-                self._config.kl_kind,
-                clamp=self._config.kl_clamp,
-            )
-            for sample in self._samples
-        ]
-        return coef * pad_sequence(rows, batch_first=True)
+        config, rows = self._config, []
+        for sample in self._samples if config.reward_kl_coef else ():
+            own, reference = map(torch.tensor, (sample.completion.logprobs, sample.ref_logprobs))
+            rows.append(kl_penalty(own.double(), reference.double(), config.kl_kind, clamp=config.kl_clamp))
+        return config.reward_kl_coef * pad_sequence(rows, batch_first=True) if rows else torch.zeros(1)
 
     def _on_last(self, values: Tensor) -> Tensor:
         """(B,) -> (B, T): on the last token of each sample."""
         placed = values.new_zeros(len(values), self._width)
         placed[torch.arange(len(values)), (self._lengths - 1).clamp(max=self._width - 1)] = values
         return placed
-
-
-def _result(sample: Sample, adapter: str) -> AdapterResult | None:
-    return next((result for result in sample.verdict.results if result.adapter == adapter), None)
-
-
-def _reward(result: AdapterResult | None) -> float | None:
-    return None if result is None else result.reward
 
 
 # How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
@@ -175,5 +155,5 @@ INPUTS: dict[str, Callable[[RewardTensors, Any], Any]] = {
     "baselines": lambda batch, rewards: batch.baselines,
     "step_mask": lambda batch, rewards: batch.step_mask,
     "masks": lambda batch, rewards: {name: at for name, (_, at) in batch.sources.items()},
-    "weights": lambda batch, rewards: batch.weights(rewards),
+    "weights": lambda batch, rewards: {name: batch.facts.weight(name) for name in rewards},
 }
