@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -77,7 +76,7 @@ class PolicyModel(nn.Module):
         ConfigurationError: values without a value head. With an empty mask the results still hang on the
         weights: a rank with nothing to learn must run the same backward as the others.
         """
-        packing = Packing(np.asarray(cu_seqlens.tolist(), np.int64), input_ids.device)
+        packing = Packing(cu_seqlens, input_ids.device)
         hidden = self.model.base_model(
             input_ids=input_ids[None],
             position_ids=packing.position_ids[None],

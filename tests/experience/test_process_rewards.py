@@ -23,8 +23,7 @@ from async_grpo.rewards.builtin.countdown import score as countdown
 from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.testing import GREEDY, FakeGeneration, FakeVerification
-from async_grpo.types import AdapterResult, Prompt, RewardStatus
+from async_grpo.types import AdapterResult, RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
 from tests.helpers.answers import answer_of
 
@@ -80,11 +79,6 @@ def test_token_rewards_are_one_step_for_each_token_also_where_they_are_zero():
     assert found["steps"] == [[0, 0.0], [1, 0.5], [2, 1.0], [3, -0.25]] and found["reward"] == 1.25
 
 
-def test_an_adapter_may_give_a_reward_of_its_own_and_components():
-    found = answer({"reward": 2.0, "progress": 3} | steps((0.5, "token_end", 1)))
-    assert (found["reward"], found["extra"], found["steps"]) == (2.0, {"progress": 3.0}, [[0, 0.5]])
-
-
 def test_no_steps_are_steps_too():
     found = answer({"step_rewards": []})
     assert (found["status"], found["reward"], found["steps"]) == ("ok", 0.0, [])
@@ -94,11 +88,7 @@ def test_no_steps_are_steps_too():
     assert "1..0" in answer(steps((1.0, "char_end", 1)), empty)["reason"]
 
 
-def test_a_process_reward_may_abstain():
-    assert answer({"abstain": "no text"})["status"] == "abstained"
-
-
-NAN, INF = math.nan, math.inf
+NAN = math.nan
 
 
 @pytest.mark.parametrize(
@@ -107,35 +97,22 @@ NAN, INF = math.nan, math.inf
         ({"reward": 1.0}, "must return either step_rewards or token_rewards, not only ['reward']"),
         ({"step_rewards": [], "token_rewards": [0.0] * 4}, "not both"),
         ({"step_rewards": "abc"}, "step_rewards is a str, not a list"),
-        ({"step_rewards": None}, "step_rewards is a NoneType, not a list"),
-        ({"token_rewards": {}}, "token_rewards is a dict, not a list"),
         ({"step_rewards": [0.5]}, "step_rewards[0] is 0.5, not {"),
-        ({"step_rewards": [{"reward": 1.0}]}, "step_rewards[0] is {'reward': 1.0}, not {"),
         ({"step_rewards": [{"token_end": 1}]}, "step_rewards[0] is {'token_end': 1}, not {"),
-        ({"step_rewards": [{"reward": 1.0, "end": 1}]}, "'end': 1}, not {"),
         ({"step_rewards": [{"reward": 1.0, "token_end": 1, "char_end": 1}]}, "'char_end': 1}, not {"),
         ({"step_rewards": [{"reward": 1.0, "token_end": 1, "note": 1}]}, "'note': 1}, not {"),
         (steps((1.0, "token_end", 1), (NAN, "token_end", 1)), "step_rewards[1]: reward=nan: only finite"),
-        (steps((INF, "char_end", 1)), "reward=inf: only finite"),
-        (steps((None, "token_end", 1)), "reward=None"),
         (steps(("1", "token_end", 1)), "reward='1'"),
         (steps((1.0, "token_end", 0)), "token_end=0 is not one of 1..4: the completion has 4 tokens"),
         (steps((1.0, "token_end", 5)), "token_end=5 is not one of 1..4"),
-        (steps((1.0, "token_end", -1)), "token_end=-1 is not one of 1..4"),
         (steps((1.0, "char_end", 0)), "char_end=0 is not one of 1..8: the completion has 8 characters"),
-        (steps((1.0, "char_end", 9)), "char_end=9 is not one of 1..8"),
-        (steps((1.0, "token_end", 1.0)), "token_end=1.0 is not one of 1..4"),
         (steps((1.0, "token_end", True)), "token_end=True is not one of 1..4"),
-        (steps((1.0, "char_end", "3")), "char_end='3' is not one of 1..8"),
         (
             steps((1e308, "token_end", 1), (1e308, "token_end", 1)),
             "the steps that end in token 0 add up to inf",
         ),
-        (steps((1e308, "token_end", 1), (1e308, "token_end", 2)), "reward=inf: only finite"),
         ({"token_rewards": [0.0] * 3}, "3 token_rewards for 4 tokens: there must be one for each"),
-        ({"token_rewards": [0.0] * 5}, "5 token_rewards for 4 tokens"),
         ({"token_rewards": [0.0, 0.0, NAN, 0.0]}, "token_rewards[2]=nan: only finite"),
-        ({"reward": NAN, "step_rewards": []}, "reward=nan"),
         ({"part": "x", "step_rewards": []}, "part='x'"),
         (1.0, "returned a float, not a dict"),
     ],
@@ -177,16 +154,6 @@ def test_the_decorators_compose_in_either_order(process_first):
     assert not is_process_reward(warmed_by({"a": 1})(lambda sample: {}))
 
 
-def test_an_object_with_a_method_of_that_name_is_no_process_reward():
-    class Judge:
-        def process(self) -> None: ...
-
-        def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-            return {"reward": 1.0}
-
-    assert not is_process_reward(Judge()) and answer_of(Judge(), {}, {})["status"] == "ok"
-
-
 def test_an_adapter_that_rewrites_its_sample_is_measured_on_the_original():
     @process_reward
     def trims(sample: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +168,7 @@ def test_an_adapter_that_rewrites_its_sample_is_measured_on_the_original():
     ends=st.lists(st.integers(0, 12), min_size=1, max_size=8).map(sorted),
     given_steps=st.lists(st.tuples(st.integers(-4, 4), st.booleans(), st.integers(1, 12)), max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_steps_are_placed_as_a_search_from_the_left_places_them(ends, given_steps):
     sample = {"completion": "x" * 12, "completion_token_ids": [0] * len(ends), "completion_char_ends": ends}
     returned, expected = [], [0.0] * len(ends)
@@ -303,10 +270,6 @@ def test_other_answers_earn_and_lose_by_their_numbers_alone(text, credits):
     assert [reward for _, reward in judged(text)] == [pytest.approx(CREDIT * credit) for credit in credits]
 
 
-def test_numbers_that_are_there_twice_may_be_used_twice():
-    assert [reward for _, reward in judged("<answer>4+4+4</answer>", (4, 4), 8)] == [0.15, 0.15, -0.15]
-
-
 def test_blanks_before_the_completion_do_not_shift_the_steps():
     assert [text for text, _ in judged(" \n <answer>3\n*(4+5) </answer> \n")][:1] == [" \n <answer>3"]
 
@@ -316,29 +279,12 @@ def test_a_row_without_a_task_is_a_failure_and_no_zero():
         countdown_steps({"completion": "", "target": 1})
 
 
-PARTS = [
-    "3",
-    "4",
-    "5",
-    "27",
-    "+",
-    "*",
-    "(",
-    ")",
-    " ",
-    "\n",
-    "é",
-    "so",
-    "<answer>",
-    "</answer>",
-    "</think>",
-    "<|im_end|>",
-]
+PARTS = [*"345+*() \né", "27", "so", "<answer>", "</answer>", "</think>", "<|im_end|>"]
 ANSWERS = ["</think>\n<answer>3*(4+5)</answer>", "<answer>(5+4)*3</answer>", "<answer>3*4+5</answer>"]
 
 
 @given(st.lists(st.sampled_from(PARTS + ANSWERS), max_size=12).map("".join) | st.text(max_size=40))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_last_step_is_the_right_answer_exactly_when_countdown_says_so(text):
     sample = {"completion": text, "nums": [3, 4, 5], "target": 27, "end_token": "<|im_end|>"}
     found, outcome = countdown_steps(sample), countdown(sample)
@@ -391,19 +337,3 @@ def test_the_shipped_page_declares_exactly_its_process_reward():
 
 
 # Greedy completions, and the stand-ins -----------------------------------------------------------------------------
-
-
-async def test_the_fake_completes_greedily_as_a_member_of_its_own():
-    generation = FakeGeneration(length=lambda ordinal, member: 7 if member == GREEDY else 2 + member)
-    prompt = Prompt(5, None, {})
-    sampled = [len(c) async for c in generation.generate(prompt, 2)]
-    (greedy,) = [c async for c in generation.generate(prompt, 1, greedy=True)]
-    assert sorted(sampled) == [2, 3] and len(greedy) == 7
-    assert (generation.asked, generation.asked_greedily) == ([5], [5])
-    assert greedy.char_ends.tolist() == [1, 2, 3, 4, 5, 6, 7] and len(greedy.text) == 7
-
-
-async def test_the_fake_verification_may_answer_with_steps():
-    result = AdapterResult("judge", RewardStatus.OK, 1.5, steps=((0, 0.5), (1, 1.0)))
-    verdict = await FakeVerification(lambda sample: result).verify({})
-    assert (verdict.status, verdict.reward, verdict.results) == (RewardStatus.OK, 1.5, (result,))

@@ -5,23 +5,18 @@ order and filled up with dummies. The reference is transformers' eager forward, 
 loss written out token by token; it shares no code with the library. One spawn serves every batch.
 """
 
-import os
-import socket
-import time
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from tiny_policy import VOCAB, pack, random_sequence, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
+from two_ranks import WORLD_SIZE, RecordingOptimizer, on_two_ranks, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.errors import ConfigurationError, NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
@@ -29,22 +24,8 @@ from async_grpo.training.optimizer import build_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.types import dummy_micro_batch
 
-NUM_BATCHES, WORLD_SIZE, DEADLINE_S = 16, 2, 120
+NUM_BATCHES = 16
 CANARY = np.arange(1, 40, dtype=np.int32)
-
-
-class RecordingOptimizer(torch.optim.SGD):
-    """Takes no step; keeps the full gradients that it was asked to take one with."""
-
-    def __init__(self, policy):
-        super().__init__(policy.parameters(), lr=0.0)
-        self.policy, self.gradients = policy, None
-
-    def step(self):
-        named = self.policy.model.named_parameters()
-        self.gradients = {
-            name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone() for name, p in named
-        }
 
 
 def recording_accumulator(ranks, objective, *, tied=True, dtype="float32", checkpointing=False, **options):
@@ -114,44 +95,32 @@ def reference_gradients(sequences, objective, tied):
             sequence_losses.append(torch.stack(losses).mean())
     terms = token_losses if objective["loss_aggregation"] == "token_mean" else sequence_losses
     torch.stack(terms).mean().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, len(token_losses)
+    gradients = {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    return gradients, len(token_losses)
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    """One of the gloo ranks; rank 0 leaves the results in `folder`."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    results = {}
-    with distributed_run("cpu", timeout_s=60) as ranks:
-        for seed in range(NUM_BATCHES):
-            sequences, objective, model_options = random_batch(seed)
-            accumulator, optimizer = recording_accumulator(
-                ranks, Objective(AlgorithmConfig(**objective)), **model_options
-            )
-            for micro_batch in deal(sequences, seed, WORLD_SIZE)[rank]:
-                accumulator.add(micro_batch)
-            metrics = accumulator.finish()
-            results[seed] = (optimizer.gradients, metrics)
-        results["bfloat16"] = bfloat16_gradients(ranks)
-        results["update"] = adamw_update(ranks)
-        results["skipped"] = skipped_step(ranks)
-        results["canary"], results["after"] = canary_and_checkpoint(ranks, folder)
-        results["non_finite"] = non_finite_step(ranks)
-    if rank == 0:
-        torch.save(results, Path(folder) / "results.pt")
-    os._exit(0)  # gloo's threads may still hold tensors, and abort in an interpreter that ends in order
+def work(ranks, folder):
+    results = {
+        "bfloat16": step_of_batch(ranks, 1, dtype="bfloat16")[0],
+        "update": adamw_update(ranks),
+        "skipped": skipped_step(ranks),
+        "non_finite": non_finite_step(ranks),
+    }
+    results |= {seed: step_of_batch(ranks, seed) for seed in range(NUM_BATCHES)}
+    results["canary"], results["engine names"], results["after"] = canary_and_checkpoint(ranks, folder)
+    return results
 
 
-def bfloat16_gradients(ranks):
-    sequences, objective, _ = random_batch(1)
+def step_of_batch(ranks, seed, **options):
+    """(gradients, metrics) of the step of a random minibatch."""
+    sequences, objective, model_options = random_batch(seed)
     accumulator, optimizer = recording_accumulator(
-        ranks, Objective(AlgorithmConfig(**objective)), dtype="bfloat16"
+        ranks, Objective(AlgorithmConfig(**objective)), **model_options, **options
     )
-    for micro_batch in deal(sequences, 1, WORLD_SIZE)[ranks.rank]:
+    for micro_batch in deal(sequences, seed, ranks.world_size)[ranks.rank]:
         accumulator.add(micro_batch)
-    accumulator.finish()
-    return optimizer.gradients
+    metrics = accumulator.finish()
+    return optimizer.gradients, metrics
 
 
 def adamw_update(ranks):
@@ -197,44 +166,28 @@ def non_finite_step(ranks):
 
 def canary_and_checkpoint(ranks, folder):
     """Canary log-probs of a sharded policy, a checkpoint of it, and a training step after both."""
-    policy = shard_policy(PolicyModel(tiny_model()), ranks)
+    policy = shard_policy(PolicyModel(tiny_model(), value_head=True), ranks)
+    with torch.no_grad():
+        policy.value_head.weight.fill_(0.5)
     canary = canary_logprobs(policy, CANARY, temperature=0.7)
     assert all(hasattr(p, "full_tensor") for p in policy.parameters()), "the canary left weights gathered"
-    CheckpointWriter(folder, Path(folder) / "model", ranks, dtype="float32").save(policy, 77)
+    CheckpointWriter(folder, folder / "model", ranks, dtype="float32").save(policy, 77)
     policy(torch.arange(4), torch.tensor([0, 4]), torch.ones(4, dtype=torch.bool), 1.0)[0].sum().backward()
-    return torch.tensor(canary), all(p.grad is not None for p in policy.parameters())
+    names = [name for name, _ in named_full_tensors(policy)]
+    return torch.tensor(canary), names, all(p.grad is not None for p in policy.model.parameters())
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(run_rank, args=(port, str(folder)), nprocs=WORLD_SIZE, join=False)
-    deadline = time.monotonic() + DEADLINE_S
-    while not context.join(timeout=1.0):  # returns as soon as one of them ends
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the two ranks did not finish within {DEADLINE_S} s")
-    return folder, torch.load(folder / "results.pt")
+    return folder, on_two_ranks(work, folder)
 
 
 @pytest.fixture
 def alone():
     with distributed_run("cpu") as ranks:
         yield ranks
-
-
-def relative_error(got, expected):
-    """|got - expected| / |expected| over all tensors together, and the worst single tensor."""
-    norm = torch.stack([e.norm() for e in expected.values()]).norm()
-    errors = {name: (got[name] - e).norm() for name, e in expected.items()}
-    # a tensor whose true gradient is nearly nothing is held against a thousandth of the whole
-    worst = max(error / max(expected[name].norm(), 1e-3 * norm) for name, error in errors.items())
-    return torch.stack(list(errors.values())).norm() / norm, worst
 
 
 @pytest.mark.parametrize("seed", range(NUM_BATCHES))
@@ -306,6 +259,10 @@ def test_a_sharded_policy_answers_the_canary_and_reloads_from_its_checkpoint(two
     torch.testing.assert_close(results["canary"][1:], expected, atol=1e-5, rtol=1e-5)
     assert results["canary"][0] == 0
     reloaded = AutoModelForCausalLM.from_pretrained(folder / "hf_format" / "samples_77")
+    assert [name for name, _ in reloaded.named_parameters()] == results["engine names"]
+    critic = PolicyModel(tiny_model(), value_head=True)
+    assert load_value_head(critic, folder / "hf_format" / "samples_77")
+    assert (critic.value_head.weight == 0.5).all()
     for (name, weight), (_, original) in zip(
         reloaded.named_parameters(), model.named_parameters(), strict=True
     ):

@@ -4,17 +4,12 @@ The reference shares neither packing, nor sharding, nor the split into micro-bat
 padded batch, and the functions of `algorithm` called once, on all of it.
 """
 
-import os
-import socket
-import time
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
-from test_gradient_exactness import deal, relative_error
+from test_gradient_exactness import deal
 from tiny_policy import pack, random_sequence, tiny_model
+from two_ranks import RecordingOptimizer, on_two_ranks, relative_error
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
@@ -29,7 +24,6 @@ from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
 
-WORLD_SIZE, DEADLINE_S = 2, 240
 SCALE = 40
 
 CASES = {
@@ -99,6 +93,7 @@ CASES = {
         "estimator_options": "whiten=false",
         "loss_aggregation": "sequence_mean_token_sum",
     },
+    "critic stopped at its head": {"advantage_estimator": "gae", "critic_trunk_gradient": False},
     "critic and covariance": {
         "advantage_estimator": "gae",
         "estimator_options": "lam=0.5",
@@ -127,26 +122,17 @@ def minibatch(seed: int, case: str) -> list[dict]:
 
 
 def policy_of(objective: Objective) -> PolicyModel:
-    policy = PolicyModel(tiny_model(), chunk_tokens=13, value_head=objective.has_critic)
+    policy = PolicyModel(
+        tiny_model(),
+        chunk_tokens=13,
+        value_head=objective.has_critic,
+        value_trunk_gradient=objective.config.critic_trunk_gradient,
+    )
     if policy.value_head is not None:
         torch.manual_seed(5)
         torch.nn.init.normal_(policy.value_head.weight, std=0.05)
         torch.nn.init.normal_(policy.value_head.bias, std=0.5)
     return policy
-
-
-class RecordingOptimizer(torch.optim.SGD):
-    """Takes no step; keeps the full gradients that it was asked to take one with."""
-
-    def __init__(self, policy):
-        super().__init__(policy.parameters(), lr=0.0)
-        self.policy, self.gradients = policy, None
-
-    def step(self):
-        self.gradients = {
-            name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone()
-            for name, p in self.policy.named_parameters()
-        }
 
 
 def step_gradients(ranks, case, micro_batches):
@@ -160,34 +146,16 @@ def step_gradients(ranks, case, micro_batches):
     return accumulator.finish(), optimizer.gradients
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with distributed_run("cpu", timeout_s=60) as ranks:
-        results = {
-            case: step_gradients(ranks, case, deal(minibatch(seed, case), seed, WORLD_SIZE)[rank])
-            for seed, case in enumerate(CASES)
-        }
-    if rank == 0:
-        torch.save(results, Path(folder) / "results.pt")
-    os._exit(0)  # gloo's threads may still hold tensors, and abort in an interpreter that ends in order
+def work(ranks, folder):
+    return {
+        case: step_gradients(ranks, case, deal(minibatch(seed, case), seed, ranks.world_size)[ranks.rank])
+        for seed, case in enumerate(CASES)
+    }
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(run_rank, args=(port, str(folder)), nprocs=WORLD_SIZE, join=False)
-    deadline = time.monotonic() + DEADLINE_S
-    while not context.join(timeout=1.0):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the two ranks did not finish within {DEADLINE_S} s")
-    return torch.load(folder / "results.pt")
+    return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), deadline_s=240)
 
 
 @pytest.fixture
@@ -233,6 +201,8 @@ def reference_gradients(case, sequences):
     values = returns = None
     if objective.has_critic:
         states = output.hidden_states[-1][:, :-1]
+        if not config.critic_trunk_gradient:
+            states = states.detach()
         values = torch.nn.functional.pad(
             policy.value_head(states.flatten(0, 1)).view(states.shape[:2]), (1, 0)
         )

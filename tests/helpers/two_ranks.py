@@ -1,0 +1,66 @@
+"""Two real gloo ranks for a test module, and an optimizer that only looks at the gradients."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from async_grpo.training.distributed import distributed_run
+
+WORLD_SIZE = 2
+
+
+def on_two_ranks(work: Callable[[Any, Path], Any], folder: Path, deadline_s: float = 120.0) -> Any:
+    """What rank 0 returns of `work(ranks, folder)`, a module's function, which both ranks run."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    context = mp.spawn(_run_rank, args=(work, port, folder), nprocs=WORLD_SIZE, join=False)
+    deadline = time.monotonic() + deadline_s
+    while not context.join(timeout=1.0):  # returns as soon as one of them ends
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"the two ranks did not finish within {deadline_s} s")
+    return torch.load(folder / "results.pt")
+
+
+def _run_rank(rank: int, work: Callable[[Any, Path], Any], port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with distributed_run("cpu", timeout_s=60) as ranks:
+        results = work(ranks, folder)
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    os._exit(0)  # gloo's threads may still hold tensors, and abort in an interpreter that ends in order
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class RecordingOptimizer(torch.optim.SGD):
+    """Takes no step; keeps the full gradients that it was asked to take one with."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__(policy.parameters(), lr=0.0)
+        self.policy, self.gradients = policy, None
+
+    def step(self) -> None:
+        self.gradients = {name: full(p.grad).clone() for name, p in self.policy.named_parameters()}
+
+
+def relative_error(got: dict, expected: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """|got - expected| / |expected| over all tensors together, and the worst single tensor."""
+    norm = torch.stack([e.norm() for e in expected.values()]).norm()
+    errors = {name: (got[name] - e).norm() for name, e in expected.items()}
+    # a tensor whose true gradient is nearly nothing is held against a thousandth of the whole
+    worst = max(error / max(expected[name].norm(), 1e-3 * norm) for name, error in errors.items())
+    return torch.stack(list(errors.values())).norm() / norm, worst
