@@ -1,13 +1,4 @@
-"""Every error of the library, as a tree. Each one also is the builtin it refines, and each one can be pickled.
-
-    AsyncGrpoError
-    |- ConfigurationError (ValueError)   the user's setting or file; exit code 2, nothing started or everything stopped
-    |- WorkerLost (RuntimeError)         a generation, logprob or verifier worker died
-    |- WeightsDidNotLand (RuntimeError)  an engine does not hold the weights that were sent
-    |- StalenessViolated (AssertionError) a sample older than the budget reached the trainer: our bug
-    |- NonFiniteGradient (ArithmeticError) a step's loss or gradient holds NaN or inf
-    |- DeadlineExceeded (TimeoutError)   a wait ended without what it waited for
-    `- RunFailed (RuntimeError)          a supervised background task ended the run
+"""Every error of the library. Each one also is the builtin it refines, and each one can be pickled.
 
 >>> import pickle
 >>> pickle.loads(pickle.dumps(WorkerLost("generation worker g0 died")))
@@ -23,7 +14,7 @@ class AsyncGrpoError(Exception):
 
 
 class ConfigurationError(AsyncGrpoError, ValueError):
-    """A setting or an input file cannot work. The message names the values and the way out."""
+    """A setting or an input file cannot work: exit code 2. The message names the values and the way out."""
 
 
 class WorkerLost(AsyncGrpoError, RuntimeError):
@@ -35,7 +26,7 @@ class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
 
 
 class StalenessViolated(AsyncGrpoError, AssertionError):
-    """A token older than `max_staleness` steps was about to be trained on."""
+    """A token older than `max_staleness` steps was about to be trained on: our bug."""
 
 
 class NonFiniteGradient(AsyncGrpoError, ArithmeticError):

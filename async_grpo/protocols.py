@@ -19,8 +19,6 @@ import numpy as np
 from async_grpo.errors import WorkerLost
 from async_grpo.types import Completion, MicroBatch, Prompt, SharedRunSettings, StepEnd, Verdict
 
-# The batcher's walls -------------------------------------------------------------------------------------------------
-
 
 class Generation(Protocol):
     """Completes prompts on whichever engine has room."""
@@ -30,12 +28,9 @@ class Generation(Protocol):
 
         Greedy ones take the likeliest token at every place: for comparison, not to be trained on.
         """
-        ...
 
     async def take_stats(self) -> dict[str, Any]:
-        """Since the last call: `token_timeline` [(moment, tokens)], `wait_generation_weights_s`, and `busy`: the
-        intervals in which an engine held unfinished requests."""
-        ...
+        """Of `Engine.progress`, for all engines since the last call, and `wait_generation_weights_s`."""
 
 
 class Verification(Protocol):
@@ -43,25 +38,20 @@ class Verification(Protocol):
 
     async def start(self) -> None:
         """Make everything that the samples of the training need."""
-        ...
 
     async def verify(self, sample: dict[str, Any], *, evaluation: bool = False) -> Verdict:
         """The verdict; samples of an evaluation never wait behind those of the training."""
-        ...
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
         """The verdicts of one whole group, after the rewards have looked at all of it."""
-        ...
 
     async def take_stats(self) -> dict[str, Any]:
         """Since the last call: `verifiers`, counts and latencies by adapter, and those of cache and budget."""
-        ...
 
     async def close(self) -> None:
         """End everything that `start` made, within a few seconds."""
-        ...
 
 
 class Logprobs(Protocol):
@@ -71,10 +61,6 @@ class Logprobs(Protocol):
         self, sequences: Sequence[np.ndarray], prompt_lengths: Sequence[int]
     ) -> list[np.ndarray]:
         """(T,) float32 log-probs of each completion."""
-        ...
-
-
-# The trainer's walls -------------------------------------------------------------------------------------------------
 
 
 class ExperienceSource(Protocol):
@@ -85,22 +71,16 @@ class ExperienceSource(Protocol):
 
     def next_message(self, rank: int) -> MicroBatch | StepEnd:
         """The next message for `rank`; waits for it, and raises when its deadline passes."""
-        ...
 
 
 class WeightPublisher(Protocol):
     """Brings the policy's weights to the engines and proves that they landed."""
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> dict[str, float]:
-        """Publish `model` (a `PolicyModel`) as `version`; a collective, called on every rank.
+        """Publish `model` (a `PolicyModel`) as `version`; returns metrics. A collective, called on every rank.
 
-        Args:
-            self_test: first change every tensor visibly and check that the engines notice.
-
-        Returns:
-            Metrics of the transfer.
+        With `self_test` every tensor is first changed visibly, to check that the engines notice.
         """
-        ...
 
 
 class MetricsSink(Protocol):
@@ -114,10 +94,6 @@ class StepHook(Protocol):
 
     def on_step(self, step: int) -> dict[str, float]:
         """`step` optimizer steps are completed; what is returned joins the step's metrics line."""
-        ...
-
-
-# Weights on their way ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,16 +128,12 @@ class EngineLink(Protocol):
 
     def put(self, chunk: np.ndarray) -> Any:
         """Store one chunk where every engine can read it; returns its reference."""
-        ...
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
         """Load the package into every engine; returns what each one received and computes, by worker."""
-        ...
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """`landed` are proven: they may work (not with a self-test's weights), and whoever joins from now on must
-        load and prove this package first."""
-        ...
+        """`landed` may work (not with a self-test's weights); who joins from now on loads and proves this package."""
 
 
 class EngineControl(Protocol):
@@ -172,11 +144,9 @@ class EngineControl(Protocol):
 
     def begin(self) -> Mapping[str, int]:
         """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
-        ...
 
     def pause(self, version: int) -> None:
         """Hold all requests; those that come from now on belong to `version`."""
-        ...
 
     def resume(self, version: int) -> None: ...
 
@@ -197,9 +167,6 @@ class Engines(EngineLink, EngineControl, Protocol):
     """The way from the trainer's rank 0 to all engines, for any transport."""
 
 
-# The engine's wall ---------------------------------------------------------------------------------------------------
-
-
 class Engine(Protocol):
     """One inference engine: completes prompts, and changes its weights while it does so. Lives in one event loop.
 
@@ -210,50 +177,35 @@ class Engine(Protocol):
 
     @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
-        """Load the model (it may take minutes and block the event loop).
-
-        Args:
-            config: `generation` room's `EngineConfig`: the model's folder and the engine's own options.
-            settings: what all workers share: dtype, temperature, lengths, stop tokens.
-        """
-        ...
+        """Load the model; it may take minutes and block the event loop. `config`: the `EngineConfig` of `generation`."""
 
     def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions of one prompt (L,) int32, each as soon as it is finished.
+        """Yield `count` completions of one prompt (L,) int32, each as soon as it is finished; closing aborts the rest.
 
-        Every token carries the policy version that produced it. Closing the iterator aborts what is unfinished.
-
-        Raises:
-            WorkerLost: the engine died, or its last weight update failed.
+        Every token carries the policy version that produced it. WorkerLost: the engine died, or its last weight update
+        failed.
         """
-        ...
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
         """Replace the weights by `chunks` (safetensors images) while requests are paused, not aborted.
 
-        Returns:
-            What arrived, as the engine saw it.
+        Returns what arrived, as the engine saw it.
         """
-        ...
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first is 0."""
-        ...
 
     def progress(self) -> dict[str, Any]:
         """Since the last call: `token_timeline` [(wall-clock seconds, tokens)], `paused_s` for weights, and `busy`,
         the intervals in which it held unfinished requests."""
-        ...
 
     async def until_failure(self) -> str:
         """Wait for the engine to die; returns how that was noticed."""
-        ...
 
     def close(self) -> None:
         """Stop the engine and its processes."""
-        ...
 
 
 class WorkerLink(Protocol):
@@ -261,15 +213,12 @@ class WorkerLink(Protocol):
 
     async def call(self, method: str, *args: Any) -> Any:
         """The answer of one of its handlers."""
-        ...
 
     def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         """What one of its handlers yields, item by item."""
-        ...
 
     def close(self) -> None:
         """Let go of it; calls in flight fail."""
-        ...
 
 
 Connect = Callable[[Any, str, Callable[[WorkerLost], None]], WorkerLink]

@@ -42,29 +42,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One generated sequence, token by token as the engine sampled it (the end token included).
-
-    >>> c = Completion(np.array([5, 6], np.int32), np.array([-.1, -.2], np.float32), np.array([3, 4], np.int32),
-    ...                FinishReason.STOP, "ab")
-    >>> len(c), c.oldest_version, c.truncated
-    (2, 3, False)
-    """
+    """One generated sequence, token by token as the engine sampled it (the end token included)."""
 
     token_ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, the engine's, at the sampling temperature
     versions: np.ndarray  # (T,) int32, policy version that produced each token
     finish_reason: FinishReason
     text: str
-    char_ends: np.ndarray | None = (
-        None  # (T,) int32, characters of `text` after each token; only if asked for
-    )
+    char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"a completion has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs "
-                f"and {len(self.versions)} versions"
-            )
+            lengths = [len(self.token_ids), len(self.logprobs), len(self.versions)]
+            raise ValueError(f"token_ids, logprobs and versions of a completion differ in length: {lengths}")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -128,9 +118,7 @@ class Sample:
     advantages: np.ndarray | None = None  # (T,) float32; None: not trained on
     loss_mask: np.ndarray | None = None  # (T,) bool, the tokens that are; set with `advantages`
     group_tokens: int = 0  # trained tokens of its whole group
-    ref_logprobs: np.ndarray | None = (
-        None  # (T,) float32, of the frozen reference; None: not used by the loss
-    )
+    ref_logprobs: np.ndarray | None = None  # (T,) float32, of the reference; None: the loss has no use for it
     proximal_logprobs: np.ndarray | None = None  # (T,) float32, of the policy when the group was complete
 
     @property
@@ -153,10 +141,6 @@ class Group:
     sequence_number: int  # place in the run: step sequence_number // P, whichever prompt fills it
     baseline: Verdict | None = None  # of the greedy completion, where the estimator compares with it
     resampled: int = 0  # prompts without signal that this one replaced
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(sample.num_tokens for sample in self.samples)
 
     @property
     def oldest_version(self) -> int:
@@ -192,29 +176,20 @@ class MicroBatch:
         return len(self.cu_seqlens) - 1
 
     def sequence_ids(self) -> np.ndarray:
-        """(N,) int64: the index of the sequence each token belongs to.
-
-        >>> dummy_micro_batch(token_id=0, num_tokens=3).sequence_ids()
-        array([0, 0, 0])
-        """
+        """(N,) int64: the index of the sequence each token belongs to."""
         return np.repeat(np.arange(self.num_sequences), np.diff(self.cu_seqlens))
 
 
-def dummy_micro_batch(token_id: int, num_tokens: int = 2) -> MicroBatch:
-    """The smallest micro-batch with an empty loss mask, for a rank that has nothing while others do.
-
-    >>> batch = dummy_micro_batch(token_id=7)
-    >>> batch.is_dummy, batch.num_tokens, bool(batch.loss_mask.any())
-    (True, 2, False)
-    """
-    zeros = np.zeros(num_tokens, np.float32)
+def dummy_micro_batch(token_id: int) -> MicroBatch:
+    """The smallest micro-batch with an empty loss mask, for a rank that has nothing while others do."""
+    zeros = np.zeros(2, np.float32)
     return MicroBatch(
-        input_ids=np.full(num_tokens, token_id, np.int32),
-        cu_seqlens=np.array([0, num_tokens], np.int32),
-        loss_mask=np.zeros(num_tokens, bool),
+        input_ids=np.full(2, token_id, np.int32),
+        cu_seqlens=np.array([0, 2], np.int32),
+        loss_mask=np.zeros(2, bool),
         behaviour_logprobs=zeros,
         advantages=zeros,
-        versions=np.full(num_tokens, PROMPT_TOKEN, np.int32),
+        versions=np.full(2, PROMPT_TOKEN, np.int32),
         group_ids=np.array([-1], np.int64),
         group_tokens=np.array([0], np.int64),
         is_dummy=True,

@@ -11,8 +11,7 @@ from rich.table import Table
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.figures import plot_runs
-from async_grpo.metrics.run_folder import claim
-from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.options.fields import option
 
 MARK = ".async-grpo-demo"  # of a folder that the next demo may empty

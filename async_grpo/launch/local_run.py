@@ -22,8 +22,7 @@ from async_grpo.launch.environment import (
     signals_as_exceptions,
 )
 from async_grpo.launch.judge_servers import LocalJudge, serving
-from async_grpo.metrics.run_folder import claim
-from async_grpo.metrics.writer import PARAMS_FILE
+from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 

@@ -1,4 +1,4 @@
-"""Draws the metrics of one or several runs: the other half of the logic of `plot.py`.
+"""Draws the metrics of one or several runs.
 
 Only finite numbers are drawn: null, NaN, infinities, booleans and text leave a gap in the line. A step without the
 key is passed over: a key logged every tenth step is a line. Names ending in `_T` are arrays of shape (steps,), float64.
@@ -14,6 +14,7 @@ import numpy as np
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.reader import Run, load_runs
+from async_grpo.options.fields import refuse
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,50 +41,49 @@ def plot_runs(
     .pdf file, None = an interactive window. `smooth_window`: steps of a moving average drawn over the faded
     raw line, None = raw only. Raises ConfigurationError for the user's mistakes, FetchFailed if scp fails.
     """
-    if output is not None and output.suffix.lower() not in PICTURE_SUFFIXES:
-        raise ConfigurationError(f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}")
+    refuse(
+        output is not None and output.suffix.lower() not in PICTURE_SUFFIXES,
+        f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}",
+    )
     runs = load_runs(files, names, remote)
     for run in runs:
         _check_key(x_key, [run], f"the x axis of {run.source}")
     variables = list(dict.fromkeys(variables or _default_variables(runs)))
     for key in variables:
-        _check_variable(key, x_key, runs)
+        _check_key(key, runs, "a variable")
+        without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
+        nowhere = len(without) == len(runs)
+        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key")
+        if without:
+            log.warning("%s: nothing to draw in %s", key, ", ".join(without))
     figure = _new_window() if output is None else _new_figure()
     draw(figure, runs, variables, x_key, smooth_window, legend=len(runs) > 1 or bool(names))
     if output is None:
-        _show_windows()
-    else:
-        _save(figure, output)
+        import matplotlib.pyplot as plt
+
+        plt.show()
+        return
+    try:
+        figure.savefig(output, format=output.suffix.lower()[1:], dpi=150)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
 
 
 def _default_variables(runs: list[Run]) -> list[str]:
     known = {key for run in runs for key in run.plottable_keys}
-    skipped = [key for key in DEFAULT_VARIABLES if key not in known]
-    if len(skipped) == len(DEFAULT_VARIABLES):
-        raise ConfigurationError(f"none of the default keys is there; pass -v KEY, one of: {_listed(runs)}")
-    if skipped:
+    found = [key for key in DEFAULT_VARIABLES if key in known]
+    listed = ", ".join(sorted(known)) or "none"
+    refuse(not found, f"none of the default keys is there; pass -v KEY, one of: {listed}")
+    if skipped := [key for key in DEFAULT_VARIABLES if key not in known]:
         log.warning("skipped, not in any file: %s", ", ".join(skipped))
-    return [key for key in DEFAULT_VARIABLES if key in known]
+    return found
 
 
 def _check_key(key: str, runs: list[Run], role: str) -> None:
-    if any(key in run.plottable_keys for run in runs):
-        return
+    known = {key for run in runs for key in run.plottable_keys}
     problem = "holds no number" if any(key in run.keys for run in runs) else "is unknown"
-    raise ConfigurationError(f"key {key!r} for {role} {problem}; keys with numbers: {_listed(runs)}")
-
-
-def _check_variable(key: str, x_key: str, runs: list[Run]) -> None:
-    _check_key(key, runs, "a variable")
-    without = [run.name for run in runs if not run.can_draw(x_key, key)]
-    if len(without) == len(runs):
-        raise ConfigurationError(f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key")
-    if without:
-        log.warning("%s: nothing to draw in %s", key, ", ".join(without))
-
-
-def _listed(runs: list[Run]) -> str:
-    return ", ".join(sorted({key for run in runs for key in run.plottable_keys})) or "none"
+    listed = ", ".join(sorted(known)) or "none"
+    refuse(key not in known, f"key {key!r} for {role} {problem}; keys with numbers: {listed}")
 
 
 def _new_figure() -> "Figure":
@@ -112,19 +112,6 @@ def _new_window() -> "Figure":
     return figure
 
 
-def _show_windows() -> None:
-    import matplotlib.pyplot as plt
-
-    plt.show()
-
-
-def _save(figure: "Figure", output: Path) -> None:
-    try:
-        figure.savefig(output, format=output.suffix.lower()[1:], dpi=150)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
-
-
 def draw(
     figure: "Figure", runs: list[Run], variables: list[str], x_key: str, window: int | None, legend: bool
 ) -> None:
@@ -136,17 +123,19 @@ def draw(
     rows = math.ceil(len(variables) / columns)
     figure.set_size_inches((8.0, 4.8) if columns == 1 else (12.0, 3.6 * rows + 0.6))
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    few = len(runs) <= 10
-    colours = matplotlib.colormaps["tab10" if few else "turbo"](
-        np.arange(len(runs)) if few else np.linspace(0, 1, len(runs))
-    )
+    colours = matplotlib.colormaps["turbo"](np.linspace(0, 1, len(runs)))
+    if len(runs) <= 10:
+        colours = matplotlib.colormaps["tab10"](np.arange(len(runs)))
     # A "$" in a key or a file name would be parsed as a formula, and fail if it is not one.
     with matplotlib.rc_context({"text.parse_math": False}):
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for ax, key in zip(axes, variables, strict=False):
             for run, colour in zip(runs, colours, strict=True):
                 _draw_line(ax, run.series(x_key, key), colour, window)
-            _dress(ax, key, x_key)
+            ax.set(title=key, xlabel=x_key, axisbelow=True)
+            ax.grid(True, color="0.88", linewidth=0.8)
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.margins(x=0.02)
         for unused in axes[len(variables) :]:
             unused.remove()
         if legend:
@@ -161,40 +150,24 @@ def _draw_line(ax: "Axes", series: np.ndarray, colour: Any, window: int | None) 
     drawn = np.pad(np.isfinite(series).all(axis=0), 1)
     lone = np.flatnonzero(drawn[1:-1] & ~drawn[:-2] & ~drawn[2:])
     style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "markevery": lone.tolist()}
-    if window is None:
-        ax.plot(x_T, y_T, linewidth=1.6, **style)
-    else:
-        ax.plot(x_T, y_T, linewidth=1.0, alpha=0.3, **style)
+    ax.plot(
+        x_T, y_T, linewidth=1.6 if window is None else 1.0, alpha=None if window is None else 0.3, **style
+    )
+    if window is not None:
         ax.plot(x_T, moving_average(y_T, window), linewidth=2.0, **style)
-
-
-def _dress(ax: "Axes", key: str, x_key: str) -> None:
-    ax.set_title(key, fontsize=11)
-    ax.set_xlabel(x_key)
-    ax.grid(True, color="0.88", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.margins(x=0.02)
 
 
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
     """Centred moving average, shape (T,); NaN stays NaN and counts in no average.
 
     Step t averages the steps t - window//2 to t + (window-1)//2, as far as they exist: the window shrinks at
-    the ends instead of padding the series, and is never longer than the series.
-    Raises ConfigurationError if window < 1.
+    the ends instead of padding the series, and is never longer than the series. ConfigurationError if window < 1.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)
     array([1. , 3. , 4.5, nan, 4. ])
     """
-    if window < 1:
-        raise ConfigurationError(f"a moving average needs a window of at least 1 step, not {window}")
-    steps = len(values_T)
-    if steps == 0:
-        return values_T
-    ones = np.ones(min(window, steps))
-    inside = slice((len(ones) - 1) // 2, (len(ones) - 1) // 2 + steps)
-    finite_T = np.isfinite(values_T)
-    sums_T = np.convolve(np.where(finite_T, values_T, 0.0), ones)[inside]
-    counts_T = np.convolve(finite_T.astype(float), ones)[inside]
-    return np.where(finite_T, sums_T / np.maximum(counts_T, 1.0), np.nan)
+    refuse(window < 1, f"a moving average needs a window of at least 1 step, not {window}")
+    steps = range(len(values_T))
+    width = min(window, len(steps))
+    near = [values_T[max(0, t - width // 2) : t + (width - 1) // 2 + 1] for t in steps]
+    return np.array([np.nanmean(near[t]) if np.isfinite(values_T[t]) else np.nan for t in steps])

@@ -1,4 +1,4 @@
-"""Reads `training_metrics.jsonl` files, here or on another machine, and tabulates them: half of the logic of `plot.py`.
+"""Reads `training_metrics.jsonl` files, here or on another machine, and tabulates them.
 
 A *run* is one file, a *step* is one line of it (a JSON object), a *key* names one value of a step; the keys
 of nested objects are joined by dots. Names ending in `_T` are arrays of shape (steps,), float64.
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.options.fields import refuse
 
 DEFAULT_X_KEY = "total_samples_accumulated"
 CONNECT_TIMEOUT_S = 10
@@ -31,8 +32,7 @@ FETCH_TIMEOUT_S = 120
 # A host that begins with "-" would be an option to scp.
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REMOTE = re.compile(rf"({_WORD}@)?({_WORD}|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\])")
-_REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")
-
+_REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")  # scp of before OpenSSH 9 hands the path to a shell
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +68,9 @@ class Run:
         pairs = [(step[x_key], step[key]) for step in self.steps if x_key in step and key in step]
         return np.array([[as_number(value) for value in pair] for pair in pairs]).reshape(-1, 2).T
 
-    def can_draw(self, x_key: str, key: str) -> bool:
-        """Whether at least one step has a number for both keys."""
-        return bool(np.isfinite(self.series(x_key, key)).all(axis=0).any())
-
 
 def as_number(value: object) -> float:
-    """A finite number as a float, anything else (null, NaN, infinity, boolean, text, list) as NaN.
-
-    >>> as_number(3), as_number(True), as_number("3")
-    (3.0, nan, nan)
-    """
+    """A finite number as a float, anything else (null, NaN, infinity, boolean, text, list) as NaN."""
     # Beyond 1e300 matplotlib's axis arithmetic overflows; such a number counts as infinite.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
@@ -86,11 +78,7 @@ def as_number(value: object) -> float:
 
 
 def flatten(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    """Join the keys of nested objects by dots.
-
-    >>> flatten({"step": 3, "wait": {"trainer": {"experience": 1.5}}})
-    {'step': 3, 'wait.trainer.experience': 1.5}
-    """
+    """Join the keys of nested objects by dots."""
     flat: dict[str, object] = {}
     for key, value in step.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -103,45 +91,38 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
     Raises ConfigurationError for an unreadable or empty file and for a malformed line. Only the last line may
     be unfinished, without its newline: the run is still writing it.
     """
-    source = source or str(path)
+    source, steps = source or str(path), []
     try:
-        *lines, unfinished = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
-    steps = [_parse_step(line, f"{source}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if unfinished.strip():
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            steps.append(_parse_step(unfinished, source))
-        except ConfigurationError:
-            log.warning("%s: the last line (%d) is unfinished and was skipped", source, len(lines) + 1)
-    if not steps:
-        raise ConfigurationError(f"{source} holds no finished step; has the run logged its first step yet?")
+            step = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise ConfigurationError(f"{source}, line {number}: not valid JSON ({error})") from error
+            log.warning("%s: the last line (%d) is unfinished and was skipped", source, number)
+            continue
+        found = type(step).__name__
+        refuse(not isinstance(step, dict), f"{source}, line {number}: expected a JSON object, found {found}")
+        steps.append(flatten(step))
+    refuse(not steps, f"{source} holds no finished step; has the run logged its first step yet?")
     return Run(source, name or path.name, steps)
-
-
-def _parse_step(line: bytes, where: str) -> dict[str, object]:
-    try:
-        step = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where}: not valid JSON ({error})") from error
-    if not isinstance(step, dict):
-        raise ConfigurationError(f"{where}: expected a JSON object, found {type(step).__name__}")
-    return flatten(step)
 
 
 def load_runs(files: list[Path], names: list[str] | None = None, remote: str | None = None) -> list[Run]:
     """Read all files, from the machine `remote` ("[user@]host") if given. `names`: one per file, or none."""
-    if names and len(names) != len(files):
-        raise ConfigurationError(f"{len(names)} names for {len(files)} files; give one per file or none")
     names = names or default_names(files)
+    refuse(len(names) != len(files), f"{len(names)} names for {len(files)} files; give one per file or none")
     if remote is None:
         return [read_run(file, name) for file, name in zip(files, names, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         copies = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
-        return [
-            read_run(copy, name, f"{remote}:{file}")
-            for copy, name, file in zip(copies, names, files, strict=True)
-        ]
+        sources = [f"{remote}:{file}" for file in files]
+        return [read_run(*one) for one in zip(copies, names, sources, strict=True)]
 
 
 def default_names(files: list[Path]) -> list[str]:
@@ -163,24 +144,22 @@ def fetch(remote: str, path: str, target: Path) -> Path:
 
     Raises ConfigurationError for a host or path that is refused, FetchFailed when scp does not deliver.
     """
-    if not _REMOTE.fullmatch(remote):
-        raise ConfigurationError(f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
-    if not _REMOTE_PATH.fullmatch(path):
-        # An scp of before OpenSSH 9 hands the path to a shell on the other side.
-        raise ConfigurationError(f"remote path {path!r} has characters that a shell interprets; rename it")
+    host_fits, path_fits = _REMOTE.fullmatch(remote), _REMOTE_PATH.fullmatch(path)
+    refuse(not host_fits, f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
+    refuse(not path_fits, f"remote path {path!r} has characters that a shell interprets; rename it")
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
     command = ["scp", *options, "--", f"{remote}:{path}", str(target)]
-    what = f"scp could not fetch {remote}:{path}"
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S)
-    except OSError as error:
-        raise FetchFailed(f"{what}: the program scp did not start ({error.strerror})") from error
-    except subprocess.TimeoutExpired as error:
-        raise FetchFailed(f"{what} within {FETCH_TIMEOUT_S} s") from error
-    if done.returncode != 0 or not target.is_file():
+        if done.returncode == 0 and target.is_file():
+            return target
         words = done.stderr.decode(errors="replace").strip()
-        raise FetchFailed(f"{what} (exit code {done.returncode}): {words or 'it said nothing'}")
-    return target
+        why = f"(exit code {done.returncode}): {words or 'it said nothing'}"
+    except OSError as error:
+        why = f": the program scp did not start ({error.strerror})"
+    except subprocess.TimeoutExpired:
+        why = f"within {FETCH_TIMEOUT_S} s"
+    raise FetchFailed(f"scp could not fetch {remote}:{path} {why}")
 
 
 def print_info(file: Path) -> None:
@@ -195,8 +174,7 @@ def print_info(file: Path) -> None:
         print(f"wall time from the first to the last step: {timedelta(seconds=round(seconds))}")
     # Into a pipe rich assumes 80 columns and would cut the names of keys.
     Console(width=None if sys.stdout.isatty() else 200).print(info_table(run))
-    others = [key for key in run.keys if key not in run.plottable_keys]
-    if others:
+    if others := [key for key in run.keys if key not in run.plottable_keys]:
         print(f"not plottable (no numbers): {', '.join(others)}")
 
 
@@ -217,7 +195,7 @@ def _shown(number: float) -> str:
 
 
 def wall_seconds(run: Run) -> float | None:
-    """Seconds from the first to the last `timestamp` (ISO text or epoch seconds), None if there is none."""
+    """Seconds from the first to the last `timestamp` (epoch seconds, or ISO text: local time if it names no zone)."""
     stamps = [step["timestamp"] for step in run.steps if "timestamp" in step]
     try:
         return _epoch_seconds(stamps[-1]) - _epoch_seconds(stamps[0]) if stamps else None
@@ -227,10 +205,5 @@ def wall_seconds(run: Run) -> float | None:
 
 
 def _epoch_seconds(stamp: object) -> float:
-    """Epoch seconds of a timestamp; ISO text without a zone is local time. ValueError for anything else.
-
-    >>> _epoch_seconds("2025-01-01T00:01:00+00:00") - _epoch_seconds(1735689600)
-    60.0
-    """
     number = as_number(stamp)
     return datetime.fromisoformat(str(stamp)).timestamp() if math.isnan(number) else number

@@ -1,23 +1,95 @@
-"""`training_metrics.jsonl`: one JSON object per optimizer step, and the line on the console that goes with it."""
+"""What a run writes: a folder of its own, one JSON object per optimizer step, and a line on the console for each."""
 
+import fcntl
 import json
 import logging
 import math
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 
 METRICS_FILE = "training_metrics.jsonl"
 PARAMS_FILE = "training_params.json"
 EVAL_FILE = "eval_metrics.jsonl"
+LOCK_FILE = ".lock"
 
-
+log = logging.getLogger(__name__)
 _CONSOLE = Console()  # one for all: a line of the log must not break the progress bar
+_held: list[IO[str]] = []  # a lock lasts as long as its file is open: until this process ends
+
+
+def claim(folder: Path, mark: str | None = None) -> None:
+    """Make the folder, and keep other runs out of it until this process ends.
+
+    The programs that this process starts may claim it again: a run's trainer writes where its launcher holds the lock.
+
+    Args:
+        mark: a file's name. A folder that holds this file is emptied, one that holds anything else refused.
+
+    Raises:
+        ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
+    """
+    _refuse_what_is_there(folder, mark)  # before a lock file is left among somebody's files
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
+        _refuse_what_is_there(folder, mark)  # another run may have come and gone meanwhile
+        if mark is not None:
+            for path in _contents(folder):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            (folder / mark).touch()
+    except OSError as error:
+        raise ConfigurationError(f"--output-dir {folder} cannot be written to: {error.strerror}") from error
+
+
+def _contents(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != LOCK_FILE] if folder.exists() else []
+
+
+def _refuse_what_is_there(folder: Path, mark: str | None) -> None:
+    flag = f"--output-dir {folder}"
+    refuse(folder.exists() and not folder.is_dir(), f"{flag} is a file: choose another name")
+    if mark is None:
+        has_run = (folder / METRICS_FILE).exists()
+        refuse(has_run, f"{flag} already holds a run ({METRICS_FILE}): choose another folder")
+    else:
+        foreign = not (folder / mark).exists() and bool(_contents(folder))
+        refuse(foreign, f"{flag} is not empty and not an earlier demo: choose another folder")
+
+
+def _lock(folder: Path) -> None:
+    lock = (folder / LOCK_FILE).open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read()
+        lock.close()
+        refuse(
+            holder not in {str(process.pid) for process in (psutil.Process(), *psutil.Process().parents())},
+            f"another run (process {holder}) is writing to --output-dir {folder}: wait for its end, or choose another "
+            "folder",
+        )
+    except OSError as error:  # a file system without locks, as some network mounts are
+        log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
+    else:
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        _held.append(lock)
 
 
 class MetricsWriter:
@@ -46,7 +118,11 @@ class MetricsWriter:
         began = timeline[0][0] if timeline else 0.0
         self._intervals = [kept for kept in [*self._intervals, *intervals] if kept[1] >= began]
         line["tokens_generated"] = sum(tokens for _, tokens in timeline)
-        line["tokens_generated_while_training"] = tokens_during(timeline, self._intervals)
+        line["tokens_generated_while_training"] = sum(
+            tokens
+            for moment, tokens in timeline
+            if any(start <= moment <= end for start, end in self._intervals)
+        )
         for sample in line.pop("samples", []):
             if self._samples:
                 self._samples.write(as_json({"step": line["step"], **sample}))
@@ -59,9 +135,9 @@ class MetricsWriter:
 
     def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
         """The alarms in full that the step before did not have; of the others, how many there are."""
-        known = self._alarms
-        self._alarms = {_without_numbers(alarm) for alarm in alarms}
-        new = [alarm for alarm in alarms if _without_numbers(alarm) not in known]
+        known, kinds = self._alarms, [re.sub(r"\d[\d.,]*", "#", alarm) for alarm in alarms]
+        self._alarms = set(kinds)
+        new = [alarm for alarm, kind in zip(alarms, kinds, strict=True) if kind not in known]
         num_known = len(alarms) - len(new)
         return [*new, *([f"({num_known} as before)"] if num_known else [])]
 
@@ -70,10 +146,6 @@ class MetricsWriter:
         self._metrics.close()
         if self._samples:
             self._samples.close()
-
-
-def _without_numbers(alarm: str) -> str:
-    return re.sub(r"\d[\d.,]*", "#", alarm)
 
 
 class ConsoleHandler(logging.Handler):
@@ -103,17 +175,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def tokens_during(timeline: Sequence[tuple[float, int]], intervals: Sequence[tuple[float, float]]) -> int:
-    """Tokens generated while the trainer computed.
-
-    >>> tokens_during([(1.0, 10), (2.0, 20), (3.0, 40)], [(0.5, 1.5), (2.9, 3.1)])
-    50
-    """
-    return sum(
-        tokens for moment, tokens in timeline if any(start <= moment <= end for start, end in intervals)
-    )
 
 
 def console_line(line: dict[str, Any], num_steps: int) -> str:

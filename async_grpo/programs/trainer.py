@@ -8,8 +8,7 @@ from pathlib import Path
 
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.metrics.run_folder import claim
-from async_grpo.metrics.writer import ConsoleHandler
+from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.programs.options_page import foreign_keys
 

@@ -10,14 +10,13 @@ import pytest
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch import demo as demo_module
 from async_grpo.launch.demo import MARK, DemoConfig, demo
-from async_grpo.metrics.run_folder import LOCK_FILE, claim
-from async_grpo.metrics.writer import METRICS_FILE
+from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, claim
 
 CLAIM = """
 import sys
 from pathlib import Path
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics.run_folder import claim
+from async_grpo.metrics.writer import claim
 try:
     claim(Path(sys.argv[1]))
 except ConfigurationError as error:
