@@ -5,6 +5,7 @@ SQLite cannot trust. (diskcache was looked at: it unpickles what it finds in the
 entries take or have saved.)
 """
 
+import math
 import sqlite3
 import time
 import zlib
@@ -13,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from async_grpo.errors import ConfigurationError
 
@@ -32,11 +31,6 @@ _CREATE = f"""
     COMMIT
 """
 _MAGIC = b"SQLite format 3\0"
-_SETTINGS = (
-    "PRAGMA journal_mode = WAL",
-    "PRAGMA synchronous = NORMAL",  # a power cut may cost entries, not the file
-    f"PRAGMA journal_size_limit = {16 * 2**20}",
-)
 ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
 STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # whatever a file can do to its users
 
@@ -75,13 +69,7 @@ class CacheFile:
 
     def open(self) -> sqlite3.Connection:
         """The connection to the file, which is opened and checked if it is not open."""
-        if self._connection is None:
-            # Several processes may make the file at the same time, and not every statement waits for a lock
-            locked = retry_if_exception_type(sqlite3.OperationalError)
-            retrying = Retrying(
-                retry=locked, stop=stop_after_delay(self._busy_s), wait=wait_fixed(0.05), reraise=True
-            )
-            self._connection = retrying(_connect, self.path, self._busy_s)
+        self._connection = self._connection or _connect(self.path, self._busy_s)
         return self._connection
 
     def get(self, key: str) -> tuple[str, float] | None:
@@ -114,19 +102,17 @@ class CacheFile:
         `unused_for_s` and `adapter`: those that both apply to. Then, until the rest fits `max_bytes`, the longest
         unused. `compact`: shrink the file to what is left; this writes all of it anew.
         """
-        deleted = []
-        if unused_for_s is not None or adapter is not None:
-            before = float("inf") if unused_for_s is None else self._now() - unused_for_s
-            condition = "last_used <= ? AND (? IS NULL OR adapter = ?)"
-            deleted += self._execute(
-                f"DELETE FROM verdicts WHERE {condition} RETURNING 1", before, adapter, adapter
-            )
-        if max_bytes is not None:
-            newest_first = (
-                "SELECT key, sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far FROM verdicts"
-            )
-            too_many = f"SELECT key FROM ({newest_first}) WHERE so_far > ?"
-            deleted += self._execute(f"DELETE FROM verdicts WHERE key IN ({too_many}) RETURNING 1", max_bytes)
+        before = math.inf if adapter is not None else -math.inf
+        if unused_for_s is not None:
+            before = self._now() - unused_for_s
+        old = "last_used <= ? AND (? IS NULL OR adapter = ?)"
+        newest_first = (
+            "SELECT key, sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far FROM verdicts"
+        )
+        too_many = f"key IN (SELECT key FROM ({newest_first}) WHERE so_far > ?)"
+        limit = math.inf if max_bytes is None else max_bytes
+        deleted = self._execute(f"DELETE FROM verdicts WHERE {old} RETURNING 1", before, adapter, adapter)
+        deleted += self._execute(f"DELETE FROM verdicts WHERE {too_many} RETURNING 1", limit)
         self._execute("VACUUM" if compact else "PRAGMA incremental_vacuum")
         self._execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if compact else 'PASSIVE'})")
         return len(deleted)
@@ -190,8 +176,9 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         )
     if problem != "ok":
         raise sqlite3.DatabaseError(" ".join(problem.split()))
-    for statement in _SETTINGS:
-        connection.execute(statement).fetchall()
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost entries, not the file
+    connection.execute(f"PRAGMA journal_size_limit = {16 * 2**20}")
 
 
 def _checksum(key: str, answer: str, cost: float) -> int:

@@ -19,19 +19,8 @@ ROOT = Path(__file__).parents[3]
 
 def test_thousands_of_hostile_texts_neither_break_nor_fool_the_rewards():
     """In a process of its own: the audit hook that watches for executed text can never be removed."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.fuzz_rewards",
-        "--countdown",
-        "5000",
-        "--math",
-        "150",
-        "--seed",
-        "7",
-    ]
+    options = "-W ignore -m benchmarks.fuzz_rewards --countdown 3000 --math 80 --seed 7"
+    command = [sys.executable, *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if " violations, " in line]
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,23 +28,20 @@ def test_thousands_of_hostile_texts_neither_break_nor_fool_the_rewards():
     assert all(int(line.split(" texts, ")[1].split()[0]) > 0 for line in lines)  # each accepted something
 
 
-def violations(score, cases, count: int = 400) -> list[str]:
-    return attack(score, cases, count).violations
+def violations(score, cases, count: int = 400) -> str:
+    return "\n".join(attack(score, cases, count).violations)
 
 
 def test_a_reward_that_forgets_a_rule_is_noticed():
     def careless(row):
         answer = row["completion"].rpartition("<answer>")[2].partition("</answer>")[0]
         try:
-            return {
-                "reward": float(countdown.value_of(countdown.parse(answer)) == row["target"])
-            }  # any numbers will do
+            value = countdown.value_of(countdown.parse(answer))  # any numbers will do
+            return {"reward": float(value == row["target"])}
         except countdown.NOT_ARITHMETIC:
             return {"reward": 0.0}
 
-    assert any(
-        "accepted" in violation for violation in violations(careless, countdown_cases(random.Random(1)), 4000)
-    )
+    assert "accepted" in violations(careless, countdown_cases(random.Random(1)), 4000)
     assert not violations(countdown.score, countdown_cases(random.Random(1)), 4000)
 
 
@@ -65,11 +51,8 @@ def test_a_reward_that_accepts_a_neighbour_is_noticed():
         (gold,) = readings(row["answer"])
         return {"reward": float(any(abs(value - gold) <= 1 for value in values))}
 
-    assert any(
-        "accepted" in violation
-        for violation in violations(lenient, math_cases(random.Random(1), Fraction(0)))
-    )
-    assert not violations(mathd.score, math_cases(random.Random(1), Fraction(0)))
+    assert "accepted" in violations(lenient, math_cases(random.Random(1), Fraction(0)), 100)
+    assert not violations(mathd.score, math_cases(random.Random(1), Fraction(0)), 100)
 
 
 def test_an_exception_and_executed_text_are_noticed(monkeypatch):
@@ -80,71 +63,25 @@ def test_an_exception_and_executed_text_are_noticed(monkeypatch):
         fuzz_rewards.watch("compile", (row["completion"].encode(errors="replace"), "<string>"))
         return {"reward": 0.0}
 
-    assert any(
-        "ZeroDivisionError" in violation
-        for violation in violations(fragile, countdown_cases(random.Random(1)))
-    )
-    assert any(
-        "executed" in violation for violation in violations(evaluates, countdown_cases(random.Random(1)))
-    )
+    assert "ZeroDivisionError" in violations(fragile, countdown_cases(random.Random(1)))
+    assert "executed" in violations(evaluates, countdown_cases(random.Random(1)))
     monkeypatch.setattr(fuzz_rewards, "LIMIT_S", 0.0)
-    assert any(
-        " s on " in violation
-        for violation in violations(countdown.score, countdown_cases(random.Random(1)), 10)
-    )
+    assert " s on " in violations(countdown.score, countdown_cases(random.Random(1)), 10)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1+2*3", 7), ("(1+2)*3", 9), ("10-4-3", 3), ("-(2)--3", 1), ("8/(3-8/3)", 24), ("2*-3", -6)],
-)
-def test_the_checker_for_arithmetic_computes(text, value):
-    assert Arithmetic(text).value == value
-
-
-@pytest.mark.parametrize("text", ["", "1+", "(1", "1)", "1 2", "01", "1**2", "1//2", "+1", "1.5", "٣", "1/0"])
-def test_the_checker_for_arithmetic_refuses(text):
-    with pytest.raises((ValueError, ZeroDivisionError)):
-        Arithmetic(text)
-
-
-def test_the_checker_for_countdown_wants_one_answer_behind_the_thought():
+def test_the_checkers_compute_and_say_when_they_cannot_tell():
+    for text, value in {"1+2*3": 7, "10-4-3": 3, "-(2)--3": 1, "8/(3-8/3)": 24}.items():
+        assert Arithmetic(text).value == value
+    for text in ("", "1+", "(1", "1 2", "01", "1**2", "+1", "1.5", "٣", "1/0"):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            Arithmetic(text)
     assert solves("so</think>\n<answer>3+4</answer>", [4, 3], 7)
-    for text in (
-        "<answer>3+4</answer><answer>3+4</answer>",
-        "</answer><answer>3+4",
-        "3+4",
-        "<answer>3+4</think>7</answer>",
-    ):
-        assert not solves(text, [3, 4], 7)
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("1\\frac{1}{2}", {Fraction(1, 2), Fraction(3, 2)}),
-        ("50\\%", {Fraction(50), Fraction(1, 2)}),
-        ("x = -\\frac34\\text{ cm}", {Fraction(-3, 4)}),
-        ("1,234.50", {Fraction(2469, 2)}),
-        ("1,234", {Fraction(1234), Fraction(1234, 1000)}),
-        ("2 \\cdot (1.5 - .5)", {Fraction(2)}),
-        ("1 000", {Fraction(1000)}),
-        ("7x = 80", set()),
-        ("\\pi", set()),
-        ("1/0", set()),
-    ],
-)
-def test_the_checker_for_latex_reads_numbers(text, values):
-    assert readings(text) == values
-
-
-def test_the_checker_for_boxes_says_when_it_cannot_tell():
+    assert not solves("<answer>3+4</answer><answer>3+4</answer>", [3, 4], 7) and not solves("3+4", [3, 4], 7)
+    assert readings("1\\frac{1}{2}") == {Fraction(1, 2), Fraction(3, 2)}
+    assert readings("x = -\\frac34\\text{ cm}") == {Fraction(-3, 4)} and readings("7x = 80") == set()
     assert judged("\\boxed{2}", Fraction(2), Fraction(0)) is True
     assert judged("\\boxed{3}", Fraction(2), Fraction(0)) is False
-    assert (
-        judged("\\boxed{\\pi}", Fraction(2), Fraction(0)) is None
-        and judged("\\boxed{3", Fraction(2), Fraction(0)) is None
-    )
+    assert judged("\\boxed{\\pi}", Fraction(2), Fraction(0)) is None
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,7 @@ def test_the_pattern_decides(text, pattern, search, expected):
     assert reward(regex, text, pattern, search) == expected
 
 
-def test_the_pattern_of_the_row_goes_before_the_option():
-    assert reward(regex, "b", "a", pattern="b") == 1.0
-    assert reward(regex, "a", "a", pattern=None) == 1.0
-
-
-@pytest.mark.parametrize("pattern", [None, "", 7, "(", "a{2,1}", "(?P<n>a)(?P<n>b)"])
+@pytest.mark.parametrize("pattern", [None, "", 7, "(", "a{2,1}"])
 def test_no_pattern_or_a_broken_one_raises_so_that_the_sample_fails(pattern):
     with pytest.raises(ValueError, match="pattern|regular expression"):
         reward(regex, "a", pattern)
@@ -61,7 +56,8 @@ def test_endless_backtracking_is_a_time_out_and_not_a_hang(monkeypatch):
     assert reward(regex, "aaa", "(a+)+") == 1.0  # and nothing is left of it
 
 
-def test_the_end_token_and_a_text_beyond_the_limit():
+def test_the_pattern_of_the_row_the_end_token_and_a_text_beyond_the_limit():
+    assert reward(regex, "b", "a", pattern="b") == reward(regex, "a", "a", pattern=None) == 1.0
     assert reward(regex, "yes<eos>", "yes", end_token="<eos>") == 1.0
     assert reward(regex, "a" * 100_001, "a*") == 0.0
 
@@ -73,13 +69,11 @@ def test_the_end_token_and_a_text_beyond_the_limit():
     ("text", "row", "expected"),
     [
         (r"it is \boxed{B}", {"answer": "B"}, 1.0),
-        (r"\boxed{A} no \boxed{B}", {"answer": "A"}, 0.0),
         ("so</think>\n<answer> Paris </answer>", {"answer": "paris"}, 1.0),
         ("so</think> The  Hague\n", {"answers": ["Den Haag", "the hague"]}, 1.0),
         ("Den Haag", {"answers": ["The Hague"]}, 0.0),
         ("B</think> A", {"answer": "B"}, 0.0),
         ("1,234", {"answer": 1234}, 1.0),
-        ("1234", {"answer": "... #### 1,234"}, 1.0),
         ("\uff22", {"answer": "B"}, 1.0),  # a full-width letter
         ("STRASSE", {"answer": "Straße"}, 1.0),
         ("", {"answer": "B"}, 0.0),
@@ -99,8 +93,7 @@ def test_white_space_and_capitals_count_if_asked():
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{}, {"answer": ""}, {"answers": []}, {"answers": "A"}, {"answers": ["A", ""]}, {"answers": [None]}],
+    "row", [{}, {"answer": ""}, {"answers": []}, {"answers": "A"}, {"answers": ["A", ""]}]
 )
 def test_a_row_without_an_answer_raises(row):
     with pytest.raises(ValueError, match="answer"):
@@ -110,7 +103,7 @@ def test_a_row_without_an_answer_raises(row):
 # length
 
 
-@pytest.mark.parametrize(("max_tokens", "cache_tokens"), [(100, 20), (4096, 1024), (7, 7), (3, 1)])
+@pytest.mark.parametrize(("max_tokens", "cache_tokens"), [(100, 20), (7, 7), (3, 1)])
 def test_overlong_is_equation_13_of_dapo(max_tokens, cache_tokens):
     for num_tokens in range(2 * max_tokens):
         if num_tokens <= max_tokens - cache_tokens:
@@ -171,35 +164,23 @@ def rewards(group: list[dict]) -> list[float | None]:
     return [change and change["reward"] for change in mathd.post_process_scores(group)]
 
 
-def test_those_who_say_what_most_say_earn_the_reward():
-    assert rewards([member(text) for text in ("7", "12", "7", None, "8")]) == [1.0, 0.0, 1.0, 0.0, 0.0]
-
-
-def test_notation_does_not_split_the_vote():
-    assert rewards([member(text) for text in (r"\dfrac12", "0.5", "1/2", "7", "7")]) == [
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-    ]
-
-
-def test_without_a_single_answer_nobody_earns_anything():
+def test_those_who_say_what_most_say_earn_the_reward_and_notation_does_not_split_the_vote():
+    assert (
+        rewards([member(text) for text in (r"\dfrac12", "0.5", "1/2", "7", "7", None)])
+        == [1.0] * 3 + [0.0] * 3
+    )
     assert rewards([member(None), member(None)]) == [0.0, 0.0]
 
 
 def test_what_failed_has_no_vote_and_stays_failed():
-    assert rewards(
-        [member("7", "failed"), member("7", "timed_out"), member("8"), member("9"), member("8")]
-    ) == [None, None, 1.0, 0.0, 1.0]
+    assert rewards([member("7", "failed"), member("7", "timed_out"), member("8")]) == [None, None, 1.0]
 
 
 @given(
     st.lists(st.sampled_from(["7", "8", "12", "x", None]), min_size=1, max_size=8),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_vote_is_a_plain_count_and_does_not_depend_on_the_order(texts, rng):
     best, most = None, 0
     for text in ["7", "8", "x", "12"]:  # ties: the shortest, then by the alphabet
@@ -251,25 +232,19 @@ SCHEMA = {
         ('Here:\n```json\n{"name": "a"}\n```\nDone.', 1.0, 1.0),
         ('```\n{"name": 1}\n```\n```json\n{"name": "a"}\n```', 1.0, 1.0),
         ('{"n": 1}', 0.0, 1.0),
-        ('{"name": 1}', 0.0, 1.0),
         ('{"name": "a", "n": 1.5}', 0.0, 1.0),
         ("[]", 0.0, 1.0),
         ('{"name": "a"} and more', 0.0, 0.0),
         ("{'name': 'a'}", 0.0, 0.0),
-        ('{"name": "a",}', 0.0, 0.0),
         ('{"name": "a", "x": NaN}', 0.0, 0.0),
-        ('{"name": "a", "x": -Infinity}', 0.0, 0.0),
         ('{"name": "a", "x": 1e999}', 0.0, 0.0),
         ('{"name": "a", "name": "b"}', 0.0, 0.0),
         ('{"name": "a", "x": ' + "9" * 5000 + "}", 0.0, 0.0),
         ('{"name": "a\nb"}', 0.0, 0.0),
         ("", 0.0, 0.0),
         ('{"name": "' + "[" * 500 + '"}', 1.0, 1.0),  # brackets in a string are no depth
-        ('{"name": "\\"' + "{" * 500 + '"}', 1.0, 1.0),
         ('{"name": "a", "x": ' + "[" * 99 + "]" * 99 + "}", 1.0, 1.0),
         ("[" * 100_000, 0.0, 0.0),
-        ('{"a":' * 30_000, 0.0, 0.0),
-        ('"' + "\\" * 99_999, 0.0, 0.0),
         ('{"name": "' + "a" * 200_000 + '"}', 0.0, 0.0),
     ],
 )
@@ -293,9 +268,7 @@ def test_the_schema_of_the_row_goes_before_the_option_and_its_draft_is_respected
         reward(json_schema.score, "[1, 2]", schema=draft)
 
 
-@pytest.mark.parametrize(
-    "schema", [None, 7, "", "{", {"type": "nothing"}, {"required": "name"}, [], {"pattern": "("}]
-)
+@pytest.mark.parametrize("schema", [None, 7, "{", {"type": "nothing"}, [], {"pattern": "("}])
 def test_what_is_no_schema_raises_so_that_the_sample_fails(schema):
     with pytest.raises(ValueError, match="schema"):
         reward(json_schema.score, '{"a": "("}', schema=schema)
@@ -329,26 +302,8 @@ def test_a_pattern_in_the_schema_that_does_not_end_is_a_time_out(monkeypatch):
         reward(json_schema.score, json.dumps("a" * 40 + "!"), schema={"pattern": "^(a+)+$"})
 
 
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**30), 10**30)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@given(values)
-@settings(max_examples=200, deadline=None)
-def test_what_python_writes_is_read_back(value):
-    text = json.dumps(value)
-    assert json_schema.parse(text) == value
-
-
 @given(st.text(alphabet='[]{}",:0123456789.eE+-\\ntrufalsN "', max_size=60) | st.text(max_size=40))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_text_raises(text):
     assert reward(json_schema.score, text, True) in (0.0, 1.0)
 
