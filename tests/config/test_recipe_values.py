@@ -6,86 +6,39 @@ from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.recipes import RECIPES
 
-KL_OF_DEEPSEEK = {
-    "kl_coef": 0.04,
-    "kl_kind": "k3",
-}  # DeepSeekMath, 4.2: "the KL coefficient as 0.04", estimator eq. 4
 PPO_CLIP = {"policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
 NO_KL = {"kl_coef": 0.0}
-
+# Shao et al. 2024, eq. 3: mean over samples of their token mean; the advantage by the group's mean and std; 4.2: "the KL
+# coefficient as 0.04", estimator eq. 4
+DEEPSEEK = {
+    "loss_aggregation": "sequence_mean_token_mean",
+    "kl_coef": 0.04,
+    "kl_kind": "k3",
+    "mask_truncated": False,
+}
 PAPERS = {
-    # Shao et al. 2024, eq. 3: mean over samples of their token mean; the advantage by the group's mean and std
-    "grpo": {
-        "advantage_estimator": "grpo",
-        **PPO_CLIP,
-        "loss_aggregation": "sequence_mean_token_mean",
-        **KL_OF_DEEPSEEK,
-        "mask_truncated": False,
-    },
+    "grpo": {"advantage_estimator": "grpo", **PPO_CLIP, **DEEPSEEK},
+    # Shao et al. 2024, 4.1.3, in the objective of `grpo`
+    "process": {"advantage_estimator": "grpo_process", **PPO_CLIP, **DEEPSEEK},
     # Liu et al. 2025: neither std nor length in a denominator
-    "dr_grpo": {
-        "advantage_estimator": "dr_grpo",
-        **PPO_CLIP,
-        "loss_aggregation": "constant_length",
-        **NO_KL,
-        "mask_truncated": False,
-    },
+    "dr_grpo": {"advantage_estimator": "dr_grpo", **PPO_CLIP, "loss_aggregation": "constant_length", **NO_KL,
+                "mask_truncated": False},
     # Yu et al. 2025: clip 0.2 and 0.28; cache 4,096 of 20,480 tokens; dynamic sampling; token-level loss; no KL
-    "dapo": {
-        "advantage_estimator": "grpo",
-        "policy_loss": "ppo_clip",
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "loss_aggregation": "token_mean",
-        **NO_KL,
-        "zero_variance": "resample",
-        "mask_truncated": False,
-        "overlong_buffer": 4096 / 20480,
-        "overlong_penalty": 1.0,
-    },
+    "dapo": {"advantage_estimator": "grpo", **PPO_CLIP, "clip_high": 0.28, "loss_aggregation": "token_mean", **NO_KL,
+             "zero_variance": "resample", "mask_truncated": False, "overlong_buffer": 4096 / 20480,
+             "overlong_penalty": 1.0},
     # Zheng et al. 2025, 5.1: "the left and right clipping ranges ... 3e-4 and 4e-4"
-    "gspo": {
-        "advantage_estimator": "grpo",
-        "policy_loss": "gspo",
-        "clip_low": 0.0003,
-        "clip_high": 0.0004,
-        "loss_aggregation": "sequence_mean_token_mean",
-        **NO_KL,
-        "mask_truncated": False,
-    },
+    "gspo": {"advantage_estimator": "grpo", "policy_loss": "gspo", "clip_low": 0.0003, "clip_high": 0.0004,
+             "loss_aggregation": "sequence_mean_token_mean", **NO_KL, "mask_truncated": False},
     # MiniMax 2025, eq. 4: bounded from above alone (here at 5), token mean, no KL, DAPO's sampling and length penalty
-    "cispo": {
-        "advantage_estimator": "grpo",
-        "policy_loss": "cispo",
-        "clip_high": 4.0,
-        "loss_aggregation": "token_mean",
-        **NO_KL,
-        "zero_variance": "resample",
-        "mask_truncated": False,
-        "overlong_buffer": 0.2,
-    },
+    "cispo": {"advantage_estimator": "grpo", "policy_loss": "cispo", "clip_high": 4.0, "loss_aggregation": "token_mean",
+              **NO_KL, "zero_variance": "resample", "mask_truncated": False, "overlong_buffer": 0.2},
     # Khatri et al. 2025, section 4: PipelineRL with 8 steps, CISPO, prompt average, advantages by the batch's std, float32
     # at the head, zero-variance filter, no resampling of prompts above a pass rate of 0.9
-    "scalerl": {
-        "advantage_estimator": "grpo_batch_std",
-        "policy_loss": "cispo",
-        "clip_high": 4.0,
-        "loss_aggregation": "prompt_mean",
-        **NO_KL,
-        "zero_variance": "filter",
-        "retire_solved_above": 0.9,
-        "float32_head": True,
-        "max_staleness": 8,
-    },
-    # Shao et al. 2024, 4.1.3, in the objective of `grpo`
-    "process": {
-        "advantage_estimator": "grpo_process",
-        **PPO_CLIP,
-        "loss_aggregation": "sequence_mean_token_mean",
-        **KL_OF_DEEPSEEK,
-        "mask_truncated": False,
-    },
-}
+    "scalerl": {"advantage_estimator": "grpo_batch_std", "policy_loss": "cispo", "clip_high": 4.0, **NO_KL,
+                "loss_aggregation": "prompt_mean", "zero_variance": "filter", "retire_solved_above": 0.9,
+                "float32_head": True, "max_staleness": 8},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,232 @@
+"""One source for command line, TOML file, help, parameters of a run, and docs/options.md."""
+
+import dataclasses
+import importlib
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from async_grpo import errors
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.kl import KL_KINDS
+from async_grpo.algorithm.losses import POLICY_LOSSES
+from async_grpo.config.run import RunConfig, WorkerConfig, write_params
+from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.generation.config import EngineOptions
+from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
+from async_grpo.options.command_line import normalized, run_command
+from async_grpo.options.fields import choices_of, option
+from async_grpo.programs.options_page import foreign_keys, page
+from async_grpo.training.optimizer import LR_SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("--model-name-or-path", "m", "--data-path", "d")
+WORKER = dataclasses.fields(WorkerConfig)
+
+
+def parse(*argv: str, config_class=RunConfig, **more):
+    """The configuration, None if there is none, and the exit code."""
+    seen = []
+    with pytest.raises(SystemExit) as ended:
+        run_command(config_class, seen.append, help="", argv=list(argv), **more)
+    return (seen[0] if seen else None), ended.value.code
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_dashes_and_underscores_are_one_and_flags_take_the_prior_spelling_with_a_value():
+    given = ["--model-name-or-path=m", "--data_path", "d", "--max_tokens_per_gpu=77", "--no-mask_truncated"]
+    one, code = parse(*given)
+    assert code == 0 and one.max_tokens_per_gpu == 77 and one.mask_truncated is False and one.data_path == "d"
+    given = ["--max_num_seqs=8", "--enable_prefix_caching", "false"]
+    assert normalized(given, WORKER, {})[0] == ["--max-num-seqs=8", "--no-enable-prefix-caching"]
+    assert normalized(["--enable-prefix-caching=True"], WORKER, {})[0] == ["--enable-prefix-caching"]
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        (["--clip_ratio_c", "10"], "--clip-ratio-c has no effect any more: gone"),
+        (["--no-clip-ratio-c"], "--no-clip-ratio-c has no effect any more: gone"),
+        (["--no-positive-resampling", "0.9"], "--no-positive-resampling is now called --retire-solved-above"),
+    ],
+)
+def test_a_retired_or_renamed_option_warns_with_its_successor(capsys, given, warning):
+    one, code = parse(*NEEDED, *given, retired={"clip_ratio_c": "gone"})
+    assert code == 0 and f"warning: {warning}" in capsys.readouterr().err
+    assert one.retire_solved_above == (0.9 if "0.9" in given else None)
+
+
+@pytest.mark.parametrize("argv", [["--model-name-or-path", "m"], [*NEEDED, "--nope", "1"]])
+def test_missing_and_unknown_options_end_with_code_2(argv, capsys):
+    assert parse(*argv) == (None, 2)
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigurationError("wrong"), 2), (RunFailed("died"), 1)])
+def test_errors_become_one_line_and_an_exit_code(capsys, error, code):
+    def run(_) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(RunConfig, run, help="", argv=NEEDED)
+    assert ended.value.code == code and capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "config_class", "prior"),
+    [
+        (
+            "trainer",
+            RunConfig,
+            "model_name_or_path learning_rate batch_size lr_scheduler num_warmup_steps experience_batcher_name "
+            "max_tokens_per_gpu temperature max_generation_tokens insert_reasoning_phrases data_path "
+            "min_samples_per_checkpoint output_dir infinite_sampler_seed samples_per_question constant_length_samples "
+            "dump_samples_filename clip_low clip_high clip_ratio_c num_training_batches train_minibatch_size "
+            "logging_level global_rank use_torch_compile",
+        ),
+        (
+            "worker",
+            WorkerConfig,
+            "model_path mode tensor_parallel_size max_num_seqs overhead_seqs enable_prefix_caching max_tokens_per_gpu "
+            "temperature global_num_verifiers write_failed_generation_samples reward_fns",
+        ),
+    ],
+)
+def test_the_prior_options_of_the_front_doors_are_accepted_or_retired(program, config_class, prior):
+    retired = importlib.import_module(f"async_grpo.programs.{program}").RETIRED
+    assert set(prior.split()) <= set(config_class.__dataclass_fields__) | set(retired)
+
+
+def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path):
+    text = """model_name_or_path = "m"\ndata-path = "d"\nlearning-rate = 1e-5\nbatch_size = 64\nmask_truncated = false
+    reward_fns = ["a", "b"]\nreward_weights = {a = 2.0}"""
+    config, code = parse("--config", written(tmp_path, text), "--batch-size", "32")
+    assert code == 0 and (config.learning_rate, config.batch_size, config.max_staleness) == (1e-5, 32, 1)
+    assert config.reward_fns == "a,b" and config.weights_by_name == {"a": 2.0} and not config.mask_truncated
+    first, _ = parse(written(tmp_path, text))  # as in `async-grpo run run.toml`
+    assert first.batch_size == 64
+
+
+def test_what_a_file_sets_goes_before_a_recipe(tmp_path):
+    file = written(tmp_path, 'recipe = "dapo"\nclip_high = 0.5')
+    config, _ = parse(f"--config={file}", *NEEDED)
+    assert (config.clip_high, config.zero_variance) == (0.5, "resample")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rte = 1e-6", "run.toml: learning_rte is no option; did you mean learning_rate"),
+        ("learning_rate = ", "run.toml cannot be read"),
+        ("max_num_seqs = 8", "run.toml: max_num_seqs is no option"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_by_its_name_and_key(tmp_path, capsys, text, said):
+    assert parse("--config", written(tmp_path, text), *NEEDED) == (None, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_one_file_serves_all_programs(tmp_path):
+    """Each reads its own keys; the trainer's model is the worker's."""
+    text = f'model_name_or_path = "{tmp_path}"\ndata_path = "d"\nmax_num_seqs = 8\nlearning_rate = 1e-5'
+    given = ["--config", written(tmp_path, text)]
+    worker, code = parse(*given, "--mode=generation", config_class=WorkerConfig, foreign=foreign_keys)
+    assert code == 0 and (worker.model_path, worker.max_num_seqs) == (str(tmp_path), 8)
+    trainer, code = parse(*given, foreign=foreign_keys)
+    assert code == 0 and trainer.learning_rate == 1e-5
+
+
+def test_the_parameters_of_a_run_start_it_again(tmp_path):
+    """The launcher writes the file, and the trainer, which knows less of the workers, writes it again."""
+    path = tmp_path / "training_params.json"
+    settings = {"model_name_or_path": "m", "data_path": "d", "reward_fns": "a,b.py:c", "kl_coef": 0.1}
+    trainer = RunConfig(**settings, mask_truncated=False, clip_low=0.3)
+    local = LocalConfig(**dataclasses.asdict(trainer), generation_workers=2, max_num_seqs=48)
+    write_params(path, local, {})
+    write_params(path, trainer, {"WORLD_SIZE": 2, "settings": {"dtype": "float32"}})
+    assert json.loads(path.read_text())["reward_fns"] == ["a", "b.py:c"]
+    for first in (trainer, local):
+        again, code = parse(str(path), "--output-dir", "new", config_class=type(first), foreign=foreign_keys)
+        assert code == 0 and again == dataclasses.replace(first, output_dir="new")
+
+
+def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
+    """By its parameters: every engine option, and the user's choice where it is the default and not the recipe's."""
+    chosen = {
+        "max_num_seqs": 7, "overhead_seqs": 3, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False, "enforce_eager": True, "engine_options": "block_size=32", "engine": "fake",
+    }  # fmt: skip
+    assert set(chosen) == {field.name for field in dataclasses.fields(EngineOptions)}
+    needed = {"model_name_or_path": str(tmp_path), "data_path": "d", "reward_fns": "a"}
+    recipe = {
+        "recipe": "dapo",
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "zero_variance": "keep",
+        "old_policy": "proximal",
+    }
+    size = {"samples_per_question": 4, "max_tokens_per_gpu": 99}
+    local = LocalConfig(**needed, **recipe, **size, **chosen, output_dir=str(tmp_path))
+    write_params(tmp_path / "training_params.json", local, {})
+    told = [command[command.index("async_grpo.programs.worker") + 1 :] for command in worker_commands(local)]
+    engine, logprob = (parse(*one, config_class=WorkerConfig, foreign=foreign_keys)[0] for one in told)
+    assert {name: getattr(engine, name) for name in chosen} == chosen
+    assert engine.mode == "generation" and engine.further_options == {"block_size": 32}
+    assert (logprob.mode, logprob.role, logprob.max_tokens_per_gpu) == ("logprob", "proximal", 99)
+    trainer, _ = parse(*trainer_command(local)[-1:], foreign=foreign_keys)
+    names = [field.name for field in dataclasses.fields(RunConfig)]
+    assert trainer == RunConfig(**{name: getattr(local, name) for name in names})
+    assert "yours: clip_high=0.3 zero_variance=keep" in capsys.readouterr().out
+
+
+def test_the_help_shows_the_options_of_every_day_first_and_the_names_of_closed_sets(capsys):
+    _, code = parse("--help")
+    everyday, rest = capsys.readouterr().out.split("Everyday options:")[1].split("\nRun:")
+    assert code == 0 and 18 <= everyday.count("  --") <= 26
+    assert "--learning-rate" in everyday and "--importance-level" in rest and "Off-policy correction:" in rest
+    assert all(name in everyday for name in (*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *LR_SCHEDULES))
+
+
+@pytest.mark.parametrize(
+    ("option", "registry"),
+    [
+        ("advantage_estimator", ADVANTAGE_ESTIMATORS),
+        ("policy_loss", POLICY_LOSSES),
+        ("lr_scheduler", LR_SCHEDULES),
+        ("kl_kind", KL_KINDS),
+    ],
+)
+def test_the_choices_are_those_of_the_registry(option, registry):
+    assert choices_of(RunConfig.__dataclass_fields__[option]) == tuple(registry)
+
+
+def test_the_page_of_options_is_current():
+    assert (ROOT / "docs" / "options.md").read_text() == page(), "python -m async_grpo.programs.options_page"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extended(RunConfig):
+    """A room's section with one more option: nothing else is written for it."""
+
+    patience: float = option(1.5, "How long to hope.", "Groups")
+
+
+def test_a_new_option_is_one_field(tmp_path, capsys):
+    assert parse(*NEEDED, "--patience", "3", config_class=Extended)[0].patience == 3.0
+    assert parse(written(tmp_path, "patience = 4.0"), *NEEDED, config_class=Extended)[0].patience == 4.0
+    parse("--help", config_class=Extended)
+    assert "How long to hope." in capsys.readouterr().out
+    assert parse(*NEEDED, "--patience", "inf", config_class=Extended)[1] == 2
+
+
+def test_every_error_survives_a_process_boundary():
+    for error_class in vars(errors).values():
+        if isinstance(error_class, type) and issubclass(error_class, errors.AsyncGrpoError):
+            again = pickle.loads(pickle.dumps(error_class("message")))
+            assert type(again) is error_class and str(again) == "message"

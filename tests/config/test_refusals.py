@@ -1,0 +1,263 @@
+"""What is accepted and would do nothing, or something else, is refused or warned about, by flag and value."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.config import compatibility, rewards
+from async_grpo.config.compatibility import check_methods
+from async_grpo.config.rewards import ResolvedRewards, check_rewards
+from async_grpo.config.run import RunConfig, WorkerConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.experience.config import RunFacts
+from async_grpo.experience.group_advantages import GroupAdvantages
+from async_grpo.options.fields import parse_assignments
+from async_grpo.rewards.adapter.decorators import post_process, process_reward
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
+from async_grpo.training.objective import Objective
+
+
+def outcome(sample):
+    return {"reward": 1.0}
+
+
+@process_reward
+def steps(sample):
+    return {"step_rewards": []}
+
+
+@post_process(lambda group: [1.0 for _ in group])
+def vote(sample):
+    return 0.0
+
+
+OUTCOME, STEPS, BOTH = {"a": outcome}, {"s": steps}, {"a": outcome, "s": steps}
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig(**{"model_name_or_path": "m", "data_path": "d", **changes})
+
+
+def check(made: RunConfig, adapters: dict) -> ResolvedRewards:
+    """What the start of a run asks of a configuration and these rewards."""
+    check_methods(made)
+    made = dataclasses.replace(made, reward_fns=",".join(adapters))
+    source = RewardRegistrySource.from_text("page_of_recipes", "")
+    resolved = ResolvedRewards(source, adapters, adapters)
+    check_rewards(made, resolved)
+    return resolved
+
+
+VALUES = [  # refused by the configuration itself
+    ({"train_minibatch_size": 4000, "samples_per_question": 32, "batch_size": 128}, "whole number of steps"),
+    ({"train_minibatch_size": 33}, "not a whole number of groups of 32.*use 32"),
+    ({"batch_size": 0}, "--batch-size must be above 0, not 0"),
+    ({"max_staleness": -1}, "--max-staleness cannot be negative"),
+    ({"lr_scheduler": "step"}, "'step' is unknown; known: constant, constant_with_warmup"),
+    ({"dtype": "int8"}, "--dtype 'int8' is unknown"),
+    ({"temperature": 0.0}, "--temperature must be above 0"),
+    ({"kl_kind": "k1"}, "--kl-kind k1 does nothing without --kl-coef above 0"),
+    ({"kl_clamp": 1.0, "kl_in_reward": True}, "--kl-clamp 1.0 --kl-in-reward True does nothing without --kl-coef"),
+    ({"overlong_penalty": 2.0}, "--overlong-penalty 2.0 does nothing without --overlong-buffer"),
+    ({"overlong_buffer": 0.2, "overlong_penalty": 0.0}, "penalises nothing"),
+    ({"gate_threshold": 0.9}, "--gate-threshold 0.9 does nothing without --reward-combine gate"),
+    ({"eval_every": 5}, "--eval-every 5 does nothing without --eval-data-path"),
+    ({"max_resamples": 3}, "--max-resamples 3 does nothing without --zero-variance resample"),
+    (
+        {"rejection_statistic": "token_k1", "rejection_low": 1.5},
+        "--rejection-low 1.5 .*would reject tokens on which trainer and engine agree: the bounds must hold 1",
+    ),
+    ({"rejection_statistic": "token_k3", "rejection_low": 0.1, "rejection_high": 1.0}, "the bounds must hold 0"),
+    ({"rejection_statistic": "token_k3", "rejection_low": 0.0}, "rejects nothing"),
+    ({"rejection_statistic": "token_k1"}, "rejects nothing: give an upper bound"),
+    ({"rejection_statistic": "sequence_k9", "rejection_high": 2}, "sequence_k9"),
+    ({"rejection_high": 2.0}, "without --rejection-statistic"),
+    ({"importance_level": "token", "policy_loss": "gpg", "importance_low": 3.0}, "leave no weight at all"),
+    ({"importance_level": "token", "policy_loss": "gpg", "importance_high": -1}, "-1"),
+    ({"importance_normalize": True}, "does nothing without --importance-level"),
+    ({"importance_mode": "mask"}, "does nothing without --importance-level"),
+    ({"top_p": 0.9}, "log-probs of the truncated policy"),
+    ({"top_k": 50}, "log-probs of the truncated policy"),
+    ({"old_policy": "reference"}, "known: behaviour, proximal, current"),
+    ({"overlong_buffer": 2.0}, "between 0 and 1"),
+    ({"entropy_coef": -1.0}, "cannot be negative"),
+    ({"kl_coef": float("nan")}, "--kl-coef nan: it must be a finite number"),
+    ({"learning_rate": float("inf")}, "--learning-rate inf: it must be a finite number"),
+    ({"zero_variance": "resample", "max_resamples": 0}, "replaces nothing"),
+    ({"min_valid_samples": 99, "samples_per_question": 8}, "must lie between 2"),
+    ({"clip_low": 1.5}, "a share between 0 and 1"),
+    ({"reward_weights": "a=x"}, "no finite number"),
+    ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
+    ({"on_reward_failure": "judge=constant:much"}, "constant:much: it must be a finite number"),
+    ({"on_reward_failure": "judge=constant:-inf"}, "constant:-inf: it must be a finite number"),
+    ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
+    ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
+    ({"judge_budget": -1.0}, "--judge-budget cannot be negative, not -1"),
+    ({"verdict_cache_mb": 5.0}, "--verdict-cache-mb 5.0 does nothing without --verdict-cache"),
+    ({"judge_budget_policy": "fallback"}, "does nothing without --judge-budget"),
+    ({"verifiers": "code=1.5"}, "a whole number"),
+    ({"recipe": "dapo"}, "not applied"),
+]  # fmt: skip
+METHODS = [  # refused once the estimator, the loss, the schedule or the transport is known
+    ({"critic_coef": 0.7}, "--critic-coef 0.7 does nothing without an --advantage-estimator that has a critic"),
+    ({"critic_learning_rate": 1e-4}, "--critic-learning-rate 0.0001 does nothing"),
+    ({"old_policy": "proximal", "policy_loss": "grpo"}, "--old-policy proximal does nothing with --policy-loss grpo"),
+    ({"old_policy": "current", "policy_loss": "gpg"}, "--old-policy current does nothing with --policy-loss gpg"),
+    ({"old_policy": "current", "policy_loss": "dro"}, "leave the loss without its pull to the old policy"),
+    ({"old_policy": "current", "policy_loss": "kl_cov"}, "leave the loss without its pull to the old policy"),
+    ({"old_policy": "current", "policy_loss": "decoupled"}, "current leaves none"),
+    ({"policy_loss": "decoupled", "importance_level": "token"}, "leave --importance-level out"),
+    ({"importance_level": "token"}, "count it twice"),
+    ({"policy_loss": "clip_cov", "loss_options": "cov_low=3,cov_high=2"}, "cov_low"),
+    ({"loss_options": "clip_low=2"}, "clip_low=2.0.* share between 0 and 1"),
+    ({"loss_options": "clip_low=none"}, "clip_low=None is no finite number"),
+    ({"loss_options": "clip_low=0.1", "clip_low": 0.2}, "given twice"),
+    ({"loss_options": "cap=5"}, "no option cap"),
+    ({"loss_options": "cap"}, "not name=value"),
+    ({"policy_loss": "gpg", "clip_low": 0.2}, "does not clip"),
+    ({"policy_loss": "decoupled", "loss_options": "cap_mode=bend"}, "bend"),
+    ({"policy_loss": "decoupled", "loss_options": "cap=abc"}, "cap=abc is no finite number"),
+    ({"policy_loss": "dro", "loss_options": "beta=0"}, "beta"),
+    ({"policy_loss": "kl_cov", "loss_options": "ratio=2"}, r"must lie in \(0, 1"),
+    ({"advantage_estimator": "gae", "estimator_options": "gamma=7"}, "between 0 and 1"),
+    ({"advantage_estimator": "gae", "estimator_options": "whiten=1"}, "must be true or false"),
+    ({"estimator_options": "lam=0.9"}, "has no option lam; it has eps"),
+    ({"lr_scheduler": "cosine", "num_training_batches": 10}, "which must lie beyond the warm-up"),
+    ({"advantage_estimator": "gae", "zero_variance": "filter"}, "groups of equal rewards teach an estimator"),
+    ({"advantage_estimator": "grpo_process", "kl_in_reward": True, "kl_coef": 0.1}, "use the KL in the loss"),
+    ({"weight_transport": "nccl", "old_policy": "proximal"}, "a --weight-transport that sends packages"),
+]  # fmt: skip
+REWARDS = [  # refused once the rewards are known
+    ({"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, OUTCOME, "gdpo normalises"),
+    ({"advantage_estimator": "gdpo", "reward_combine": "gate"}, OUTCOME, "gdpo normalises"),
+    ({"advantage_estimator": "gdpo", "reward_weights": "a=2,other=1"}, OUTCOME, "names other"),
+    ({"advantage_estimator": "gdpo", "reward_weights": "overlong=2"}, OUTCOME, "names overlong"),
+    ({"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"}, BOTH, "cannot stand in for steps"),
+    ({"advantage_estimator": "gae", "reward_fallback": "s=a"}, BOTH, "gives other steps"),
+    ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, STEPS, "weigh them by"),
+    ({"advantage_estimator": "reinforce_plus_plus", "zero_variance": "filter"}, OUTCOME, "whole batch"),
+    ({"advantage_estimator": "prime_rloo", "reward_weights": "a=2"}, BOTH, "names a"),
+    ({"advantage_estimator": "remax"}, {"vote": vote}, "compares with a single greedy completion, which vote"),
+    ({"on_reward_failure": "b=refill"}, OUTCOME, "names b"),
+    ({"verifiers": "b=2"}, OUTCOME, "--verifiers b=2 names b; the rewards are"),
+    ({"reward_limits": "a.tpm=9"}, OUTCOME, "gives a a tpm, but it is no judge"),
+    ({"judge_budget": 1.0}, OUTCOME, "limits nothing: none of a has a price"),
+    (
+        {"reward_combine": "gate"},
+        {"v": vote, **OUTCOME},
+        "--reward-fns v,a .*v scores by the whole group: name it last in --reward-fns",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "said"), VALUES, ids=[said for _, said in VALUES])
+def test_values_that_can_never_work_are_refused_by_the_configuration(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        config(**options)
+
+
+@pytest.mark.parametrize(("options", "said"), METHODS, ids=[said for _, said in METHODS])
+def test_what_the_method_cannot_use_is_refused_at_start(options, said):
+    made = config(**options)
+    with pytest.raises(ConfigurationError, match=said):
+        check_methods(made)
+
+
+@pytest.mark.parametrize(("options", "adapters", "said"), REWARDS)
+def test_what_cannot_be_meant_with_these_rewards_is_refused(options, adapters, said):
+    made = config(**options)
+    with pytest.raises(ConfigurationError, match=said):
+        check(made, adapters)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"critic_clip": 0.1, "advantage_estimator": "gae"}, "--critic-clip 0.1 does nothing as yet"),
+        ({"old_policy": "current", "clip_low": 0.1}, "--clip-low 0.1 does nothing with --old-policy current"),
+        ({"max_token_staleness": 2}, "--max-token-staleness 2 does nothing with --max-staleness 1"),
+        (
+            {"lr_scheduler": "constant", "num_warmup_steps": 3},
+            "--num-warmup-steps 3 does nothing with --lr-s",
+        ),
+    ],
+)
+def test_what_merely_has_no_effect_is_warned_about(capsys, options, said):
+    check_methods(config(**options))
+    assert f"warning: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "adapters"),
+    [
+        ({}, OUTCOME),
+        ({"advantage_estimator": "gae"}, BOTH),
+        ({"advantage_estimator": "gdpo", "reward_weights": "overlong=2", "overlong_buffer": 0.2}, OUTCOME),
+        ({"old_policy": "proximal", "policy_loss": "grpo", "importance_level": "token"}, OUTCOME),
+        (
+            {"old_policy": "proximal", "policy_loss": "gpg"}
+            | {"rejection_statistic": "token_k3", "rejection_high": 1.0},
+            OUTCOME,
+        ),
+        ({"reward_combine": "gate"}, {**OUTCOME, "v": vote}),
+    ],
+)
+def test_what_goes_together_breaks_no_rule_and_warns_of_nothing(options, adapters, capsys):
+    check(config(**options), adapters)
+    assert capsys.readouterr().err == ""
+
+
+def test_every_rule_speaks_of_options_that_there_are():
+    """A renamed option would turn its rules into other errors."""
+    source = inspect.getsource(compatibility) + inspect.getsource(rewards)
+    spoken = re.findall(r'(?:yield|flags =|idle\(c,|yield \()\s*"([a-z_ ]+)"', source)
+    assert len(spoken) > 40
+    for flags in spoken:
+        assert set(flags.split()) <= set(RunConfig.__dataclass_fields__), flags
+
+
+def test_an_assignment_given_twice_is_refused():
+    with pytest.raises(ConfigurationError, match="cap is given twice"):
+        parse_assignments("cap=1,cap=2", "loss-options")
+
+
+def test_a_worker_without_its_model_folder_is_refused():
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        WorkerConfig(mode="generation", model_path="/does/not/exist")
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_an_estimator_takes_the_rewards_that_fit_it_and_refuses_others_with_the_way_out(name):
+    entry, made = ADVANTAGE_ESTIMATORS[name], config(advantage_estimator=name)
+    check(made, OUTCOME if entry.outcome else STEPS)
+    assert GroupAdvantages(made).group_local == (entry.group_local or name == "gae")
+    assert Objective(made).needs_whole_step == (name == "gae")
+    unfit = [] if entry.process else [(BOTH, "step by step; estimators that fit: .*grpo_process")]
+    unfit += (
+        [] if entry.outcome else [(OUTCOME, "one score per sample; estimators that fit: .*grpo, dr_grpo")]
+    )
+    for adapters, said in unfit:
+        with pytest.raises(ConfigurationError, match=said):
+            check(made, adapters)
+
+
+def test_what_the_batcher_is_told_of_the_rewards():
+    made = config(advantage_estimator="gae", reward_weights="steps=2", on_reward_failure="vote=refill")
+    facts = check(made, {"steps": steps, "vote": vote}).facts(made, 17)
+    assert facts == RunFacts(17, ("steps",), True, {"steps": 2.0}, {"vote": "refill"}, facts.best_rewards)
+
+
+def test_a_step_takes_whole_groups_and_by_default_the_whole_batch():
+    made = config()
+    assert (made.samples_per_step, made.groups_per_step, made.steps_per_batch) == (4096, 128, 1)
+    split = config(batch_size=8, samples_per_question=4, train_minibatch_size=16, num_training_batches=10)
+    assert (split.groups_per_step, split.steps_per_batch, split.num_steps) == (4, 2, 20)
+
+
+def test_a_kl_is_paid_in_the_reward_or_in_the_loss_and_never_in_both():
+    in_reward, in_loss = config(kl_coef=0.1, kl_in_reward=True), config(kl_coef=0.1)
+    assert (in_reward.loss_kl_coef, in_reward.reward_kl_coef) == (0.0, 0.1)
+    assert (in_loss.loss_kl_coef, in_loss.reward_kl_coef) == (0.1, 0.0)
