@@ -24,8 +24,8 @@ from async_grpo.rewards.bench.completions import CompletionRow, read_rows, score
 from async_grpo.rewards.bench.report import Report, one_line
 from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
-from async_grpo.rewards.local_workers import LocalWorkers
 from async_grpo.rewards.pool import VerifierPool
+from async_grpo.rewards.standalone import LocalWorkers
 from async_grpo.types import AdapterResult, Verdict
 
 WIDTH = 100  # of what is no terminal
@@ -97,7 +97,7 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     registry = registry_file(config.reward_registry)
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses.of(config.judge_urls, config.http_scorer_urls)
-    workers = LocalWorkers.from_registry(config.reward_fns, registry, options, config.reward_env, addresses)
+    workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
     rows = read_rows(config.file)
     texts = {str(registry): workers.source.text, **{file.path: file.text for file in workers.source.files}}
     for path, text in texts.items():

@@ -1,7 +1,7 @@
 """Scoring: rewards of users run in killable processes, judges over the network, and a failure is never a zero.
 
-    pool, adapter_queue    VerifierPool: one queue per adapter and phase; `queue_stats`: what its workers did
-    verifier_worker        what a queue asks of a worker, and what it has given to each
+    pool, adapter_queue    VerifierPool: one queue per adapter and phase
+    verifier_worker        what a queue asks of a worker, has given to each, and counts
     standalone             workers on this machine alone; the pool as a reward function for TRL
     combine                the results of several adapters -> one verdict
     middleware, budget     every call asks the cache and the budget first

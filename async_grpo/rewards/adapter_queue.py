@@ -27,13 +27,13 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.queue_stats import QueueStats
 from async_grpo.rewards.verifier_worker import (
     PREFETCH_S,
     CallInterrupted,
     Job,
     MakeWorker,
     ProcessDied,
+    QueueStats,
     Timeouts,
     VerifierWorker,
     WorkerSlot,

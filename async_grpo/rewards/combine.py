@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,15 +47,13 @@ class Combination:
                 "there is nothing to combine: a sample must be scored by at least one adapter"
             )
         if self.mode not in MODES:
-            raise ConfigurationError(
-                f"unknown reward combination {self.mode!r}; choose one of {', '.join(MODES)}"
-            )
+            known = ", ".join(MODES)
+            raise ConfigurationError(f"unknown reward combination {self.mode!r}; choose one of {known}")
         for what, named in (("weight", self.weights), ("constant", self.constants)):
-            if unknown := sorted(set(named) - set(self.adapters)):
-                raise ConfigurationError(
-                    f"a {what} is given for {', '.join(unknown)}, but the adapters are {', '.join(self.adapters)}"
-                )
-        if not self._counts(self.adapters):
+            if unknown := ", ".join(sorted(set(named) - set(self.adapters))):
+                known = ", ".join(self.adapters)
+                raise ConfigurationError(f"a {what} is given for {unknown}, but the adapters are {known}")
+        if self._combined(dict.fromkeys(self.adapters, 0.0)) is None:
             needed = "a positive sum of weights" if self.mode == "mean" else "a weight that is not 0"
             raise ConfigurationError(f"a {self.mode} needs {needed}, not {dict(self.weights)}")
 
@@ -90,13 +88,13 @@ class Combination:
             if any(result.status is unknown and result.adapter not in self.constants for result in results):
                 return Verdict(unknown, None, results)
         rewards = {
-            result.adapter: self._reward(result)
+            result.adapter: self.constants[result.adapter] if result.reward is None else result.reward
             for result in results
             if result.status is not RewardStatus.ABSTAINED
         }
-        if not self._counts(rewards):
-            return Verdict(RewardStatus.ABSTAINED, None, results)
         combined = self._combined(rewards)
+        if combined is None:
+            return Verdict(RewardStatus.ABSTAINED, None, results)
         if not math.isfinite(combined):
             reason = f"the {self.mode} of the rewards {rewards} is {combined}"
             failed = tuple(replace(result, reason=reason) for result in results)
@@ -118,29 +116,19 @@ class Combination:
                 break
         return self.verdict(results)
 
-    def _reward(self, result: AdapterResult) -> float:
-        return self.constants[result.adapter] if result.reward is None else result.reward
-
-    def _counts(self, names: Collection[str]) -> bool:
-        """Whether the rewards of these adapters make one: without weight they would become a silent 0."""
-        weights = [self.weights.get(name, 1.0) for name in names]
+    def _combined(self, rewards: Mapping[str, float]) -> float | None:
+        """None if these adapters have no weight together: it would become a silent 0. Not finite where the numbers are
+        too large; `sum` and not `fsum`, which would raise."""
+        weights = [self.weights.get(name, 1.0) for name in rewards]
+        values = list(rewards.values())
+        total = sum(weight * value for weight, value in zip(weights, values, strict=True))
         match self.mode:
             case "sum":
-                return any(weights)
+                return total if any(weights) else None
             case "mean":
-                return sum(weights) > 0
-        return bool(weights)
-
-    def _combined(self, rewards: Mapping[str, float]) -> float:
-        """Not finite where the numbers are too large; `sum` and not `fsum`, which would raise."""
-        weighted = [self.weights.get(name, 1.0) * reward for name, reward in rewards.items()]
-        match self.mode:
-            case "best":
-                return max(rewards.values())
-            case "sum":
-                return sum(weighted)
-            case "mean":
-                return sum(weighted) / sum(self.weights.get(name, 1.0) for name in rewards)
+                return total / sum(weights) if sum(weights) > 0 else None
             case "product":
-                return math.prod(rewards.values())
-        return list(rewards.values())[-1]  # gate
+                return math.prod(values) if values else None
+            case "best":
+                return max(values, default=None)
+        return values[-1] if values else None  # gate

@@ -7,7 +7,7 @@ Its workers are made by others: processes here (`adapter_process.process_maker`)
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, ItemsView, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,8 +16,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
-from async_grpo.rewards.local_workers import LocalWorkers
-from async_grpo.rewards.trl_reward import TRLReward
+from async_grpo.rewards.standalone import LocalWorkers, TRLReward
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts, VerifierWorker
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
@@ -75,20 +74,20 @@ class VerifierPool:
     ) -> None:
         self._fallbacks, self._middleware = dict(fallbacks or {}), middleware
         all_adapters = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
-        timeouts = Timeouts(timeout_s, grace_s, make_timeout_s, tuple(backoff_s), regrow_s)
-        counts = {TRAINING: _worker_counts(adapters, all_adapters, workers)}
-        counts[EVALUATION] = _worker_counts(adapters, all_adapters, evaluation_workers)
-        if unknown := sorted(set(self._fallbacks) - set(adapters)):
-            raise ConfigurationError(
-                f"a fallback is given for {', '.join(unknown)}, which is no adapter of the run"
-            )
+        if unknown := ", ".join(sorted(set(self._fallbacks) - set(adapters))):
+            raise ConfigurationError(f"a fallback is given for {unknown}, which is no adapter of the run")
         self._combination = combination or Combination(tuple(adapters))
-        makers = {TRAINING: make_worker, EVALUATION: make_evaluator or make_worker}
+        timeouts = Timeouts(timeout_s, grace_s, make_timeout_s, tuple(backoff_s), regrow_s)
+        phases = (
+            (TRAINING, make_worker, workers),
+            (EVALUATION, make_evaluator or make_worker, evaluation_workers),
+        )
         self._queues = {
             phase: {
-                name: AdapterQueue(name, makers[phase], count, timeouts) for name, count in by_name.items()
+                name: AdapterQueue(name, make, count, timeouts)
+                for name, count in _worker_counts(adapters, all_adapters, wanted).items()
             }
-            for phase, by_name in counts.items()
+            for phase, make, wanted in phases
         }
         self._starting: dict[str, asyncio.Task[None]] = {}
 
@@ -117,7 +116,7 @@ class VerifierPool:
             ConfigurationError: the registry file cannot be used, a name or an option is unknown, or a variable is
                 not set.
         """
-        workers = LocalWorkers.from_registry(adapters, registry, reward_options, reward_env, judge_addresses)
+        workers = LocalWorkers(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)
 
     @property
@@ -165,48 +164,42 @@ class VerifierPool:
         if evaluation:  # the verdicts may be of a pool before this one
             await self._started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
-        changed: list[dict[str, AdapterResult]] = [{} for _ in samples]
-        for name in [name for name in self._combination.adapters if queues[name].has_post_process]:
-            found = [
-                (number, result)
-                for number, verdict in enumerate(verdicts)
-                for result in verdict.results
-                if result.adapter == name
-            ]
-            asked = [samples[number] for number, _ in found]
-            if found:
-                results = await queues[name].post_process(asked, [result for _, result in found])
-                for (number, _), result in zip(found, results, strict=True):
-                    changed[number][name] = result
-        return [
-            self._combination.verdict([results.get(r.adapter, r) for r in verdict.results])
-            for verdict, results in zip(verdicts, changed, strict=True)
+        changed: list[dict[str, AdapterResult]] = [
+            {result.adapter: result for result in verdict.results} for verdict in verdicts
         ]
+        for name in [name for name in self._combination.adapters if queues[name].has_post_process]:
+            if members := [number for number, results in enumerate(changed) if name in results]:
+                asked = [samples[number] for number in members]
+                results = await queues[name].post_process(asked, [changed[n][name] for n in members])
+                for number, result in zip(members, results, strict=True):
+                    changed[number][name] = result
+        return [self._combination.verdict(tuple(results.values())) for results in changed]
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close every worker; bounded by a few `grace_s`."""
-        queues = [queue for by_name in self._queues.values() for queue in by_name.values()]
-        await asyncio.gather(*(queue.close() for queue in queues))
+        await asyncio.gather(*(queue.close() for _, queue in self._named_queues(*self._queues)))
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By adapter: counts and seconds since the last `take_stats`, and the queue and workers of now."""
         return {
-            name if phase == TRAINING else f"{name} (evaluation)": queue.stats.as_dict()
-            | {"queue_depth": queue.queue_depth, "workers": queue.num_workers}
-            for phase, queues in self._queues.items()
-            if phase in self._starting or phase == TRAINING
-            for name, queue in queues.items()
+            name: queue.stats.as_dict() | {"queue_depth": queue.queue_depth, "workers": queue.num_workers}
+            for name, queue in self._named_queues(TRAINING, *self._starting)
         }
 
     def take_stats(self) -> dict[str, dict[str, Any]]:
         """`stats`, and begin anew: for one line per step. Judges add the counts of their requests."""
         stats = self.stats()
-        for phase, queues in self._queues.items():
-            for name, queue in queues.items():
-                queue.stats.reset()
-                for count, value in queue.take_request_counts().items():
-                    stats[name if phase == TRAINING else f"{name} (evaluation)"][count] = value
+        for name, queue in self._named_queues(*self._starting):
+            queue.stats.reset()
+            stats[name] |= queue.take_request_counts()
         return stats
+
+    def _named_queues(self, *phases: str) -> ItemsView[str, AdapterQueue]:
+        return {
+            name if phase == TRAINING else f"{name} (evaluation)": queue
+            for phase in phases
+            for name, queue in self._queues[phase].items()
+        }.items()
 
     async def _started(self, phase: str) -> None:
         """Start the queues of a phase once; callers who come meanwhile wait for the same start.
@@ -220,19 +213,16 @@ class VerifierPool:
 
     async def _start(self, phase: str) -> None:
         starts = [queue.start() for queue in self._queues[phase].values()]
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        if errors := [outcome for outcome in outcomes if outcome is not None]:
-            raise errors[0]
+        for error in filter(None, await asyncio.gather(*starts, return_exceptions=True)):
+            raise error
 
     async def _score(
         self, sample: dict[str, Any], phase: str, name: str, *, stands_in: bool = False
     ) -> AdapterResult:
         """What the adapter says, or where it has failed the one that stands in for it."""
         score = self._queues[phase][name].score
-        if self._middleware is None:
-            result = await score(sample)
-        else:
-            result = await self._middleware(name, sample, phase, score)
+        asked = score(sample) if self._middleware is None else self._middleware(name, sample, phase, score)
+        result = await asked
         if stands_in or name not in self._fallbacks or result.status not in _UNKNOWN:
             return result
         answer = await self._score(sample, phase, self._fallbacks[name], stands_in=True)
@@ -246,10 +236,8 @@ def _worker_counts(
     if not adapters or len(set(adapters)) != len(adapters):
         raise ConfigurationError(f"a verifier pool needs adapters, each once, not {list(adapters)}")
     by_name = dict.fromkeys(all_adapters, workers) if isinstance(workers, int) else dict(workers)
-    if unknown := sorted(set(by_name) - set(all_adapters)):
-        raise ConfigurationError(
-            f"workers asked for {', '.join(unknown)}, but the adapters are {list(adapters)}"
-        )
+    if unknown := ", ".join(sorted(set(by_name) - set(all_adapters))):
+        raise ConfigurationError(f"workers asked for {unknown}, but the adapters are {list(adapters)}")
     counts = {name: by_name.get(name, 1) for name in all_adapters}
     if min(counts.values()) < 1:
         raise ConfigurationError(f"every adapter needs at least one worker, not {counts}")

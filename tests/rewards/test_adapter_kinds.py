@@ -210,7 +210,7 @@ def test_a_reward_that_awaits_must_say_so():
         await asyncio.sleep(0)
         return 1.0
 
-    ((answer,),) = run_plain(Reward(lambda sample: hidden(), {}).replies([{"samples": [{}]}]))
+    ((answer,),) = run_plain(Reward(lambda sample: hidden(), {}).replies([{"sample": {}}]))
     assert answer["reason"].startswith("TypeError: it awaits, so it must be declared `async def`")
 
 

@@ -16,8 +16,7 @@ import pytest
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.isolation import framing
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess
-from async_grpo.rewards.isolation.spawn import child_environment
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, child_environment
 from async_grpo.rewards.verifier_worker import ProcessDied
 from async_grpo.types import AdapterResult, RewardStatus
 from tests.helpers.one_worker import OneWorker

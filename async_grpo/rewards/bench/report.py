@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.rewards.bench.completions import LABEL, CompletionRow
-from async_grpo.rewards.queue_stats import quantile
+from async_grpo.rewards.verifier_worker import quantile
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 MAX_EXAMPLES = 3  # of each thing that is told by its lines

@@ -1,11 +1,14 @@
 """A user's reward in a killable process: deadlines are kept by SIGKILL. What was lost is tried again by the queue."""
 
 import asyncio
+import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
@@ -15,6 +18,15 @@ from async_grpo.rewards.isolation.framing import dumps
 from async_grpo.types import AdapterResult, RewardStatus
 
 CLOSE_S = 2.0  # for the `close` of a reward
+FORWARDED_VARIABLES = "PATH PYTHONPATH LD_LIBRARY_PATH HOME TMPDIR LANG LC_ALL LC_CTYPE TZ".split()
+FIXED_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONHASHSEED": "0",  # the same text gets the same reward in every process
+    "CUDA_VISIBLE_DEVICES": "",  # the accelerators belong to the trainers and the engines
+}
 
 
 class AdapterProcess:
@@ -96,8 +108,24 @@ class AdapterProcess:
         async with self._starting:
             if self._closed:
                 raise WorkerLost(f"the worker of {self.adapter!r} is closed")
-            if self._child is None or self._child.lost:
-                await self._start_child()
+            if self._child is not None and not self._child.lost:
+                return
+            child = self._child = ChildProcess(
+                self.adapter,
+                self._max_message_bytes,
+                self._max_processes,
+                child_environment(self._environment),
+            )
+            try:
+                message = await child.greet(self._greeting, self._start_timeout_s)
+                if "error" in message:
+                    raise ConfigurationError(
+                        f"reward function {self.adapter!r} cannot start: {message['error']}"
+                    )
+            except BaseException:
+                await child.end(WorkerLost(f"the process of {self.adapter!r} was ended while it started"))
+                raise
+            self._closes, self.traits = message["closes"], child.traits
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """Score one sample. What the reward raises, or that it is late, is a result.
@@ -107,22 +135,19 @@ class AdapterProcess:
             WorkerLost: the worker is closed.
         """
         asked_at = time.monotonic()
-        (answer,) = await self._exchange("samples", [sample], timeout_s)
+        (answer,) = await self._exchange("sample", sample, 1, timeout_s)
         return AdapterResult(self.adapter, **_fields(answer), latency_s=time.monotonic() - asked_at)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
     ) -> list[AdapterResult]:
         """The group's results after the reward's `post_process_scores`, as they are if it has none; raises as `score`."""
-        await self.start()
-        if not self.has_post_process:
-            return list(results)
         group = [
             {"sample": sample, "status": result.status.value, "reward": result.reward, "extra": result.extra}
             | {"steps": result.steps, "reason": result.reason}
             for sample, result in zip(samples, results, strict=True)
         ]
-        answers = await self._exchange("group", group, timeout_s)
+        answers = await self._exchange("group", group, len(group), timeout_s)
         return [replace(result, **_fields(answer)) for result, answer in zip(results, answers, strict=True)]
 
     async def close(self) -> None:
@@ -133,44 +158,21 @@ class AdapterProcess:
                 await self._child.dismiss(CLOSE_S)
             await self._child.end(WorkerLost(f"the worker of {self.adapter!r} is closed"))
 
-    async def _exchange(
-        self, what: str, items: Sequence[dict[str, Any]], timeout_s: float
-    ) -> list[dict[str, Any]]:
-        """The process's answers to the items, or why there are none."""
+    async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
+        """The process's answers to what is sent, so many, or why there are none."""
         try:
-            bodies = [dumps(item, self._max_message_bytes) for item in items]
-        except (TypeError, ValueError) as error:
-            return [failure(f"the sample cannot be sent: {error}") for _ in items]
-        if self._closed or self._child is None or self._child.lost or not self._child.ready:
-            try:
+            body = dumps(content, self._max_message_bytes * max(1, count))
+            if self._closed or self._child is None or self._child.lost or not self._child.ready:
                 await self.start()
-            except ConfigurationError as error:
-                return [failure(str(error)) for _ in items]
-        child = self._child
-        assert child is not None, "`start` has made one"
-        request = child.ask(what, bodies, timeout_s)
-        try:
-            return (await request.reply)["answers"]
+            assert self._child is not None, "`start` has made one"
+            return (await self._child.ask(what, body, timeout_s, self._grace_s))["answers"]
+        except ConfigurationError as error:
+            late_or_broken = failure(str(error))
+        except (TypeError, ValueError) as error:
+            late_or_broken = failure(f"the sample cannot be sent: {error}")
         except TimeoutError:
-            late = failure(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT.value)
-            return [late for _ in items]
-        finally:
-            if not request.answered.done():  # timed out or cancelled
-                await child.abandon(request, self._grace_s)
-
-    async def _start_child(self) -> None:
-        """Start the process, and learn from it what it is."""
-        child = self._child = ChildProcess(
-            self.adapter, self._max_message_bytes, self._max_processes, self._environment
-        )
-        try:
-            message = await child.greet(self._greeting, self._start_timeout_s)
-            if "error" in message:
-                raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {message['error']}")
-        except BaseException:
-            await child.end(WorkerLost(f"the process of {self.adapter!r} was ended while it started"))
-            raise
-        self._closes, self.traits = message["closes"], child.traits
+            late_or_broken = failure(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT.value)
+        return [late_or_broken] * count
 
 
 def process_maker(
@@ -184,6 +186,30 @@ def process_maker(
         return worker
 
     return make_worker
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The allow-listed variables and the extra ones, one thread per library, and this package on the path."""
+    forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
+    package_root = str(Path(async_grpo.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package_root, forwarded.get("PYTHONPATH")]))
+    return forwarded | FIXED_VARIABLES | dict(extra or {}) | {"PYTHONPATH": path}
+
+
+def named_environment(names: Iterable[str]) -> dict[str, str]:
+    """These variables of this process, for rewards that ask a service and need its key (`--reward-env`).
+
+    The values are handed to the rewards' processes as arguments and kept nowhere else.
+
+    Raises:
+        ConfigurationError: one is not set.
+    """
+    names = list(names)
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigurationError(
+            f"--reward-env {','.join(names)}: this process has no variable {', '.join(missing)}; set it, or leave it out"
+        )
+    return {name: os.environ[name] for name in names}
 
 
 def _fields(answer: dict[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,20 @@
 It splits into a guardian (see `process_tree`) and the process proper, which reads requests from its end of a socket pair
 and answers each, in order:
 
-    {"id": 7, "samples": [...]}     ->  {"id": 7, "answers": [...]}, one for each
-    {"id": 8, "group": [...]}       ->  the same, after `post_process_scores`
-    {"cancel": 7}                   request 7 is not served if its turn has not come; an async reward lets go of it.
-                                    It is answered all the same
-    {"begun": [7, 9]}               from a batched reward: these are now served by one call
+    {"id": 7, "at": moment, "sample": {...}}    ->  {"id": 7, "answers": [one]}
+    {"id": 8, "at": moment, "group": [...]}     ->  {"id": 8, "answers": [...]}, after `post_process_scores`
+    {"cancel": 7}           request 7 is not served if its turn has not come; an async reward lets go of it. It is
+                            answered all the same
+    {"begun": [7, 9]}       from a batched reward: these are now served by one call
 
 The reward runs in this process's main thread, where libraries may use signals; what it prints goes to stderr. Only the
-standard library is imported before the reward is.
+standard library is imported before the reward is, and asyncio only for a reward that needs it.
 """
 
 import contextlib
 import inspect
+import itertools
+import math
 import os
 import resource
 import select
@@ -23,13 +25,16 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
 from async_grpo.rewards.isolation.framing import Frames, MessageTooLarge, encode
+
+if TYPE_CHECKING:
+    import asyncio
 
 RECEIVE_BYTES = 2**18
 
@@ -42,96 +47,147 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
     split_off_guardian(parent_pid, channel_fd, max_processes)
     os.set_inheritable(channel_fd, False)  # a program started by the reward must not keep the channel open
     with socket.socket(fileno=channel_fd) as channel:
-        inbox = Inbox(channel)
-        while not inbox.waiting and inbox.receive():
-            pass
-        if inbox.waiting:
-            _serve(inbox, inbox.waiting.pop())
+        server = Server(channel)
+        greeting = server.greeting()
+        try:
+            _limit_resources(greeting["memory_limit_bytes"])
+            name = greeting["adapter"]
+            adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
+            run: Callable[..., None] = run_plain
+            if traits_of(adapter).is_async:
+                import asyncio
+
+                run = asyncio.run
+        except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
+            server.send({"error": describe(error)})
+            return
+        run(server.serve(adapter, greeting["options"]))
 
 
-def _serve(inbox: "Inbox", greeting: Message) -> None:
-    options, max_bytes = greeting["options"], greeting["max_message_bytes"]
-    try:
-        _limit_resources(greeting["memory_limit_bytes"])
-        name = greeting["adapter"]
-        adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
-        is_async = traits_of(adapter).is_async
-    except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
-        inbox.channel.sendall(encode({"error": describe(error)}, max_bytes))
-        return
-    if is_async:  # it brings in asyncio, which no other reward needs
-        from async_grpo.rewards.isolation.async_child import serve
-
-        serve(inbox.channel, adapter, options, max_bytes)
-        return
-    reward, reply = run_plain(build(adapter, options))
-    inbox.channel.sendall(encode(reply, max_bytes))
-    if reward is None:
-        return
-    while requests := inbox.next_call(reward.traits):
-        if reward.traits.is_batch:
-            inbox.channel.sendall(encode({"begun": [request["id"] for request in requests]}, max_bytes))
-        answers = run_plain(reward.replies(requests))
-        for request, part in zip(requests, answers, strict=True):
-            inbox.channel.sendall(reply_frame(request["id"], part, max_bytes))
-    run_plain(reward.close())
-
-
-class Inbox:
-    """The requests that lie in the channel, in their order, less those that are cancelled before their turn."""
+class Server:
+    """Serves what comes through the channel: one call after the other; or, in an event loop, a task for each request,
+    and of a batched reward for one batch at a time."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self.channel = channel
-        self.waiting: list[Message] = []
+        self._channel = channel
+        self._max_bytes = sys.maxsize
         self._frames = Frames(sys.maxsize)  # the parent keeps to its limit
         self._poll = select.poll()  # `select` takes no descriptor above 1023, and rewards may open many
         self._poll.register(channel, select.POLLIN)
+        self._pid = os.getpid()
+        self._traits = AdapterTraits()
+        self._waiting: list[Message] = []
+        self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}  # by the requests that they serve
+        self._woken: asyncio.Event | None = None  # in an event loop: something has come, or a task has ended
 
-    def receive(self, timeout_s: float | None = None) -> bool:
-        """Read what has come, or wait for it. False when nothing came in time, or nothing will come any more."""
-        if timeout_s is not None and not self._poll.poll(1000 * timeout_s):
-            return False
-        piece = self.channel.recv(RECEIVE_BYTES)
+    def greeting(self) -> Message:
+        """The first message; ends the process if the parent has closed the channel."""
+        while not self._waiting:
+            if not self._receive():
+                sys.exit()
+        greeting = self._waiting.pop()
+        self._max_bytes = greeting["max_message_bytes"]
+        return greeting
+
+    async def serve(self, adapter: Any, options: Mapping[str, Any]) -> None:
+        """Build the reward, greet, and answer until the parent closes the channel."""
+        try:
+            reward = Reward(adapter, options)  # here, for what it opens may belong to the event loop
+            await reward.warm_up()
+        except BaseException as error:  # the parent must learn the reason, whatever the user's code raised
+            self.send({"error": describe(error)})
+            return
+        self._traits = reward.traits
+        if reward.traits.is_async:
+            import asyncio
+
+            self._woken = asyncio.Event()
+            asyncio.get_running_loop().add_reader(self._channel, self._woken.set)
+        self.send({"traits": asdict(reward.traits), "closes": reward.closes})
+        while True:
+            if await self._something_came(self._wait_s()):
+                if not self._receive():
+                    break
+            elif self._wait_s() == 0.0:
+                requests = self._take()
+                if self._woken is None:
+                    self._answer(requests, await reward.replies(requests))
+                else:
+                    self._start(requests, reward.replies(requests))
+        await reward.close()
+
+    def send(self, message: Message) -> None:
+        self._channel.sendall(encode(message, self._max_bytes))
+
+    def _receive(self) -> bool:
+        """Read what has come. False when nothing will come any more."""
+        piece = self._channel.recv(RECEIVE_BYTES)
         for message in self._frames.feed(piece):
-            if "cancel" in message:
-                self._cancel(message["cancel"])
-            else:
-                self.waiting.append(message)
+            number = message.get("cancel")
+            if number is None:
+                self._waiting.append(message)
+            elif number in self._tasks:
+                self._tasks[number].cancel()
+            elif gone := [request for request in self._waiting if request["id"] == number]:
+                self._waiting.remove(gone[0])
+                self._answer(gone, [[failure("cancelled")]])
         return bool(piece)
 
-    def next_call(self, traits: AdapterTraits) -> list[Message]:
-        """What the reward is to be called with next: one request, or those of a batch; empty at the end."""
-        while self.receive(0.0):  # also the cancellations of what waits
-            pass
-        while self.waiting or self.receive():
-            if self.waiting:
-                size = self._gather(traits)
-            if self.waiting:
-                return self._take(size)
-        return []
+    def _wait_s(self) -> float:
+        """Until the next call is to begin: a batch when it is full, or its first request was sent `max_wait_s` ago."""
+        if not self._waiting or (self._traits.is_batch and self._tasks):
+            return math.inf
+        first = self._waiting[0]
+        if "group" in first or not self._traits.is_batch or len(self._waiting) >= self._traits.capacity:
+            return 0.0
+        return max(0.0, first["at"] + self._traits.max_wait_s - time.monotonic())
 
-    def _gather(self, traits: AdapterTraits) -> int:
-        """Wait until a batch is full, or its first request was sent `max_wait_s` ago; returns its size."""
-        if not traits.is_batch or "samples" not in self.waiting[0]:
-            return 1
-        until = self.waiting[0]["at"] + traits.max_wait_s
-        while len(self.waiting) < traits.capacity and self.receive(max(0.0, until - time.monotonic())):
-            pass
-        return traits.capacity
+    async def _something_came(self, wait_s: float) -> bool:
+        """Within so many seconds; in an event loop no longer than until a task ends."""
+        if self._woken is not None and wait_s > 0.0:
+            import asyncio
 
-    def _take(self, size: int) -> list[Message]:
-        """The first requests, of one sort."""
-        sort = "samples" in self.waiting[0]
-        count = 0
-        while count < min(size, len(self.waiting)) and ("samples" in self.waiting[count]) is sort:
-            count += 1
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+            self._woken.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
+                    await self._woken.wait()
+            wait_s = 0.0
+        return bool(self._poll.poll(None if math.isinf(wait_s) else 1000 * wait_s))
+
+    def _take(self) -> list[Message]:
+        """The requests that the next call serves; says so, where the parent cannot know."""
+        size = self._traits.capacity if self._traits.is_batch and "sample" in self._waiting[0] else 1
+        rest = itertools.takewhile(lambda request: "sample" in request, self._waiting[1:size])
+        taken = [self._waiting[0], *rest]
+        del self._waiting[: len(taken)]
+        if self._traits.is_batch:
+            self.send({"begun": [request["id"] for request in taken]})
         return taken
 
-    def _cancel(self, number: int) -> None:
-        if any(request["id"] == number for request in self.waiting):
-            self.waiting = [request for request in self.waiting if request["id"] != number]
-            self.channel.sendall(reply_frame(number, [failure("cancelled")], sys.maxsize))
+    def _start(self, requests: Sequence[Message], replies: Coroutine[Any, Any, list[Answers]]) -> None:
+        import asyncio
+
+        def ended(task: "asyncio.Task[list[Answers]]") -> None:
+            for request in requests:
+                del self._tasks[request["id"]]
+            cancelled = [[failure("cancelled")] for _ in requests]  # before it began
+            self._answer(requests, cancelled if task.cancelled() else task.result())
+            assert self._woken is not None, "there is an event loop"
+            self._woken.set()
+
+        task = asyncio.create_task(replies)
+        self._tasks |= {request["id"]: task for request in requests}
+        task.add_done_callback(ended)
+
+    def _answer(self, requests: Sequence[Message], replies: Sequence[Answers]) -> None:
+        if os.getpid() != self._pid:  # a fork made by the reward, which came back like its parent
+            os._exit(1)
+        for request, answers in zip(requests, replies, strict=True):
+            try:
+                self.send({"id": request["id"], "answers": answers})
+            except MessageTooLarge as error:
+                failed = _all_failed(f"the adapter's answer: {error}", len(answers))
+                self.send({"id": request["id"], "answers": failed})
 
 
 class Reward:
@@ -140,7 +196,7 @@ class Reward:
     The methods are coroutines for the sake of rewards that await; `run_plain` runs them for all others.
 
     >>> reward = Reward(lambda sample, weight=1.0: weight * sample["value"], {"weight": 2.0, "url": "x"})
-    >>> run_plain(reward.replies([{"samples": [{"value": 3}]}]))[0][0]["reward"]
+    >>> run_plain(reward.replies([{"sample": {"value": 3}}]))[0][0]["reward"]
     6.0
     """
 
@@ -151,12 +207,7 @@ class Reward:
         self._adapter = adapter
         self._function = _refuse_judge if self.traits.is_judge else function_of(adapter)
         self._options = accepted_options(self._function, options)
-        self._pid = os.getpid()
-
-    @property
-    def closes(self) -> bool:
-        """Whether there is something to do at the end."""
-        return callable(getattr(self._adapter, "close", None))
+        self.closes = callable(getattr(adapter, "close", None))  # there is something to do at the end
 
     async def warm_up(self) -> None:
         """Call its `warm_up`, if there is one."""
@@ -169,38 +220,25 @@ class Reward:
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
         """For each request its answers: one for each sample or member, whatever happens."""
-        samples = [sample for request in requests for sample in request.get("samples", ())]
         if "group" in requests[0]:
-            answers = await self._post_processed(requests[0]["group"])
-        elif self.traits.is_batch:
-            answers = await self._batched(samples)
-        else:
-            answers = []
-            for sample in samples:
-                try:
-                    # A copy: steps are measured on the sample as it was, whatever the reward writes into its own.
-                    returned = self._function(dict(sample), **self._options)
-                    if inspect.isawaitable(returned):
-                        returned = await returned
-                    answers.append(read_answer(returned, sample, self.traits.is_process_reward))
-                except BaseException as error:  # sys.exit() and time-outs of libraries would end the process
-                    answers.append(failure(describe(error)))
-        if os.getpid() != self._pid:  # a fork made by the reward, which came back like its parent
-            os._exit(1)
-        if len(requests) == 1:
-            return [answers]
-        return [[answer] for answer in answers]
-
-    async def _batched(self, samples: Sequence[Message]) -> Answers:
+            return [await self._post_processed(requests[0]["group"])]
+        # Copies: steps are measured on the samples as they were, whatever the reward writes into its own.
+        samples = [dict(request["sample"]) for request in requests]
+        returned: Any
         try:
-            returned = await _call(self._function, [dict(sample) for sample in samples], **self._options)
-        except BaseException as error:
-            if len(samples) == 1 or not isinstance(error, Exception | SystemExit):
-                return _all_failed(describe(error), len(samples))
-            return [answer for sample in samples for answer in await self._batched([sample])]
-        if wrong := _misfit(returned, len(samples)):
-            return _all_failed(f"the batch of {len(samples)} samples came to {wrong}", len(samples))
-        return [self._read(answer, sample) for answer, sample in zip(returned, samples, strict=True)]
+            returned = self._function(samples if self.traits.is_batch else samples[0], **self._options)
+            if inspect.isawaitable(returned):
+                returned = await returned
+        except BaseException as error:  # sys.exit() and time-outs of libraries would end the process
+            if len(requests) == 1 or not isinstance(error, Exception | SystemExit):
+                return [[failure(describe(error))] for _ in requests]
+            return [answers for request in requests for answers in await self.replies([request])]
+        if not self.traits.is_batch:
+            returned = [returned]
+        if wrong := _misfit(returned, len(requests)):
+            reason = f"the batch of {len(requests)} samples came to {wrong}"
+            return [[failure(reason)] for _ in requests]
+        return [[self._read(*pair)] for pair in zip(returned, requests, strict=True)]
 
     async def _post_processed(self, group: Sequence[Message]) -> Answers:
         """What `post_process_scores` makes of a group's answers (see `decorators.post_process`)."""
@@ -215,44 +253,25 @@ class Reward:
         except BaseException as error:
             return _all_failed(f"post_process_scores: {describe(error)}", len(group))
 
-    def _read(self, returned: Any, sample: Message) -> dict[str, Any]:
+    def _read(self, returned: Any, request: Message) -> dict[str, Any]:
         try:
-            return read_answer(returned, sample, self.traits.is_process_reward)
+            return read_answer(returned, request["sample"], self.traits.is_process_reward)
         except Exception as error:  # a number too large for a float, a dict that is none
             return failure(describe(error))
-
-
-async def build(adapter: Any, options: Mapping[str, Any]) -> tuple[Reward | None, Message]:
-    """The reward, warmed up, and the message that greets the parent; no reward and the reason, if it cannot be."""
-    try:
-        reward = Reward(adapter, options)
-        await reward.warm_up()
-    except BaseException as error:  # the parent must learn the reason, whatever the user's code raised
-        return None, {"error": describe(error)}
-    return reward, {"traits": asdict(reward.traits), "closes": reward.closes}
-
-
-def reply_frame(number: int, answers: Answers, max_bytes: int) -> bytes:
-    """The message with the answers to one request."""
-    try:
-        return encode({"id": number, "answers": answers}, max_bytes)
-    except MessageTooLarge as error:
-        failed = _all_failed(f"the adapter's answer: {error}", len(answers))
-        return encode({"id": number, "answers": failed}, max_bytes)
 
 
 def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine that needs no event loop; where it does, a TypeError is raised in it."""
     try:
         coroutine.send(None)
-        coroutine.throw(TypeError("it awaits, so it must be declared `async def`"))
+        while True:
+            coroutine.throw(TypeError("it awaits, so it must be declared `async def`"))
     except StopIteration as done:
         return done.value
-    raise TypeError("it goes on awaiting, and must be declared `async def`")
 
 
-async def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    returned = function(*arguments, **options)
+async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    returned = function(*arguments)
     return await returned if inspect.isawaitable(returned) else returned
 
 

@@ -1,58 +1,60 @@
-"""The parent's end of a reward's process: ask it several things at a time, keep their time, end it."""
+"""The parent's end of a reward's process: start it, ask it several things at a time, keep their time, end it.
+
+pebble 5.2's pool of processes was looked at for this. It kills a worker on a time-out, but not what the worker has started;
+a worker in an endless loop outlives a killed owner; and all workers answer through one pipe with pickles.
+"""
 
 import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from async_grpo.errors import WorkerLost
+from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.isolation.framing import Frames, encode, frame
-from async_grpo.rewards.isolation.spawn import SpawnedChild
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
+REAP_S = 10.0  # for a killed process to end
 GREETING = 0  # number of the first exchange
+_MAIN = "import sys; from async_grpo.rewards.isolation.child import main; main(*map(int, sys.argv[1:]))"
 
 
 class Request:
-    """A message to the process. `reply`: its answer, a dict; or TimeoutError, ProcessDied or CallInterrupted."""
+    """A message to the process. Its reply comes, or is an error, whether or not its caller still waits."""
 
     def __init__(self, number: int, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.number, self.timeout_s = number, timeout_s
-        self.reply: asyncio.Future[dict[str, Any]] = loop.create_future()  # the caller may give it up
-        self.answered: asyncio.Future[None] = loop.create_future()  # the process is done with it
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.reply: asyncio.Future[dict[str, Any]] = loop.create_future()
         self.together: Sequence[Request] = ()  # it and those that the same call serves, once it is begun
-        self.timer: asyncio.TimerHandle | None = None
+        self.given_up = False  # by its caller
 
-    def settle(self, answer: dict[str, Any] | Exception) -> None:
-        """Tell the caller, if it still waits."""
-        if self.reply.done():
-            return
-        if isinstance(answer, Exception):
-            self.reply.set_exception(answer)
-            self.reply.exception()  # a caller that still waits gets it all the same; none need wait
-        else:
-            self.reply.set_result(answer)
-
-    def close(self) -> None:
-        """The process is done with it."""
-        self.stop_timer()
-        if not self.answered.done():
-            self.answered.set_result(None)
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+    def begin(self, together: "Sequence[Request]") -> None:
+        self.together = together
+        if not self.begun.done():
+            self.begun.set_result(None)
 
 
 class ChildProcess(asyncio.Protocol):
     """A process that answers each request once (see `child`).
 
     It serves what it gets in order, one at a time; an async reward, all at once; a batched one says which requests it
-    begins together. Their time runs from then on.
+    begins together. Their time runs from then on. It dies with the thread that made it.
+
+    Args:
+        adapter: the reward's name, for messages.
+        max_message_bytes: of a reply.
+        max_processes: the process and all that it starts; beyond that they are ended.
+        environment: all of its variables.
     """
 
     def __init__(
@@ -69,12 +71,23 @@ class ChildProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._burial: asyncio.Task[None] | None = None  # finds out what it died of
         self._ending: asyncio.Task[None] | None = None
-        self._process = SpawnedChild(adapter, max_processes, environment)
-
-    @property
-    def pid(self) -> int:
-        """Of the guardian (see `process_tree`): all others end with it."""
-        return self._process.pid
+        self._max_processes = max_processes
+        self._channel, theirs = socket.socketpair()
+        arguments = [theirs.fileno(), os.getpid(), max_processes]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _MAIN, *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a reward prints must not land among the program's own output
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # deaf to the terminal's Ctrl-C
+                    env=environment,
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+        self.pid = self._process.pid  # of the guardian (see `process_tree`): all others end with it
 
     @property
     def idle(self) -> bool:
@@ -84,11 +97,11 @@ class ChildProcess(asyncio.Protocol):
     async def greet(self, greeting: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Open the channel with a first message; returns the answer. Raises ProcessDied, also after the time-out."""
         loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=self._process.channel)
+        await loop.create_unix_connection(lambda: self, sock=self._channel)
         request = self._send(encode(greeting, sys.maxsize), timeout_s)
         self._begin([request])
         try:
-            message = await request.reply
+            message = await self._reply(request)
         except TimeoutError:
             error = f"the process of {self._adapter!r} was not ready within {timeout_s:g} s"
             raise ProcessDied(error) from None
@@ -97,43 +110,36 @@ class ChildProcess(asyncio.Protocol):
             self.ready = True
         return message
 
-    def ask(self, what: str, bodies: Sequence[bytes], timeout_s: float) -> Request:
-        """Send `samples` or a `group`, each of them as JSON."""
-        head = b'{"id":%d,"at":%.6f,"%b":[' % (self._next_number, time.monotonic(), what.encode())
-        request = self._send(frame(head + b",".join(bodies) + b"]}"), timeout_s)
+    async def ask(self, what: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
+        """The reply to a `sample` or a `group`, which is given as JSON.
+
+        Args:
+            timeout_s: from when it is begun.
+            grace_s: for an async reward to obey a cancellation; else it costs the process.
+
+        Raises:
+            TimeoutError, ProcessDied, CallInterrupted: there is none.
+        """
+        head = b'{"id":%d,"at":%.6f,"%b":' % (self._next_number, time.monotonic(), what.encode())
+        request = self._send(frame(head + body + b"}"), timeout_s)
         if self.traits.is_async and not self.traits.is_batch:
             self._begin([request])
         else:
             self._begin_next()
-        return request
-
-    async def abandon(self, request: Request, grace_s: float) -> None:
-        """Free the process of a request that its caller has given up; nothing if it was answered.
-
-        One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
-        does not let go of it within `grace_s`, or cannot be told, does it cost the process. A batch goes on while
-        somebody waits for another sample of it.
-        """
-        if not request.together:
-            self._withdraw(request)
-            return
-        served = [other for other in request.together if not other.answered.done()]
-        if request.answered.done() or not all(other.reply.done() for other in served):
-            return
-        for other in served:
-            other.stop_timer()
-            if self.traits.is_async:
-                self._withdraw(other)
-        if self.traits.is_async:
-            await asyncio.wait([other.answered for other in served], timeout=grace_s)
-        if not all(other.answered.done() for other in served):
-            await self.end(CallInterrupted(f"the process of {self._adapter!r} was ended for another sample"))
+        try:
+            if not request.together:
+                await asyncio.wait([request.begun])
+            return await self._reply(request)
+        except (TimeoutError, asyncio.CancelledError):
+            request.given_up = True
+            await self._abandon(request, grace_s)
+            raise
 
     async def dismiss(self, timeout_s: float) -> None:
         """Let the process end in order, if it does so in time; `end` must follow."""
         if self._transport is not None and not self.lost:
             self._transport.write_eof()
-            await self._process.ends_within(timeout_s)
+            await self._ends_within(timeout_s)
 
     async def end(self, error: WorkerLost) -> None:
         """Kill the process; the replies to come raise the error."""
@@ -151,9 +157,7 @@ class ChildProcess(asyncio.Protocol):
                 if "begun" in message:
                     self._begin([self._requests[number] for number in message["begun"]])
                 else:
-                    request = self._requests.pop(message.get("id", GREETING))
-                    request.settle(message)
-                    request.close()
+                    self._requests.pop(message.get("id", GREETING)).reply.set_result(message)
                     self._begin_next()
         except (ValueError, TypeError, LookupError) as error:
             self._nonsense = f"{type(error).__name__}: {error}"  # somebody else writes into the channel
@@ -161,6 +165,9 @@ class ChildProcess(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        with contextlib.suppress(OSError):  # after an error in writing, its last answers may lie unread
+            while error is not None and (data := self._channel.recv(2**16, socket.MSG_DONTWAIT)):
+                self.data_received(data)
         if not self.lost:
             self.lost = True
             self._burial = asyncio.get_running_loop().create_task(self._bury())
@@ -169,13 +176,21 @@ class ChildProcess(asyncio.Protocol):
         request = Request(self._next_number, timeout_s)
         self._next_number += 1
         self._requests[request.number] = request
-        if self._transport is not None and not self.lost:
-            self._transport.write(message)
+        self._write(message)
         return request
 
-    def _withdraw(self, request: Request) -> None:
+    async def _reply(self, request: Request) -> dict[str, Any]:
+        await asyncio.wait([request.reply], timeout=request.timeout_s)
+        if not request.reply.done():
+            raise TimeoutError
+        return request.reply.result()
+
+    def _write(self, message: bytes) -> None:
         if self._transport is not None and not self.lost:
-            self._transport.write(encode({"cancel": request.number}, sys.maxsize))
+            self._transport.write(message)
+
+    def _withdraw(self, request: Request) -> None:
+        self._write(encode({"cancel": request.number}, sys.maxsize))
 
     def _begin_next(self) -> None:
         """The first request is being served, where they are served in order."""
@@ -185,31 +200,44 @@ class ChildProcess(asyncio.Protocol):
                 self._begin([first])
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        loop = asyncio.get_running_loop()
         for request in requests:
-            request.together = requests
-            request.timer = loop.call_later(request.timeout_s, self._expire, request)
+            request.begin(requests)
+        if all(request.given_up for request in requests):  # withdrawn too late: no caller keeps their time
+            asyncio.get_running_loop().call_later(requests[0].timeout_s, self._interrupt, requests)
 
-    def _expire(self, request: Request) -> None:
-        """Its time is over, and that of all that the same call serves. Their callers then abandon them."""
-        waited_for = [other for other in request.together if not other.reply.done()]
-        for other in request.together:
-            other.stop_timer()
-            other.settle(TimeoutError())
-        if not waited_for:  # it was withdrawn as its turn came: no caller is there to end it
+    def _interrupt(self, requests: Sequence[Request]) -> None:
+        if not all(request.reply.done() for request in requests):
             error = CallInterrupted(f"the process of {self._adapter!r} was ended for another sample")
             self._ending = asyncio.get_running_loop().create_task(self.end(error))
+
+    async def _abandon(self, request: Request, grace_s: float) -> None:
+        """Free the process of a request that its caller has given up.
+
+        One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
+        does not let go of it within `grace_s`, or cannot be told, does it cost the process. A batch goes on while
+        somebody waits for another sample of it.
+        """
+        if not request.together:
+            self._withdraw(request)
+            return
+        served = [other for other in request.together if not other.reply.done()]
+        if not served or not all(other.given_up for other in served):
+            return
+        if self.traits.is_async:
+            for other in served:
+                self._withdraw(other)
+            await asyncio.wait([other.reply for other in served], timeout=grace_s)
+        self._interrupt(served)
+        if self._ending is not None:
+            await asyncio.wait([self._ending])
 
     async def _bury(self) -> None:
         error: WorkerLost
         try:
-            if not self._nonsense:
-                await self._process.ends_within(
-                    EXIT_WAIT_S
-                )  # a kill while it ends would hide what it died of
+            if not self._nonsense:  # a kill while it ends would hide what it died of
+                await self._ends_within(EXIT_WAIT_S)
             await self._stop()
-            how = f"answered nonsense: {self._nonsense}" if self._nonsense else self._process.describe_exit()
-            error = ProcessDied(f"the process of {self._adapter!r} {how}")
+            error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
         except WorkerLost as survived:
             error = survived
         self._fail(error, CallInterrupted(f"{error}, before it began this sample"))
@@ -218,13 +246,36 @@ class ChildProcess(asyncio.Protocol):
         self.lost = True
         requests, self._requests = self._requests, {}
         for request in requests.values():
-            request.settle(error if request.together else before_its_turn)
-            request.close()
+            if not request.reply.done():
+                request.reply.set_exception(error if request.together else before_its_turn)
+                request.reply.exception()  # a caller that still waits gets it all the same; none need wait
+            request.begin(request.together)
+
+    def _cause_of_death(self) -> str:
+        code = self._process.returncode
+        if self._nonsense:
+            return f"answered nonsense: {self._nonsense}"
+        if code == TOO_MANY:
+            return f"was ended, for it had started more than {self._max_processes} processes"
+        return f"died ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
 
     async def _stop(self) -> None:
-        """Close the channel, kill and collect the process. Harmless when repeated."""
+        """Close the channel, kill and collect the process and all that it started. Harmless when repeated."""
         if self._transport is None:
-            self._process.channel.close()
+            self._channel.close()
         else:
             self._transport.abort()
-        await self._process.collect()
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # the reward may have stopped its guardian
+        if not await self._ends_within(REAP_S):
+            self._process.kill()  # whatever ails the guardian, the reward's process dies with it
+            raise WorkerLost(f"process {self.pid} of {self._adapter!r} survives SIGKILL for {REAP_S:g} s")
+
+    async def _ends_within(self, timeout_s: float) -> bool:
+        """Whether the process ends in time. Polled: waiting would take a thread."""
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.002)
+        return True

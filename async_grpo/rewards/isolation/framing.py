@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 HEADER = struct.Struct("!I")
@@ -24,41 +24,13 @@ def encode(message: dict[str, Any], max_bytes: int) -> bytes:
 def dumps(value: Any, max_bytes: int) -> bytes:
     """A value as JSON. Raises as `encode` does."""
     body = json.dumps(value, separators=(",", ":")).encode()
-    check_length(len(body), max_bytes)
+    _check_length(len(body), max_bytes)
     return body
 
 
 def frame(body: bytes) -> bytes:
     """A message whose body is JSON already."""
     return HEADER.pack(len(body)) + body
-
-
-def check_length(num_bytes: int, max_bytes: int) -> None:
-    """Raise MessageTooLarge for a body beyond the limit."""
-    if num_bytes > max_bytes:
-        raise MessageTooLarge(f"a message of {num_bytes} bytes exceeds the limit of {max_bytes}")
-
-
-def decode(body: bytes | bytearray) -> dict[str, Any]:
-    """The message of a frame's body. Raises ValueError for anything else than a JSON object."""
-    try:
-        message = json.loads(body)
-    except RecursionError as error:
-        raise ValueError("a message is nested too deeply") from error
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is a JSON object, not a {type(message).__name__}")
-    return message
-
-
-def read(receive: Callable[[int], bytes], max_bytes: int) -> dict[str, Any] | None:
-    """The next message of a blocking stream, None at its end; `receive(n)` gives fewer bytes only there."""
-    header = receive(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (length,) = HEADER.unpack(header)
-    check_length(length, max_bytes)
-    body = receive(length)
-    return decode(body) if len(body) == length else None
 
 
 class Frames:
@@ -80,10 +52,25 @@ class Frames:
         self._received += piece
         while len(self._received) >= HEADER.size:
             (length,) = HEADER.unpack_from(self._received)
-            check_length(length, self._max_bytes)
+            _check_length(length, self._max_bytes)
             end = HEADER.size + length
             if len(self._received) < end:
                 return
             body = self._received[HEADER.size : end]
             del self._received[:end]
-            yield decode(body)
+            yield _decode(body)
+
+
+def _check_length(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise MessageTooLarge(f"a message of {num_bytes} bytes exceeds the limit of {max_bytes}")
+
+
+def _decode(body: bytes | bytearray) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("a message is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is a JSON object, not a {type(message).__name__}")
+    return message

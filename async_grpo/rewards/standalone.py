@@ -1,15 +1,74 @@
-"""A VerifierPool as a reward function for TRL's trainers."""
+"""A pool without a run: its workers on this machine, and the pool as a reward function for TRL's trainers."""
 
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+from async_grpo.data import registry_file
+from async_grpo.rewards.adapter.decorators import check_options
+from async_grpo.rewards.adapter.registry_source import (
+    RewardRegistrySource,
+    display_name,
+    parse_names,
+    resolve,
+)
+from async_grpo.rewards.http.rate_limiter import Limiter
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess, named_environment
+from async_grpo.rewards.judge_worker import JudgeWorker
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
+from async_grpo.rewards.verifier_worker import VerifierWorker
 
 if TYPE_CHECKING:
     from async_grpo.rewards.pool import VerifierPool
 
 Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
+
+
+class LocalWorkers:
+    """`make` is `make_worker` of a VerifierPool: processes for rewards, and clients in this process for judges.
+
+    Args:
+        names: rewards of the registry file, or of files of their own (FILE.py:NAME).
+        registry: the registry file; default: `reward_registry.py` here, or else the one that is shipped.
+        options: keyword options; a reward receives those that it names.
+        reward_env: environment variables of this process that the rewards' processes get as well.
+        judge_addresses: of the judges whose entry says no `url`.
+
+    Raises:
+        ConfigurationError: a file cannot be used; an option is unknown, no reward is named, or a variable is not set.
+    """
+
+    def __init__(
+        self,
+        names: str | Sequence[str],
+        registry: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        reward_env: str | Sequence[str] = (),
+        judge_addresses: JudgeAddresses | None = None,
+    ) -> None:
+        named = parse_names(names)
+        self.source = RewardRegistrySource.from_file(registry_file(registry)).with_files(named)
+        if options or not named:
+            check_options(resolve(self.source, named), options or {})
+        self.adapters = tuple(map(display_name, named))
+        self.environment = named_environment(parse_names(reward_env))
+        self.look_at_groups = False  # whether a reward does that was made a worker
+        self._options, self._rate_limiter = options, Limiter()
+        self._judge_addresses = judge_addresses or JudgeAddresses()
+
+    async def make(self, adapter: str) -> VerifierWorker:
+        # The registry file is first imported in a process of its own, whatever it does
+        process = AdapterProcess(self.source, adapter, self._options, environment=self.environment)
+        await process.start()
+        self.look_at_groups |= process.has_post_process
+        if not process.traits.is_judge:
+            return process
+        await process.close()
+        judge: Any = self._judge_addresses.give(resolve(self.source, [adapter])[adapter])
+        return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")
 
 
 class TRLReward:
@@ -32,13 +91,9 @@ class TRLReward:
 
     def __init__(self, pool: "VerifierPool") -> None:
         self.__name__ = "+".join(pool.adapters)  # by which TRL logs it
-        self._pool = pool
+        self._pool, self._loop = pool, _running_loop()
         self._thread: threading.Thread | None = None
         self._start_error: BaseException | None = None
-        try:
-            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            self._loop = None
 
     def __call__(
         self,
@@ -90,17 +145,15 @@ class TRLReward:
         """Do the work in the pool's event loop, and wait for it; each sample has its time-out."""
         if self._start_error is not None:  # a pool that could not start is closed for good
             raise self._start_error
-        if self._loop is None:
-            self._start()
-        assert self._loop is not None
-        if _running_loop() is self._loop:
+        loop = self._loop or self._start()
+        if _running_loop() is loop:
             raise RuntimeError(
                 f"the reward {self.__name__} was called in the event loop of its pool: call it in another thread "
                 "(await asyncio.to_thread(reward, ...)), or use `await pool.verify(sample)`"
             )
-        return asyncio.run_coroutine_threadsafe(work(*arguments), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work(*arguments), loop).result()
 
-    def _start(self) -> None:
+    def _start(self) -> asyncio.AbstractEventLoop:
         self._loop = loop = asyncio.new_event_loop()
         # The reward's processes die with the thread that made them, so it must live as long as the pool.
         self._thread = threading.Thread(target=loop.run_forever, name=f"rewards {self.__name__}", daemon=True)
@@ -111,6 +164,7 @@ class TRLReward:
             self.close()
             self._start_error = error
             raise
+        return loop
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -127,13 +181,15 @@ def _samples(
     columns: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """The samples as a reward receives them, one per completion."""
-    count = len(completions)
-    of_samples = {name: values for name, values in columns.items() if _is_column(values, count)}
+    of_samples = {
+        name: values
+        for name, values in columns.items()
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == len(completions)
+    }
     group_ids: dict[str, int] = {}
     samples = []
-    for place, (prompt, completion) in enumerate(
-        zip(map(_text, prompts), map(_text, completions), strict=True)
-    ):
+    for place, pair in enumerate(zip(prompts, completions, strict=True)):
+        prompt, completion = map(_text, pair)
         tokens = [] if completion_ids is None else list(map(int, completion_ids[place]))
         samples.append(
             {name: values[place] for name, values in of_samples.items()}
@@ -142,10 +198,6 @@ def _samples(
             | {"group_id": group_ids.setdefault(prompt, len(group_ids))}
         )
     return samples
-
-
-def _is_column(values: Any, count: int) -> bool:
-    return isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
 
 
 def _text(text: Text) -> str:
