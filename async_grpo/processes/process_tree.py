@@ -39,9 +39,7 @@ def die_with(owner_pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel for a signal when the parent dies; an endless loop would never notice that by itself.
 
     The kernel watches the parent's thread that started this process: it must live as long as the owner.
-
-    Raises:
-        SystemExit: `owner_pid` is not the parent any more.
+    SystemExit: `owner_pid` is not the parent any more.
     """
     prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != owner_pid:  # it died before it could be watched
@@ -62,13 +60,10 @@ def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[
 
     Args:
         grace_s: between SIGTERM and SIGKILL, in seconds; 0: SIGKILL at once.
-        deadline_s: for the processes to end after SIGKILL, in seconds.
+        deadline_s: for the processes to end after SIGKILL, in seconds; TimeoutError names those that survive it.
 
     Returns:
         The exit codes of those collected, by process id; negative where a signal ended one.
-
-    Raises:
-        TimeoutError: some survive SIGKILL; their ids are named.
     """
     codes: dict[int, int] = {}
     if grace_s > 0:
@@ -174,6 +169,4 @@ def _children_by_psutil(pid: int) -> list[int]:
     """The same by a look at every process of the machine: too slow where a guardian looks ten times a second."""
     import psutil
 
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [process.pid for process in psutil.Process(pid).children()]
-    return []
+    return [process.pid for process in psutil.process_iter(["ppid"]) if process.info["ppid"] == pid]

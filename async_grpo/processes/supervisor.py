@@ -1,7 +1,6 @@
 """`Supervisor`: a few programs that live and die together. Knows nothing of what they do.
 
-Whatever happens, nothing is left behind: children get SIGTERM when the supervisor dies, orphans of children become the
-supervisor's own, and `stop` ends every descendant (see `process_tree`).
+Nothing is left behind: children get SIGTERM when it dies, their orphans become its own, and `stop` ends every descendant.
 """
 
 import logging
@@ -41,11 +40,7 @@ class Program:
 
 
 class Supervisor:
-    """Starts programs, watches them, and ends them all.
-
-    Args:
-        folder: for the output of programs that do not write to the console.
-    """
+    """Starts programs, watches them, and ends them all. Their output goes to files in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,12 +68,7 @@ class Supervisor:
         return program
 
     def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
-        """Wait until the program has written `text`.
-
-        Raises:
-            WorkerLost: it ended first.
-            DeadlineExceeded: it did not come.
-        """
+        """Wait until the program has written `text`. Raises DeadlineExceeded, or WorkerLost if a program dies first."""
         give_up = time.monotonic() + deadline_s
         while text not in program.output.read_text(errors="replace"):
             self.check()
@@ -99,9 +89,8 @@ class Supervisor:
             try:
                 self.check(except_for=main)
             except (WorkerLost, ConfigurationError):
-                if main.process.poll() == 0:  # a program that was late for a run that is over and well
-                    break
-                raise
+                if main.process.poll() != 0:  # else the other was late for a run that is over and well
+                    raise
             time.sleep(0.2)
         return main.process.returncode
 
@@ -140,7 +129,7 @@ class Supervisor:
             self._programs.clear()
             adopt_orphans(
                 False
-            )  # orphans of processes that are started after this are not this one's to collect
+            )  # those of processes that are started after this are not this one's to collect
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -150,12 +139,9 @@ def log_excerpt(program: Program, lines: int = 12) -> str:
     """The end of a program's output, for an error message."""
     whole = program.output.read_text(errors="replace").strip()
     text = whole.splitlines()
-    errors = [line for line in text if line.startswith("error: ")] or [
-        line for line in text if TRACEBACK_END.match(line) and "ChildFailedError" not in line
-    ]
+    errors = [line for line in text if line.startswith("error: ")]
+    errors = errors or [one for one in text if TRACEBACK_END.match(one) and "ChildFailedError" not in one]
     if root := TORCHRUN_ROOT.search(whole):
         errors.append(f"rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
-    return (
-        "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
-        + f"\n    (all of it: {program.output})"
-    )
+    excerpt = "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
+    return f"{excerpt}\n    (all of it: {program.output})"

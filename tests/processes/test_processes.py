@@ -14,13 +14,16 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes import process_tree
+from async_grpo.processes import supervisor as supervisor_module
 from async_grpo.processes.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def supervisor(tmp_path) -> Iterator[Supervisor]:
+def supervisor(tmp_path, monkeypatch) -> Iterator[Supervisor]:
+    for name in ("TERM_GRACE_S", "KILL_GRACE_S", "ECHO_S"):
+        monkeypatch.setattr(supervisor_module, name, 1.0)
     made = Supervisor(tmp_path / "logs")
     yield made
     made.stop()
@@ -33,40 +36,35 @@ def python(code: str) -> list[str]:
 SLEEP = python("import time; time.sleep(600)")
 
 
-def test_the_end_of_the_main_program_is_the_end(supervisor):
-    supervisor.start("other", SLEEP, os.environ)
-    main = supervisor.start("main", python("raise SystemExit(7)"), os.environ)
-    assert supervisor.wait(main) == 7
+@pytest.mark.parametrize(
+    ("other", "main", "code"),
+    [
+        ("import time; time.sleep(600)", "raise SystemExit(7)", 7),
+        ("pass", "import time; time.sleep(1)", 0),  # a program that ends well was told to
+    ],
+)
+def test_the_end_of_the_main_program_is_the_end(supervisor, other, main, code):
+    supervisor.start("other", python(other), os.environ)
+    assert supervisor.wait(supervisor.start("main", python(main), os.environ)) == code
 
 
-def test_the_death_of_another_program_is_reported_with_the_end_of_its_output(supervisor):
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (
+            "import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)",
+            WorkerLost,
+            r"other ended with exit code 1\n    \| error: out of luck",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", WorkerLost, "other was killed by SIGKILL"),
+        ("raise SystemExit(2)", ConfigurationError, "other ended with exit code 2"),  # the user's mistake
+    ],
+)
+def test_the_death_of_another_program_is_reported_with_how_it_ended(supervisor, code, error, message):
     main = supervisor.start("main", SLEEP, os.environ)
-    supervisor.start(
-        "other", python("import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)"), os.environ
-    )
-    with pytest.raises(WorkerLost, match=r"other ended with exit code 1\n    \| error: out of luck"):
+    supervisor.start("other", python(code), os.environ)
+    with pytest.raises(error, match=message):
         supervisor.wait(main)
-
-
-def test_a_kill_is_reported_by_its_signal(supervisor):
-    main = supervisor.start("main", SLEEP, os.environ)
-    other = supervisor.start("other", SLEEP, os.environ)
-    other.process.kill()
-    with pytest.raises(WorkerLost, match="other was killed by SIGKILL"):
-        supervisor.wait(main)
-
-
-def test_a_program_that_refuses_its_settings_is_the_user_s_mistake(supervisor):
-    main = supervisor.start("main", SLEEP, os.environ)
-    supervisor.start("other", python("raise SystemExit(2)"), os.environ)
-    with pytest.raises(ConfigurationError, match="other ended with exit code 2"):
-        supervisor.wait(main)
-
-
-def test_a_program_that_ends_well_was_told_to(supervisor):
-    supervisor.start("other", python("pass"), os.environ)
-    main = supervisor.start("main", python("import time; time.sleep(1)"), os.environ)
-    assert supervisor.wait(main) == 0
 
 
 def test_a_wait_for_a_word_has_a_deadline(supervisor):
@@ -99,6 +97,7 @@ def test_everything_dies_with_a_supervisor_that_is_killed_or_interrupted_twice(t
 import os, signal, sys
 from pathlib import Path
 from async_grpo.processes import process_tree
+from async_grpo.processes import supervisor as supervisor_module
 from async_grpo.processes.supervisor import Supervisor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 supervisor = Supervisor(Path({str(tmp_path)!r}))

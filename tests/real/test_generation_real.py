@@ -26,6 +26,7 @@ from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest
 from async_grpo.training.sharding import canary_logprobs
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
+from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher
 
@@ -146,7 +147,7 @@ class SelfTest:
         update(weights)
         self.link = WatchedLink(update, canary, weights)
         text = Canary(Canary.text(vocab_size, 128), canary_logprobs)
-        self.publisher = Publisher(self.link, named_weights, text, torch_dtype(dtype))
+        self.publisher = Publisher(self.link, named_weights, text, torch_dtype(dtype), 0, WeightConfig())
 
     def run(self) -> float:
         return self.publisher.publish(self.policy, 0, self_test=True)["canary_error"]

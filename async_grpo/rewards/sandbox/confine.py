@@ -91,10 +91,7 @@ def ruleset(version: int) -> bytes:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> bool:
-    """Forbid all files but to read the interpreter's library, the system's, a few devices, and the (empty) folder.
-
-    False where the kernel cannot. The process must have given up new privileges (PR_SET_NO_NEW_PRIVS).
-    """
+    """Forbid all files but to read the interpreter's library, the system's, a few devices, and the (empty) folder."""
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     if version < 1:
         return False

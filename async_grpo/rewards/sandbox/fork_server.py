@@ -3,9 +3,8 @@
     owner -> fork server -> a guardian of each sandboxed process -> that process
 
 Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of whatever else the
-new process is to have. The server is started before any sample exists, with an empty environment (the fork server of
-multiprocessing takes over that of its parent), and never reads an order itself, so that what it leaves in the memory of
-its children gives nothing away. It ends when its owner closes the socket.
+new process is to have. The server is started before any sample exists, with an empty environment, and never reads an order
+itself: what it leaves in the memory of its children gives nothing away. It ends when its owner closes the socket.
 
 An order is JSON in a file without a name, and holds the text to run. A report is a packet of JSON. A process sends its
 first, the levels of its confinement, before it looks at the text; after it only one that runs tests can report.
@@ -32,7 +31,7 @@ PROGRAM, SOLUTION, TESTS = "program", "solution", "tests"
 MAX_DESCRIPTORS = 8
 MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all of the user)
 WATCH_S = 0.05  # between two looks at them
-_PRELOADED = "bisect collections copy datetime fractions functools heapq itertools math random re string typing".split()
+_PRELOADED = "bisect copy heapq math random re string typing".split()  # beside what `rpc` needs
 
 
 def main(socket_fd: int) -> None:
@@ -78,11 +77,7 @@ def _guard(channel: int, *descriptors: int) -> None:
 
 
 def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
-    """Do as ordered; the process ends when this returns or raises.
-
-    Args:
-        descriptors: for a program its input and output, else the channel between solution and tests.
-    """
+    """Do as ordered, with a program's input and output, or the channel between solution and tests; then it ends."""
     os.setsid()
     with open(order_fd, "rb") as file:
         order: dict[str, Any] = json.loads(file.read())

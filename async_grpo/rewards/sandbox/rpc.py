@@ -2,8 +2,7 @@
 
 Plain values travel as JSON and arrive as what they were. Any other object stays where it is and travels as a number, by
 which the other side may ask for it. Decoding builds nothing but the values of one table, whatever the bytes say: they may
-come from hostile code. (pickle would run that code; RPyC and multiprocessing's managers leave lists and dicts with the
-other side, so that the tested code would decide what they are equal to.)
+come from hostile code.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""Runs code of a model in sandboxed processes: once as a program, or as a module that tests are run against.
+"""Runs code of a model in sandboxed processes: as a program, or as a module that tests are run against.
 
-Each run is a new process, in an empty temporary folder, that confines itself (see `confine`) before it looks at the
-code. Expected outputs and tests never enter the process that runs the code.
+Each run is a new process that confines itself before it looks at the code; what is expected never enters that process.
 """
 
 import json
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,11 +22,10 @@ import async_grpo
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
-from async_grpo.rewards.sandbox.unit_test_runner import LOST, PASSED, UNUSABLE
+from async_grpo.rewards.sandbox.unit_test_runner import FAILED, PASSED, UNUSABLE
 
 START_S = 60.0  # for an interpreter to start, on a busy machine
 END_S = 10.0  # for a killed process to end
-EXIT_WAIT_S = 1.0  # for a process that closed its channel to end by itself
 MAX_PART_BYTES = 2**16  # of output or of a report
 _BOOTSTRAP = """
 import sys
@@ -110,18 +108,17 @@ class Sandbox:
             theirs.close()
             deadline = time.monotonic() + self.wall_s
             try:
-                verdict = runner.report("verdict", deadline) or ""
+                verdict = runner.report("verdict", deadline) or FAILED
                 if verdict.startswith(UNUSABLE):
                     raise ValueError(
                         f"tests that cannot be run{verdict.removeprefix(UNUSABLE)}: {tests!r:.300}"
                     )
-                if verdict == LOST:
-                    exit_code = solution.report("exit_code", time.monotonic() + EXIT_WAIT_S)
-                else:
-                    exit_code = None if verdict else runner.report("exit_code", deadline)
+                if verdict == PASSED:
+                    return Run(True, False, solution.levels)
+                ends = [process.report("exit_code", deadline) for process in (runner, solution)]
             except TimeoutError:
                 return Run(False, True, solution.levels)
-        return Run(verdict == PASSED, exit_code == -signal.SIGKILL, solution.levels)
+        return Run(False, -signal.SIGKILL in ends, solution.levels)
 
 
 class _Process:
@@ -129,8 +126,6 @@ class _Process:
 
     Args:
         descriptors: that it gets, beside those of its order and its reports.
-
-    Raises as `Sandbox.run_program`.
     """
 
     def __init__(self, stack: ExitStack, sandbox: Sandbox, kind: str, text: str, *descriptors: int) -> None:
@@ -142,9 +137,7 @@ class _Process:
         with theirs, _unnamed_file(json.dumps(order)) as file:
             _start([theirs.fileno(), file.fileno(), *descriptors])
         stack.callback(self._end)
-        levels = None
-        with suppress(TimeoutError):
-            levels = self.report("levels", time.monotonic() + START_S)
+        levels = self.report("levels", time.monotonic() + START_S)
         if levels is None:
             raise SandboxError(f"a sandboxed process ({kind}) ended before it was confined")
         self.levels: frozenset[str] = frozenset(levels)
@@ -155,13 +148,9 @@ class _Process:
             )
 
     def report(self, name: str, deadline: float) -> Any:
-        """What the process reports under that name; None if it has ended without.
+        """What the process reports under that name by then (`exit_code` as of `subprocess`); None if it ended without.
 
-        `verdict`: of tests. `exit_code`: as `subprocess` has it.
-
-        Raises:
-            TimeoutError: not before the deadline, a time of `time.monotonic`.
-            SandboxError: its guardian has ended.
+        Raises TimeoutError, or SandboxError: its guardian has ended.
         """
         while name not in self._reports and "exit_code" not in self._reports:
             packet = _receive(self._channel, deadline)
@@ -173,22 +162,23 @@ class _Process:
     def _end(self) -> None:
         self._channel.shutdown(socket.SHUT_WR)  # its guardian takes that for the order to end it
         deadline = time.monotonic() + END_S
-        try:
-            while _receive(self._channel, deadline):
-                pass
-        except TimeoutError:
-            raise SandboxError(f"a sandboxed process survives SIGKILL by more than {END_S:g} s") from None
+        while _receive(self._channel, deadline):
+            pass
 
 
-class _ForkServer:
-    """See `fork_server`. Used by one thread. It ends with this process, and what it forked with it."""
+_of_thread = threading.local()
 
-    def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+
+def _start(descriptors: list[int]) -> None:
+    """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
+    # One inherited by fork() would share its socket
+    pid, server, requests = getattr(_of_thread, "server", (0, None, None))
+    if pid != os.getpid() or server.poll() is not None:
+        requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         package_root = str(Path(async_grpo.__file__).parents[1])
         arguments = [*"-s -P -S -B -X utf8 -c".split(), _BOOTSTRAP, package_root, str(theirs.fileno())]
         with theirs:
-            self.process = subprocess.Popen(
+            server = subprocess.Popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -198,19 +188,9 @@ class _ForkServer:
                 env={"PYTHONHASHSEED": "0"},  # the same text gets the same reward
                 start_new_session=True,
             )
-        self.owner = os.getpid()  # one inherited by fork() would share its socket
-
-
-_of_thread = threading.local()
-
-
-def _start(descriptors: list[int]) -> None:
-    """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
-    server: _ForkServer | None = getattr(_of_thread, "server", None)
-    if server is None or server.owner != os.getpid() or server.process.poll() is not None:
-        server = _of_thread.server = _ForkServer()
+        _of_thread.server = os.getpid(), server, requests
     try:
-        socket.send_fds(server.socket, [b"+"], descriptors)
+        socket.send_fds(requests, [b"+"], descriptors)
     except OSError as error:
         raise SandboxError(f"no sandboxed process could be started: {error!r}") from error
 
@@ -224,9 +204,9 @@ def _unnamed_file(text: str) -> BinaryIO:
 
 
 def _receive(source: socket.socket, deadline: float) -> bytes:
-    """What has come; nothing at the end. Raises TimeoutError if nothing comes in time."""
+    """What has come; nothing at the end. Raises TimeoutError if nothing comes by then (`time.monotonic`)."""
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
-        raise TimeoutError
+        raise TimeoutError("a sandboxed process did not answer in time")
     source.settimeout(remaining_s)
     return source.recv(MAX_PART_BYTES)

@@ -114,10 +114,7 @@ class _Program(ctypes.Structure):
 
 
 def install() -> bool:
-    """Filter the calls of this thread and all that it starts, for good. False where the kernel cannot.
-
-    The process must have given up new privileges (PR_SET_NO_NEW_PRIVS).
-    """
+    """Filter the calls of this thread and all that it starts, for good. False where the kernel cannot."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False

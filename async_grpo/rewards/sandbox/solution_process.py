@@ -37,8 +37,7 @@ def run(code: str, channel: Channel) -> None:
 class _Answers:
     def __init__(self, module: ModuleType) -> None:
         self.failure: BaseException | None = None
-        self._objects: list[Any] = [module]
-        self._numbers = {id(module): 0}  # id -> number; the list keeps the objects alive, and so their ids
+        self._objects: dict[int, Any] = {0: module}  # by id: this keeps them alive, and so their ids
 
     def to(self, operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         try:
@@ -65,10 +64,8 @@ class _Answers:
         return ["value", result, changed]
 
     def _refer(self, value: Any) -> int:
-        number = self._numbers.setdefault(id(value), len(self._objects))
-        if number == len(self._objects):
-            self._objects.append(value)
-        return number
+        self._objects[id(value)] = value
+        return id(value)
 
     def _resolve(self, reference: int | str) -> Any:
         return getattr(builtins, reference) if isinstance(reference, str) else self._objects[reference]

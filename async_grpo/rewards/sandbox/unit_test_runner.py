@@ -16,7 +16,7 @@ from typing import Any
 
 from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
 
-PASSED, FAILED, LOST, UNUSABLE = "passed", "failed", "lost", "unusable"
+PASSED, FAILED, UNUSABLE = "passed", "failed", "unusable"
 
 
 class RemoteError(Exception):
@@ -28,17 +28,15 @@ class Proxy:
 
     No method of the tested code decides what it equals among plain values, and none turns it into one in arithmetic: else
     a class with an `__eq__` (or a `__sub__`) that pleases every test would pass it. Only if it is a kind of number, text or
-    collection, a named tuple say, it is compared by that value, sent as data (and once: `1 < x < 3` must not see two of
+    collection, a named tuple say, it is compared by that `_value`, sent as data (and once: `1 < x < 3` must not see two of
     them). Operators on other objects may give an object, and compare two of them.
-
-    `_number` is the other process's name for the object, `_value` what it is a kind of, once asked.
     """
 
     __slots__ = ("_ask", "_number", "_value")
 
     def __init__(self, ask: Callable[..., Any], number: int) -> None:
         object.__setattr__(self, "_ask", ask)  # (operation, *arguments, **keywords) -> the answer
-        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_number", number)  # the other process's name for it
         object.__setattr__(self, "_value", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +59,10 @@ def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
     def apply(self: Proxy, *others: Any) -> Any:
         operands = (*others, self) if reflected else (self, *others)
         if not any(isinstance(other, Proxy) for other in others):
-            value = _plain(self)
+            value = self._value
+            if isinstance(value, Proxy | list | dict | set):  # not asked yet, or it may have changed
+                value = self._ask("plain", self)
+                object.__setattr__(self, "_value", value)
             if not isinstance(value, Proxy):
                 return getattr(operator, name)(*(value if one is self else one for one in operands))
             if not gives_object:
@@ -76,14 +77,6 @@ def _operator(name: str, *, gives_object: bool, reflected: bool = False) -> Any:
     return apply
 
 
-def _plain(proxy: Proxy) -> Any:
-    value = proxy._value
-    if isinstance(value, Proxy | list | dict | set):  # not asked yet, or it may have changed
-        value = proxy._ask("plain", proxy)
-        object.__setattr__(proxy, "_value", value)
-    return value
-
-
 for _name in "call setattr delattr iter next len str repr bool getitem setitem delitem".split():
     setattr(Proxy, f"__{_name}__", _question(_name))
 for _name in "eq ne lt le gt ge".split():
@@ -93,22 +86,37 @@ for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and
     setattr(Proxy, f"__r{_name.strip('_')}__", _operator(_name, gives_object=True, reflected=True))
 
 
-class Solution:
-    """The tested code at the other end of the channel. Trouble with it outlives every `except` in the tests."""
+class Solution(dict[str, Any]):
+    """The built-in names of the tests: Python's, and behind them what the tested code defines, over the channel.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self.module = Proxy(self.ask, 0)
-        self.failure: WireError | Unsendable | None = None
+    Python goes first: were `abs` or `math` taken from the tested code, it could make `abs(f(2) - 0.5) < 1e-6` true.
+    """
+
+    def __init__(self, channel: Channel, tree: ast.Module) -> None:
+        super().__init__(vars(builtins))
+        self._channel, self.module = channel, Proxy(self.ask, 0)
+        owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        # Modules that the tests may use without an import: `math` in `math.isclose(...)`
+        self._modules = {node.id for node in owners if isinstance(node, ast.Name)} & sys.stdlib_module_names
+        self.asked = self.missing = False
+        self.failure: WireError | Unsendable | None = None  # it outlives every `except` in the tests
         self.error: Exception | None = None  # the last that the tested code raised
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._modules:
+            return self.setdefault(name, import_module(name))
+        self.asked = True
+        try:
+            return self.setdefault(name, self.ask("getattr", self.module, name))
+        except AttributeError:
+            self.missing = True  # tests that expect an exception must not take the NameError for it
+            raise KeyError(name) from None
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """The answer; a list, dict or set among `args` becomes what the tested code made of it.
 
-        Raises:
-            Exception: what the tested code raised, as the built-in exception next to it.
-            WireError: it is gone, or talks nonsense.
-            Unsendable: an argument is no plain value.
+        Raises what the tested code raised, as the built-in exception next to it. WireError: it is gone, or talks nonsense.
+        Unsendable: an argument is no plain value.
         """
         try:
             keywords = {name: encode(value, _reference_to) for name, value in kwargs.items()}
@@ -134,55 +142,29 @@ class Solution:
         return Proxy(self.ask, reference)
 
 
-class _Names(dict[str, Any]):
-    """The built-in names of the tests: Python's, and behind them what the tested code defines.
-
-    Python goes first: were `abs` or `math` taken from the tested code, it could make `abs(f(2) - 0.5) < 1e-6` true.
-    """
-
-    def __init__(self, solution: Solution, tree: ast.Module) -> None:
-        super().__init__(vars(builtins))
-        self._solution = solution
-        owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        # Modules that the tests may use without an import: `math` in `math.isclose(...)`
-        self._modules = {node.id for node in owners if isinstance(node, ast.Name)} & sys.stdlib_module_names
-        self.asked = self.missing = False
-
-    def __missing__(self, name: str) -> Any:
-        if name in self._modules:
-            return self.setdefault(name, import_module(name))
-        self.asked = True
-        try:
-            return self.setdefault(name, self._solution.ask("getattr", self._solution.module, name))
-        except AttributeError:
-            self.missing = True  # tests that expect an exception must not take the NameError for it
-            raise KeyError(name) from None
-
-
 def run(tests: str, channel: Channel) -> str:
-    """PASSED, FAILED, LOST (the tested code ended in the middle), or UNUSABLE with the reason: the fault of the tests."""
+    """PASSED, FAILED, or UNUSABLE with the reason: the fault of the tests."""
     try:
         tree = ast.parse(tests)
         code = compile(tree, "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"{UNUSABLE}: {error}"
-    solution = Solution(channel)
-    names = _Names(solution, tree)
+    solution = Solution(channel, tree)
     verdict = FAILED
     try:
         solution.ask("bool", solution.module)  # raises if the tested code could not even be loaded
-        exec(code, {"__builtins__": names, "__name__": "tests"})
-        if not names.asked:
+        exec(code, {"__builtins__": solution, "__name__": "tests"})
+        verdict = FAILED if solution.missing else PASSED
+        if not solution.asked:
             return f"{UNUSABLE}: the tests use nothing that the tested code could define"
-        verdict = FAILED if names.missing else PASSED
     except ImportError as error:
         if error is not solution.error:
             return f"{UNUSABLE}: {error}"
     except BaseException:  # an assertion, or what the tests made of a wrong answer
-        verdict = FAILED
+        pass
     if isinstance(solution.failure, Unsendable):
         return f"{UNUSABLE}: {solution.failure}"
-    return verdict if solution.failure is None else LOST
+    return verdict if solution.failure is None else FAILED
 
 
 def _reference_to(value: Any) -> int | str:
@@ -197,10 +179,8 @@ def _reference_to(value: Any) -> int | str:
 
 def _overwrite(args: tuple[Any, ...], position: str, now: Any) -> None:
     value: Any = args[int(position)] if position.isdigit() and int(position) < len(args) else None
-    same = [
-        kind for kind in (list, bytearray, dict, set) if isinstance(value, kind) and isinstance(now, kind)
-    ]
-    if not same:
+    kinds = (list, bytearray, dict, set)
+    if not any(isinstance(value, kind) and isinstance(now, kind) for kind in kinds):
         raise WireError(f"argument {position} cannot have become a {type(now).__name__}")
     value.clear()
     fill = getattr(value, "extend", None) or value.update
