@@ -156,8 +156,8 @@ def after(seconds: float, behaviour: Behaviour) -> Behaviour:
     return behave
 
 
-def gzipped(value: Any) -> Behaviour:
-    return raw(message(200, gzip.compress(json.dumps(value).encode()), content_encoding="gzip"))
+def gzipped(value: Any, **headers: str) -> Behaviour:
+    return raw(message(200, gzip.compress(json.dumps(value).encode()), content_encoding="gzip", **headers))
 
 
 # Dishonest ones

@@ -175,15 +175,13 @@ class Endpoint:
             check_url(url)
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         for name in ("attempts", "max_body_bytes", "breaker_failures"):
-            if getattr(self, name) != int(getattr(self, name)) or getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be 1 or more: {getattr(self, name)}")
+            if (number := getattr(self, name)) != int(number) or number < 1:
+                raise ConfigurationError(f"{name} must be 1 or more: {number}")
         for name in ("timeout_s", "breaker_reset_s", "backoff_s", "backoff_max_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} must be above 0 and finite: {getattr(self, name)}")
+            if not 0 < (seconds := getattr(self, name)) < math.inf:
+                raise ConfigurationError(f"{name} must be above 0 and finite: {seconds}")
         if self.hedge_quantile is not None and not 0 < self.hedge_quantile < 1:
-            raise ConfigurationError(
-                f"hedge_quantile must lie between 0 and 1, or be None: {self.hedge_quantile}"
-            )
+            raise ConfigurationError(f"hedge_quantile must lie between 0 and 1: {self.hedge_quantile}")
 
     def api_key(self) -> str | None:
         """The key, read from the environment now.
@@ -203,28 +201,19 @@ class Endpoint:
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigurationError for what is no plain http(s) address.
-
-    >>> check_url("ftp://judge/v1")
-    Traceback (most recent call last):
-    ...
-    async_grpo.errors.ConfigurationError: 'ftp://judge/v1' is no judge's address: it must begin with http:// or https://
-    """
+    """Raise ConfigurationError for what is no plain http(s) address."""
+    shown, reason = repr(url), ""
     try:
         parts = urlsplit(url)
-        port = parts.port
+        if parts.username is not None or parts.password is not None:
+            shown, reason = f"that at {parts.hostname}", "it holds a user or password: use api_key_env"
+        elif parts.scheme not in ("http", "https"):
+            reason = "it must begin with http:// or https://"
+        elif not parts.hostname or parts.port == 0 or not (url.isascii() and url.isprintable()) or " " in url:
+            reason = "it needs a host, in plain characters"
+        elif parts.query or parts.fragment:
+            reason = "what follows ? or # belongs into the path of a call"
     except ValueError as error:
-        raise ConfigurationError(f"{url!r} is no judge's address: {error}") from None
-    if parts.username is not None or parts.password is not None:
-        raise ConfigurationError(
-            f"the address of the judge at {parts.hostname} holds a user or password: use api_key_env"
-        )
-    if parts.scheme not in ("http", "https"):
-        reason = "it must begin with http:// or https://"
-    elif not parts.hostname or port == 0 or not (url.isascii() and url.isprintable()) or " " in url:
-        reason = "it needs a host, in plain characters"
-    elif parts.query or parts.fragment:
-        reason = "what follows ? or # belongs into the path of a call"
-    else:
-        return
-    raise ConfigurationError(f"{url!r} is no judge's address: {reason}")
+        reason = str(error)
+    if reason:
+        raise ConfigurationError(f"{shown} is no judge's address: {reason}")

@@ -21,8 +21,7 @@ import aiohttp
 from async_grpo.rewards.http.endpoint import JudgeUnavailable
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
-# 425 Too Early (RFC 8470), 429 Too Many Requests (RFC 6585)
-OUTCOME_OF_STATUS = {200: "ok", 408: "timeout", 425: "429", 429: "429"}
+OUTCOME_OF_STATUS = {408: "timeout", 425: "429", 429: "429"}  # 425: Too Early (RFC 8470)
 ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0
 EXCERPT_CHARACTERS = 200
 HEADERS = {
@@ -112,15 +111,12 @@ class Exchange:
     async def _failure_of(self, response: aiohttp.ClientResponse, shown: str) -> RequestFailed:
         """What a status other than 200 means, with the beginning of what the server says about it."""
         status = response.status
-        if 300 <= status < 400:
-            host = ""  # the rest of the address may hold what is not for a log
-            with contextlib.suppress(ValueError):
-                host = urlsplit(response.headers.get("location", "")).hostname or ""
-            to = self._excerpt(host.encode()) or "another path of itself"
-            message = f"{shown} redirects to {to} (status {status}), which is not followed"
-            return RequestFailed("refused", message, worked=False)
         other = "5xx" if status >= 500 else "bad_reply" if status < 300 else "refused"
         outcome = OUTCOME_OF_STATUS.get(status, other)
+        if 300 <= status < 400:  # to where may hold what is not for a log
+            return RequestFailed(
+                outcome, f"{shown}: status {status}, a redirect, is not followed", worked=False
+            )
         said = b""
         with contextlib.suppress(TimeoutError, ValueError, aiohttp.ClientError):
             async with asyncio.timeout(ERROR_BODY_S):
@@ -130,11 +126,7 @@ class Exchange:
         return RequestFailed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
 
     async def _body_of(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        """The body; aiohttp decompresses a chunk at a time, so that no more than this and one chunk is held.
-
-        Raises:
-            ValueError: it is larger, or encoded in a way that was not asked for.
-        """
+        """The body, a chunk at a time; raises ValueError if it is larger, or encoded in a way that was not asked for."""
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
             raise ValueError(
@@ -169,21 +161,19 @@ class _Connector(aiohttp.TCPConnector):
 def retry_after_s(value: str | None, now: float | None = None) -> float:
     """Seconds that a `Retry-After` header asks for (RFC 9110, 10.2.3): a number or a date; 0 if it says nothing.
 
-    Args:
-        now: Unix time; of this moment if None.
-
     >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
     (120.0, 30.0, 0.0)
     """
+    seconds = 0.0
     try:
         seconds = float(value or 0.0)
     except ValueError:
-        try:
+        with contextlib.suppress(
+            ValueError, TypeError, OverflowError, IndexError
+        ):  # a server may send anything
             moment = parsedate_to_datetime(value or "")
             moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
             seconds = moment.timestamp() - (time.time() if now is None else now)
-        except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
-            return 0.0
     return seconds if seconds > 0 else 0.0  # also of a NaN
 
 
@@ -195,16 +185,7 @@ def _proxy_for(url: str) -> str | None:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, every number finite.
-
-    >>> json_object(b'{"score": NaN}')
-    Traceback (most recent call last):
-    ...
-    ValueError: the reply is no JSON: it holds a number that is not finite
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """The JSON object in `body`, every number finite. Raises ValueError if it holds something else."""
     try:
         value = json.loads(body, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # also: not UTF-8, 5000 digits, 100000 brackets

@@ -5,8 +5,7 @@
 
 One call is up to `attempts` requests, each under a permit of its own, taken just before it and given back whatever
 happens. This is the one place where a request that failed on the network is sent again (tenacity decides when). Every
-wait ends: for a replica in service, for the reply and before an attempt by the deadline; for a permit, or for a replica
-that asked to be left alone, by the deadline's `latest`, for such a wait puts it off.
+wait ends by the deadline; one for a permit, or for a replica that asked to be left alone, puts it off up to its `latest`.
 """
 
 import asyncio
@@ -142,16 +141,13 @@ class EndpointClient:
     def stats(self) -> dict[str, Any]:
         """Counts since the start: `requests` that were sent = the sum of `outcomes` + `in_flight`; `retries`; `hedges`.
 
-        `latency_p50_s` and `latency_p95_s` are of the last 500 good replies (None before the first), `breakers` the
-        state of each replica, and `breakers_opened` how often one went out of service.
+        `breakers` is the state of each replica, and `breakers_opened` how often one went out of service.
         """
         return {
             "requests": self._requests,
             "retries": self._retries,
             "hedges": self._hedges,
             "outcomes": dict(self._outcomes),
-            "latency_p50_s": quantile(self._latencies, 0.5, enough=1),
-            "latency_p95_s": quantile(self._latencies, 0.95, enough=1),
             "breakers": self._replicas.states(),
             "breakers_opened": self._replicas.num_opened,
             "in_flight": self._requests - sum(self._outcomes.values()),
@@ -164,19 +160,19 @@ class EndpointClient:
     def _retrying(self, call: _Call) -> AsyncRetrying:
         """Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
         together must not come back together."""
-
-        def is_over(state: RetryCallState) -> bool:
-            used_up = state.attempt_number >= self._endpoint.attempts
-            return used_up or call.deadline.left_s <= state.upcoming_sleep
+        most, first_s, longest_s = (
+            self._endpoint.attempts,
+            self._endpoint.backoff_s,
+            self._endpoint.backoff_max_s,
+        )
 
         def count(_: RetryCallState) -> None:
             self._retries += 1
 
-        longest_s = self._endpoint.backoff_max_s
         return AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
-            wait=wait_random_exponential(multiplier=self._endpoint.backoff_s, max=longest_s),
-            stop=is_over,
+            wait=wait_random_exponential(multiplier=first_s, max=longest_s),
+            stop=lambda s: s.attempt_number >= most or call.deadline.left_s <= s.upcoming_sleep,
             before_sleep=count,
             reraise=True,
         )
@@ -198,11 +194,11 @@ class EndpointClient:
 
     async def _request(self, call: _Call, sent: asyncio.Future[str] | None = None) -> dict[str, Any]:
         """One request to the best replica, as soon as there is one, and a permit."""
-        while True:
+        reply = None
+        while reply is None:  # all went out of service while we waited
             await self._replicas.ready(call.deadline)
             reply = await self._permitted(call, sent=sent)
-            if reply is not None:  # else all went out of service while we waited
-                return reply
+        return reply
 
     async def _rival(self, call: _Call, url: str) -> dict[str, Any]:
         """The same request to another replica than `url`; a failure if there is none."""
@@ -252,7 +248,7 @@ class EndpointClient:
         probe, left_s = replica.probing, call.deadline.left_s
         # A probe must leave its call the time for another request, should the replica still be silent
         allowed_s = min(self._endpoint.timeout_s, left_s / 2 if probe else left_s)
-        started, outcome, why, hurried = time.monotonic(), "cancelled", "", False
+        started, outcome, why = time.monotonic(), "cancelled", ""
         self._requests += 1
         call.tried.add(replica.url)
         try:
@@ -263,13 +259,10 @@ class EndpointClient:
         except RequestFailed as failure:
             outcome, why = failure.outcome, str(failure)
             self._replicas.pause(replica, failure.pause_s)
-            # A request whose permit came late had less time than others need: no fault of the replica
-            usual_s = quantile(self._latencies, 0.95, ENOUGH) or 0.0
-            hurried = outcome == "timeout" and allowed_s < min(self._endpoint.timeout_s, usual_s)
             raise
         finally:
             self._outcomes[outcome] += 1
-            self._replicas.settle(replica, probe, None if hurried else HEALTHY.get(outcome, False), why)
+            self._replicas.settle(replica, probe, HEALTHY.get(outcome, False), why)
 
     def _error(self, failure: RequestFailed, attempts: int, call: _Call) -> JudgeError:
         late = attempts < self._endpoint.attempts and call.is_worth_another(failure)

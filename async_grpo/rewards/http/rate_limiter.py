@@ -13,12 +13,10 @@ What holds for one key, over all its callers, as long as a call starts within `s
   time is caught up that was lost to late timers or busy slots, 1.1 times that.
 
 Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
-The price of the first promise is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are
-taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at once. Calls start
-first come, first served within a phase; phases that wait take turns, whatever their backlogs.
-
-Of the libraries that were looked at, aiolimiter is a bucket in one process, and pyrate-limiter counts what starts, over
-processes too: neither couples a slot with two rates, corrects an estimate afterwards, or lets two phases take turns.
+The price is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are taken in the same
+moment: a queue behind busy slots that took its rate beforehand would start all at once. Calls start first come, first
+served within a phase; phases that wait take turns. (Neither aiolimiter nor pyrate-limiter couples a slot with two rates,
+corrects an estimate afterwards, or lets two phases take turns.)
 """
 
 import asyncio
@@ -87,21 +85,21 @@ class Limiter:
         """
         if used_tokens is not None and not 0 <= used_tokens < math.inf:
             raise ValueError(f"permit {permit} of {key!r} cannot have used {used_tokens} tokens")
-        self._holding(key, permit).release(permit, used_tokens)
+        self._end(key, permit, used_tokens)
 
     def refund(self, key: str, permit: int) -> None:
         """The permit was not used: as if it had never been given. Raises ValueError if it is not out."""
-        self._holding(key, permit).refund(permit)
+        self._end(key, permit, 0.0, refunded=True)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By key: permits `in_flight`, `waiting` by phase, and how many were `granted` so far."""
         return {key: queue.stats() for key, queue in self._queues.items()}
 
-    def _holding(self, key: str, permit: int) -> "_Queue":
+    def _end(self, key: str, permit: int, used_tokens: float | None, refunded: bool = False) -> None:
         queue = self._queues.get(key)
         if queue is None or permit not in queue.permits:
             raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
-        return queue
+        queue.end(permit, used_tokens, refunded)
 
 
 class _Queue:
@@ -137,19 +135,16 @@ class _Queue:
     def withdraw(self, phase: str, turn: asyncio.Future[int]) -> None:
         waited = self._phases[phase].pop(turn, None)
         if waited is None and turn.done() and not turn.cancelled():  # granted: its caller never heard of it
-            self.refund(turn.result())
+            self.end(turn.result(), 0.0, refunded=True)
         self._grant()
 
-    def refund(self, permit: int) -> None:
-        for meter, start in zip((self._requests, self._tokens), self.permits.pop(permit), strict=True):
-            meter.correct(start, 0.0, _now(), refunded=True)
-        self._granted -= 1
-        self._grant()
-
-    def release(self, permit: int, used_tokens: float | None) -> None:
-        _, tokens = self.permits.pop(permit)
+    def end(self, permit: int, used_tokens: float | None, refunded: bool) -> None:
+        request, tokens = self.permits.pop(permit)
+        if refunded:
+            self._requests.correct(request, 0.0, _now(), refunded=True)
+            self._granted -= 1
         if used_tokens is not None:
-            self._tokens.correct(tokens, used_tokens, _now())
+            self._tokens.correct(tokens, used_tokens, _now(), refunded=refunded)
         self._grant()
 
     def stats(self) -> dict[str, Any]:
@@ -208,15 +203,6 @@ class Meter:
 
     Args:
         resumed: what started before is not known: begin with an interval and no burst.
-
-    >>> meter = Meter()
-    >>> meter.set(60, burst_s=0, slack_s=0)
-    >>> started = meter.start(3, now=100.0)
-    >>> meter.may_start(1, now=100.0)  # 3 of 60 per minute were started at once
-    103.0
-    >>> meter.correct(started, 1, now=100.0)  # it cost 1
-    >>> meter.may_start(1, now=100.0)
-    101.0
     """
 
     def __init__(self, *, resumed: bool = False) -> None:

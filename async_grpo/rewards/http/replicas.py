@@ -4,8 +4,8 @@ Each has a circuit breaker: failures in a row take it out of service, and then o
 libraries that were looked at, aiobreaker and purgatory know one address: they neither choose among several, nor let
 callers wait for a probe, nor obey a `Retry-After`.)
 
-    closed --- `failures` in a row ---> open --- a pause later ---> half-open: one probe
-      ^----------- probe succeeds -----------------------------------'  (it fails: open, for half as long again)
+    closed --- `failures` in a row ---> open --- a pause later ---> one probe
+      ^----------- it succeeds --------------------------------------'  (it fails: open, for half as long again)
 """
 
 import asyncio
@@ -45,10 +45,8 @@ class Replica:
         return math.inf if self.probing else max(self.open_until or 0.0, self.paused_until)
 
     def state(self) -> str:
-        """`closed`, `open` or `half-open`."""
-        if self.open_until is None:
-            return "closed"
-        return "half-open" if self.probing or time.monotonic() >= self.open_until else "open"
+        """Of its breaker: `closed` or `open`."""
+        return "closed" if self.open_until is None else "open"
 
     def describe(self) -> str:
         paused = self.paused_until > time.monotonic()

@@ -5,9 +5,9 @@
 Without a `url` it is asked where the run says: `--judge-urls`, or the servers of `--judge-model`.
 
     LLMJudge           a language model writes a score              llm, judge_prompts, judge_replies
-    GenerativeRM       the same, or the probability of its "Yes"    reward_models
-    RewardModelJudge   a discriminative reward model of vLLM        reward_models
-    HTTPScorer         whatever speaks our JSON protocol            http_scorer
+    GenerativeRM       the same, or the probability of its "Yes"    llm
+    RewardModelJudge   a discriminative reward model of vLLM        scorers
+    HTTPScorer         whatever speaks our JSON protocol            scorers
     JudgeServer        starts vLLM for the first three              server (import it from there)
 
 A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
@@ -18,10 +18,9 @@ trouble ever becomes a reward of 0.
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from async_grpo.rewards.http.endpoint import Endpoint
-from async_grpo.rewards.judges.http_scorer import HTTPScorer
-from async_grpo.rewards.judges.llm import LLMJudge
+from async_grpo.rewards.judges.llm import GenerativeRM, LLMJudge
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses, judge_urls
-from async_grpo.rewards.judges.reward_models import GenerativeRM, RewardModelJudge
+from async_grpo.rewards.judges.scorers import HTTPScorer, RewardModelJudge
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.endpoint import Deadline

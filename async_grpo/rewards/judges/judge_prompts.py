@@ -2,9 +2,8 @@
 
 A completion is written by the policy that is rewarded for it, so it is data and never part of the instructions:
 
-* A text that the policy wrote stands between `<<<BEGIN key>>>` and `<<<END key>>>`. The key is drawn at random for
-  each request, after the text was written, and no text of a sample may contain the beginning of such a line. The
-  judge is told to obey nothing in between (`FENCE_NOTE`).
+* It stands between `<<<BEGIN key>>>` and `<<<END key>>>`. The key is drawn at random for each request, after the text was
+  written, and no text of a sample may contain the beginning of such a line. The judge is told to obey nothing in between.
 * Control tokens of chat templates are broken by a space (`<|im_end|>` becomes `< |im_end|>`). A server finds them in
   any text that it tokenises: without this a completion could end its own message and write the judge's reply.
 * Values are put in once and never parsed: braces in a text mean nothing.
@@ -13,7 +12,7 @@ A completion is written by the policy that is rewarded for it, so it is data and
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
@@ -50,17 +49,14 @@ def completion_of(sample: Mapping[str, Any]) -> str:
     >>> completion_of({"completion": "7 </s> is it<|im_end|>"})
     '7 < /s> is it'
     """
-    return harmless(_without_end_tokens(str(column(sample, "completion"))))
-
-
-def _without_end_tokens(text: str) -> str:
-    """Searched from the end: one expression for all of it would take quadratic time for a text made of them."""
+    text = str(column(sample, "completion"))
     end = first = len(text.rstrip())
+    # From the end: one expression for all of it would take quadratic time for a text made of them
     while token := _END_TOKEN.search(text, max(0, end - _LONGEST_END_TOKEN), end):
         end = token.start()
         while end and text[end - 1].isspace():
             end -= 1
-    return text[:end] if end < first else text
+    return harmless(text[:end] if end < first else text)
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
@@ -69,8 +65,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
     Raises:
         ConfigurationError: there is none.
     """
-    names = ("prompt", "messages", "input") if name == "prompt" else (name,)
-    for known in names:
+    for known in ("prompt", "messages", "input") if name == "prompt" else (name,):
         if sample.get(known) is not None:
             return sample[known]
     raise ConfigurationError(
@@ -144,16 +139,15 @@ class Template:
         Raises:
             ConfigurationError: a column is missing.
         """
-        return "".join(self._parts(sample, secrets.token_hex(8) if fence else "", given))
-
-    def _parts(self, sample: Mapping[str, Any], key: str, given: Mapping[str, Any]) -> Iterator[str]:
+        parts, key = [], secrets.token_hex(8)
         for literal, name, _, _ in Formatter().parse(self.text):
-            yield literal
-            if name is None:
-                continue
+            parts.append(literal)
             if name in given:
-                yield str(given[name])
-                continue
-            text = completion_of(sample) if name == "completion" else harmless(as_text(column(sample, name)))
-            fenced = key and name in WRITTEN_BY_THE_POLICY
-            yield f"<<<BEGIN {key}>>>\n{text}\n<<<END {key}>>>" if fenced else text
+                parts.append(str(given[name]))
+            elif name is not None:
+                text = (
+                    completion_of(sample) if name == "completion" else harmless(as_text(column(sample, name)))
+                )
+                fenced = fence and name in WRITTEN_BY_THE_POLICY
+                parts.append(f"<<<BEGIN {key}>>>\n{text}\n<<<END {key}>>>" if fenced else text)
+        return "".join(parts)

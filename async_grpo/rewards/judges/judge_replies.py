@@ -16,7 +16,6 @@ MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 # What servers call a reply that is whole. Others are cut off ("length"), censored ("content_filter") or something else
 # than an answer ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
-MAX_BRACES = 32  # of a reply in search of its JSON object: each may be read to the end in vain
 # A thought's beginning may stand in the chat template; and the verdict may stand in a block of code
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?.*</think>", re.DOTALL)
 _CODE_BLOCK = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
@@ -137,20 +136,8 @@ def _json_of(text: str) -> Any:
         raise ValueError("the thought never ends")
     try:
         return json.loads(text)
-    except ValueError:
-        objects, start = [], text.find("{")
-        for _ in range(MAX_BRACES):
-            if start < 0:
-                break
-            try:
-                value, end = json.JSONDecoder().raw_decode(text, start)
-                objects.append(value)
-            except ValueError:
-                end = start + 1
-            start = text.find("{", end)
-        if len(objects) != 1 or start >= 0:  # the completion may have been quoted: which is the verdict?
-            raise
-        return objects[0]
+    except ValueError:  # the completion may have been quoted: of two objects, which is the verdict?
+        return json.loads(text[text.find("{") : text.rfind("}") + 1])
 
 
 def yes_probability(

@@ -1,4 +1,4 @@
-"""`LLMJudge`: a language model reads the completion and writes a score.
+"""`LLMJudge`: a language model reads the completion and writes a score; `GenerativeRM`: one that was trained to verify.
 
     LLMJudge(url="http://127.0.0.1:8000", model="judge", rubric="Is the proof complete?")
     LLMJudge(url=..., model=..., votes=5, aggregate="median", temperature=0.7)
@@ -11,7 +11,7 @@ from posing as instructions.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.rewards.http.endpoint import BadReply, JudgeError
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template
@@ -25,17 +25,13 @@ from async_grpo.rewards.judges.judge_replies import (
     choices_of,
     text_of,
     verdict,
+    yes_probability,
 )
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, RemoteJudge, Usage, require
-
-if TYPE_CHECKING:
-    from async_grpo.rewards.http.endpoint import Deadline
-    from async_grpo.rewards.http.http_client import EndpointClient
-
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, ModelJudge, Send, require
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
 MAX_VOTES = 64
-OURS = ("model", "messages", "n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
+OURS = ("n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
 
 PATTERN = (
     r"[Ss]core[\s*_:=\"`]{0,8}(-?\d+(?:\.\d+)?)(?!\d|[.,eE]\d)"  # "1,5" and "1e3" are no match, rather than 1
@@ -46,11 +42,14 @@ CLOSING = "Explain your judgement briefly, then end with one line `Score: x`, x 
 JSON_CLOSING = (
     "Reply with a JSON object that satisfies the schema; {score_key} is from {low} (worst) to {high} (best)."
 )
+SHOWN = "Question:\n{prompt}\n\nResponse:\n{completion}\n\n"
+VERIFY = "Rate how good the response is, from {low} (worst) to {high} (best). End with one line `Score: x`."
+YES_NO = "Is the response correct? Answer with one word, Yes or No."
 RUBRIC = "The response is correct: it agrees with the reference answer, and its reasoning supports it."
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMJudge(RemoteJudge):
+class LLMJudge(ModelJudge):
     """A score from the reply of a language model, mapped from `scale` to [0, 1].
 
     Args:
@@ -83,7 +82,6 @@ class LLMJudge(RemoteJudge):
         ConfigurationError: the settings cannot work.
     """
 
-    model: str
     template: str = ""
     system: str | None = SYSTEM
     rubric: str = RUBRIC
@@ -99,14 +97,12 @@ class LLMJudge(RemoteJudge):
     temperature: float | None = 0.0
     max_tokens: int = 512
     max_tokens_name: str = "max_tokens"
-    extra_body: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    price_per_million_tokens: tuple[float, float] | None = None
     _template: Template = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "_template", Template(self.template or self.default_template()))
-        require(bool(self.model), "model is empty: the server serves it under a name")
+        self._check_model(*OURS, self.max_tokens_name)
         require(
             self.rubric == RUBRIC or "rubric" in self._template.names,
             f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}",
@@ -133,17 +129,10 @@ class LLMJudge(RemoteJudge):
             self.aggregate in AGGREGATES,
             f"aggregate={self.aggregate!r} is unknown: choose of {', '.join(AGGREGATES)}",
         )
-        taken = sorted({*OURS, self.max_tokens_name} & set(self.extra_body))
-        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
         require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply")
         require(
             self.temperature is None or 0 <= self.temperature < math.inf,
             f"temperature={self.temperature} is negative",
-        )
-        prices = self.price_per_million_tokens
-        require(
-            prices is None or (len(prices) == 2 and all(0 <= price < math.inf for price in prices)),
-            f"price_per_million_tokens={prices} is not (prompt, completion)",
         )
 
     def default_path(self) -> str:
@@ -155,42 +144,34 @@ class LLMJudge(RemoteJudge):
         """Used when no template is given."""
         return QUESTION + (JSON_CLOSING if self.json_schema is not None else CLOSING)
 
-    async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
-    ) -> dict[str, Any]:
-        """The answer for one sample; `deadline` is for the client.
-
-        Raises:
-            ConfigurationError: the template names a column that the sample does not have.
-            JudgeError: too few replies came, or could be read. Its `spent` are the extras of what that has cost.
-        """
+    async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
         import asyncio  # here, because registry files import this module and must stay cheap
 
         votes: list[Vote] = []
         lost: list[JudgeError] = []
-        usage, wanted, unread = Usage(), self.votes, [""]
+        wanted, unread = self.votes, [""]
         for _ in range(ROUNDS):
             count = wanted if self.one_request else 1
             bodies = [self._body(sample, count) for _ in range(wanted // count)]  # each with a new key
-            asked = [self._ask(body, count, usage, client, phase, deadline) for body in bodies]
+            asked = (send(body, self._tokens(body, count)) for body in bodies)
             unread = []
-            for reply in await asyncio.gather(*asked):
+            for reply in await asyncio.gather(*asked, return_exceptions=True):
                 if isinstance(reply, JudgeError):
-                    lost.append(reply)
+                    lost.append(reply)  # the others are no worse for it
+                elif isinstance(reply, BaseException):
+                    raise reply
                 else:
                     self._read(reply, count, votes, unread)
             wanted = len(unread)
             if not wanted:
                 break
-        needed, spent = self.min_votes or self.votes // 2 + 1, usage.extras(self.price_per_million_tokens)
+        needed = self.min_votes or self.votes // 2 + 1
         if len(votes) >= needed:
-            return verdict(votes, self.aggregate, self.scale, self.votes) | spent
+            return verdict(votes, self.aggregate, self.scale, self.votes)
         reasons = "; ".join(list(dict.fromkeys(unread))[:2])
         if self.votes > 1:
             reasons = f"{len(votes)} of {self.votes} votes could be read, {needed} are needed: {reasons}"
-        error = lost[0] if lost else BadReply(reasons)
-        error.spent = spent
-        raise error
+        raise lost[0] if lost else BadReply(reasons)
 
     def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
         """(prompt, completion) tokens that a call takes if every reply is as long as it may be, and can be read."""
@@ -200,22 +181,6 @@ class LLMJudge(RemoteJudge):
     def _tokens(self, body: Mapping[str, Any], count: int) -> tuple[float, float]:
         characters = sum(len(message["content"]) for message in body["messages"])
         return characters / CHARACTERS_PER_TOKEN, float(self.max_tokens * count)
-
-    async def _ask(
-        self,
-        body: dict[str, Any],
-        count: int,
-        usage: Usage,
-        client: "EndpointClient",
-        phase: str,
-        deadline: "Deadline | float",
-    ) -> dict[str, Any] | JudgeError:
-        """One reply with `count` choices, or why there is none: the other requests are not its fault."""
-        tokens = self._tokens(body, count)
-        try:
-            return await usage.post(client, self.path, body, tokens, phase=phase, deadline=deadline)
-        except JudgeError as error:
-            return error
 
     def _body(self, sample: Mapping[str, Any], count: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": self._messages(sample)}
@@ -262,3 +227,65 @@ class LLMJudge(RemoteJudge):
         if not low <= vote.score <= high:
             raise Unreadable(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
         return vote
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerativeRM(LLMJudge):
+    """The score that the model writes, as of `LLMJudge`, or with `yes_no` the probability of its Yes.
+
+    The probability is of the reply's first token, p(Yes) / (p(Yes) + p(No)), by the server's `top_logprobs`
+    ("Generative Verifiers", Zhang et al. 2024, take p(Yes) as it is: multiply by the extra `judge_mass` for that).
+    A model that thinks before it answers has no such first token: let it write a score.
+
+    Args:
+        yes_no: the reward is that probability, and no text is read.
+        yes, no: the words; case and spaces around them do not matter.
+        top_logprobs: of how many tokens the server tells; one that is not among them counts as 0.
+        min_mass: the least p(Yes) + p(No): a model below it does not answer the question, and the call fails.
+
+    Extras with `yes_no`: `judge_score` (the probability) and `judge_mass` (p(Yes) + p(No)).
+    """
+
+    yes_no: bool = False
+    yes: tuple[str, ...] = ("yes",)
+    no: tuple[str, ...] = ("no",)
+    top_logprobs: int = 20
+    min_mass: float = 0.5
+
+    def __post_init__(self) -> None:
+        yes, no = (tuple(word.strip().casefold() for word in words) for words in (self.yes, self.no))
+        object.__setattr__(self, "yes", yes)
+        object.__setattr__(self, "no", no)
+        if self.yes_no:
+            object.__setattr__(self, "scale", (0.0, 1.0))
+            object.__setattr__(self, "max_tokens", 1)
+        super().__post_init__()
+        usable = yes and no and all(yes + no) and not set(yes) & set(no)
+        require(bool(usable), f"yes={yes} and no={no} must be words, and different ones")
+        require(self.top_logprobs >= 2, f"top_logprobs={self.top_logprobs} cannot hold both Yes and No")
+        require(0.0 <= self.min_mass <= 1.0, f"min_mass={self.min_mass} is no probability")
+        require(
+            not self.yes_no or (self.votes == 1 and self.json_schema is None),
+            f"yes_no reads a probability: votes={self.votes} and json_schema have no meaning beside it",
+        )
+
+    def default_template(self) -> str:
+        """Used when no template is given."""
+        if self.json_schema is not None and not self.yes_no:
+            return super().default_template()
+        return SHOWN + (YES_NO if self.yes_no else VERIFY)
+
+    def _body(self, sample: Mapping[str, Any], count: int) -> dict[str, Any]:
+        body = super()._body(sample, count)
+        return body | {"logprobs": True, "top_logprobs": self.top_logprobs} if self.yes_no else body
+
+    def _vote(self, choice: Mapping[str, Any]) -> Vote:
+        if not self.yes_no:
+            return super()._vote(choice)
+        text_of(choice, cut_off=True)  # one token was asked for
+        probability, mass = yes_probability(choice, self.yes, self.no)
+        if mass < self.min_mass:
+            raise Unreadable(
+                f"Yes and No hold {mass:.3g} of the probability, less than min_mass={self.min_mass:g}"
+            )
+        return Vote(probability, {"mass": mass})

@@ -1,23 +1,28 @@
-"""`RemoteJudge`: the settings that all judges share, and how they become an endpoint; and what a call has cost."""
+"""`RemoteJudge`: the settings that all judges share, how they become an endpoint, and what a call has cost."""
 
 import logging
+import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.result import is_finite_number
-from async_grpo.rewards.http.endpoint import Endpoint, Limits
+from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, Limits
 
 if TYPE_CHECKING:
+    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
 log = logging.getLogger(__name__)
+# The reply to a request, which takes (prompt, completion) tokens at most
+Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,55 @@ class JudgeAddresses:
     def are_asked_by(self, judge: Any) -> bool:
         """Whether the judge is asked at `judge_urls`."""
         return bool(self.judge_urls) and getattr(judge, "urls", None) == self.judge_urls
+
+
+@dataclass
+class Usage:
+    """The tokens of one call, over all its requests, as the server counts them, and their price."""
+
+    price_per_million_tokens: tuple[float, float] | None = None  # of (prompt, completion)
+    known: bool = True
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    total_tokens: float = 0.0
+
+    async def post(
+        self,
+        client: "EndpointClient",
+        path: str,
+        body: dict[str, Any],
+        tokens: tuple[float, float],
+        **asked: Any,
+    ) -> dict[str, Any]:
+        """`client.post`, and note what it takes; `tokens`: (prompt, completion) at most, also of an unanswered request."""
+        reply = await client.post(
+            path,
+            body,
+            tokens=sum(tokens),
+            used_tokens=lambda reply: _tokens(reply, "total_tokens"),
+            unanswered=lambda: self._add(*tokens, sum(tokens)),
+            **asked,
+        )
+        total = _tokens(reply, "total_tokens")
+        self.known = self.known and total is not None
+        prompt, completion = _tokens(reply, "prompt_tokens"), _tokens(reply, "completion_tokens")
+        self._add(prompt or 0.0, completion or 0.0, total or 0.0)
+        return reply
+
+    def _add(self, prompt: float, completion: float, total: float) -> None:
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        self.total_tokens += total
+
+    def extras(self) -> dict[str, float]:
+        """`judge_tokens` and, with a price, `judge_cost`; nothing if a reply left it out."""
+        if not self.known:
+            return {}
+        extras = {"judge_tokens": self.total_tokens}
+        if self.price_per_million_tokens is not None:
+            price_in, price_out = self.price_per_million_tokens
+            extras["judge_cost"] = (self.prompt_tokens * price_in + self.completion_tokens * price_out) / 1e6
+        return extras
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +176,63 @@ class RemoteJudge:
         """Where the judge's requests go. Raises ConfigurationError if it has no `url`, and no run has given it one."""
         return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
 
+    async def score(
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
+    ) -> dict[str, Any]:
+        """The answer (see `adapter.result`) for one sample; `deadline` is for the client.
+
+        Raises:
+            ConfigurationError: the sample lacks what the judge needs.
+            JudgeError: no reply came, or none that could be read. Its `spent` are the extras of what that has cost.
+        """
+        usage = self._usage()
+        send = partial(usage.post, client, self.path, phase=phase, deadline=deadline)
+        try:
+            return await self._score(sample, send) | usage.extras()
+        except JudgeError as error:
+            error.spent = usage.extras()
+            raise
+
+    async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
+        """The answer but for what it has cost; raises as `score` does."""
+        raise NotImplementedError
+
+    def _usage(self) -> "Usage":
+        return Usage(known=False)
+
     def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
         shared = ("limits", "api_key_env", "timeout_s", "attempts", "hedge_quantile")
         settings = {name: getattr(self, name) for name in shared}
         return Endpoint(urls=urls, **settings, **self.endpoint_options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJudge(RemoteJudge):
+    """A judge that asks a model, which the server knows by the name `model`.
+
+    Args:
+        extra_body: further fields of the request.
+        price_per_million_tokens: of the prompt, or (prompt, completion); in any currency.
+    """
+
+    model: str
+    extra_body: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    price_per_million_tokens: tuple[float, float] | float | None = None
+
+    def _check_model(self, *ours: str) -> None:
+        """Raise ConfigurationError for settings that cannot work, or if `extra_body` holds one of `ours`."""
+        require(bool(self.model), "model is empty: the server serves it under a name")
+        taken = sorted({"model", "messages", *ours} & set(self.extra_body))
+        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
+        prices = self._usage().price_per_million_tokens or (0.0, 0.0)
+        require(
+            len(prices) == 2 and all(0 <= price < math.inf for price in prices),
+            f"price_per_million_tokens={self.price_per_million_tokens} must be 0 or more, and finite",
+        )
+
+    def _usage(self) -> Usage:
+        price = self.price_per_million_tokens
+        return Usage((price, 0.0) if isinstance(price, int | float) else price)
 
 
 def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
@@ -142,54 +249,6 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigurationError with the message unless the condition holds."""
     if not condition:
         raise ConfigurationError(message)
-
-
-@dataclass
-class Usage:
-    """The tokens of one call, over all its requests, as the server counts them."""
-
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    total_tokens: float = 0.0
-    known: bool = True
-
-    async def post(
-        self,
-        client: "EndpointClient",
-        path: str,
-        body: dict[str, Any],
-        tokens: tuple[float, float],
-        **asked: Any,
-    ) -> dict[str, Any]:
-        """`client.post`, and note what it takes; `tokens`: (prompt, completion) at most, also of an unanswered request."""
-        reply = await client.post(
-            path,
-            body,
-            tokens=sum(tokens),
-            used_tokens=lambda reply: _tokens(reply, "total_tokens"),
-            unanswered=lambda: self._add(*tokens, sum(tokens)),
-            **asked,
-        )
-        total = _tokens(reply, "total_tokens")
-        self.known = self.known and total is not None
-        prompt, completion = _tokens(reply, "prompt_tokens"), _tokens(reply, "completion_tokens")
-        self._add(prompt or 0.0, completion or 0.0, total or 0.0)
-        return reply
-
-    def _add(self, prompt: float, completion: float, total: float) -> None:
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        self.total_tokens += total
-
-    def extras(self, price_per_million_tokens: tuple[float, float] | None) -> dict[str, float]:
-        """`judge_tokens` and, with a price for (prompt, completion), `judge_cost`; nothing if a reply left it out."""
-        if not self.known:
-            return {}
-        extras = {"judge_tokens": self.total_tokens}
-        if price_per_million_tokens is not None:
-            price_in, price_out = price_per_million_tokens
-            extras["judge_cost"] = (self.prompt_tokens * price_in + self.completion_tokens * price_out) / 1e6
-        return extras
 
 
 def _tokens(reply: Mapping[str, Any], name: str) -> float | None:

@@ -5,9 +5,9 @@
 
     owner -> keeper (`keep`, one for each replica) -> vLLM's server -> its engines
 
-A keeper starts a server again that died, and ends it, engines included, when the JudgeServer is closed or its process is
-gone. It is a process of its own because a `Supervisor` ends whatever descends from its process, in the owner Ray included;
-and because engines that outlive their server (a killed API server of vLLM leaves them) become its children.
+A keeper starts a server again that died, and ends it with its engines (a killed API server of vLLM leaves them behind) when
+the JudgeServer is closed or its process is gone. It is a process of its own because a `Supervisor` ends whatever descends
+from its process, in the owner Ray included.
 """
 
 import contextlib
@@ -27,14 +27,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
-from async_grpo.processes.process_tree import descendants, end_descendants
+from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.judges.remote_judge import require
 
-POLL_S, ASK_S = 0.2, 5.0
+POLL_S, ASK_S, CLOSE_S, BACKOFF_S = 0.2, 5.0, 45.0, 2.0  # the last before a server is started again
 SLEEP_S = 120.0  # to move the weights of a large model
-CLOSE_S = 45.0
-BACKOFF_S = 2.0  # before a server is started again
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
 SECRET = "VLLM_API_KEY"  # given only to servers that are to ask for it
@@ -66,7 +64,7 @@ class JudgeServer:
         restarts: how often a replica that died is started again, each.
 
     Raises:
-        ConfigurationError: the settings cannot work.
+        ConfigurationError: the settings cannot work, or a port is taken.
     """
 
     model: str | Path
@@ -85,17 +83,14 @@ class JudgeServer:
     restarts: int = 3
 
     def __post_init__(self) -> None:
-        model, devices, replicas, port = str(self.model), self.devices, self.replicas, self.port
+        model, devices, replicas = str(self.model), self.devices, self.replicas
         require((Path(model) / "config.json").is_file(), f"{model!r} is no folder of a model: no config.json")
-        require(replicas >= 1, f"replicas={replicas}: there must be at least one")
-        require(self.restarts >= 0, f"restarts={self.restarts} is negative")
+        require(
+            replicas >= 1 and self.restarts >= 0, f"replicas={replicas}, restarts={self.restarts}: too few"
+        )
         require(
             devices is None or (not isinstance(devices, str) and len(devices) == replicas),
             f"devices={devices!r} must be a list with the GPUs of each of the {replicas} replicas",
-        )
-        require(
-            port is None or 0 < port <= 65536 - replicas,
-            f"port={port} leaves no room for {replicas} replicas",
         )
         require(
             _is_loopback(self.host) or self.api_key_env is not None,
@@ -110,7 +105,7 @@ class JudgeServer:
             not (self.sleep_mode and on_the_cpu()),
             "sleep_mode=True needs a GPU: vLLM on the CPU says that it sleeps but gives no memory back",
         )
-        self._ports = list(range(port, port + replicas)) if port else _free_ports(self.host, replicas)
+        self._ports = self._listen()
         self._names = [f"judge {self.served_name} {number}" for number in range(replicas)]
         self._commands = [self._command(port) for port in self._ports]
         self._folder = Path(self.log_folder).absolute()
@@ -133,24 +128,15 @@ class JudgeServer:
     def start(self, timeout_s: float = 600.0) -> None:
         """Start the replicas and wait until each of them serves the model; blocks.
 
-        Raises:
-            ConfigurationError: a port is taken.
-            WorkerLost: one ended first; with its last words.
-            DeadlineExceeded: one was not ready in time; with its last words.
+        Raises, with its last words, WorkerLost if one ended first, DeadlineExceeded if one was not ready in time.
         """
         require(not self._keepers, "the judge server is started already")
-        for port in self._ports:  # the owner of one that is taken would be asked in place of our server
-            try:
-                _listener(self.host, port).close()
-            except OSError as error:
-                raise ConfigurationError(
-                    f"no server can listen on {self.host}, port {port}: {error}"
-                ) from error
         self._folder.mkdir(parents=True, exist_ok=True)
         self._deaths.unlink(missing_ok=True)
         give_up = time.monotonic() + timeout_s
         try:
-            self._keepers = [self._start_keeper(number) for number in range(self.replicas)]
+            for number in range(self.replicas):
+                self._keepers.append(self._start_keeper(number))
             for name, url, keeper in zip(self._names, self.urls, self._keepers, strict=True):
                 while not self._serves(url):
                     self._raise_for(0)
@@ -176,9 +162,7 @@ class JudgeServer:
     def sleep(self) -> None:
         """Give the GPUs' memory back; the weights stay in main memory. Ends running requests.
 
-        Raises:
-            ConfigurationError: the server was not made with sleep_mode.
-            WorkerLost: a replica did not obey.
+        Raises ConfigurationError if the server was not made with sleep_mode, WorkerLost if a replica did not obey.
         """
         self._order("/sleep?level=1", sleeping=True)
 
@@ -191,15 +175,20 @@ class JudgeServer:
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:
             keeper.terminate()
-        give_up = time.monotonic() + CLOSE_S
         for keeper in keepers:
-            try:
-                keeper.wait(max(0.0, give_up - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                for pid in [*descendants(keeper.pid), keeper.pid]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                keeper.wait()
+            keeper.wait(CLOSE_S)
+
+    def _listen(self) -> list[int]:
+        """The ports, free at the moment. The owner of one that is taken would be asked in place of our server."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        addresses = [(self.host, self.port + n if self.port else 0) for n in range(self.replicas)]
+        try:
+            with contextlib.ExitStack() as stack:
+                made = (socket.create_server(address, family=family) for address in addresses)
+                return [stack.enter_context(listener).getsockname()[1] for listener in made]
+        except (OSError, OverflowError) as error:
+            where = f"{self.host}, port {self.port}"
+            raise ConfigurationError(f"no server can listen on {where}: {error}") from error
 
     def _start_keeper(self, number: int) -> subprocess.Popen[bytes]:
         order = [os.getpid(), self._names[number], self._folder, self._deaths, self.restarts]
@@ -220,10 +209,9 @@ class JudgeServer:
         taken = sorted(set(OURS) & set(given))
         require(not taken, f"options must not hold {', '.join(taken)}: other settings of the server decide")
         fixed = {"model": self.model, "host": self.host, "port": port, "served-model-name": self.served_name}
-        asleep = {"enable-sleep-mode": True} if self.sleep_mode else {}
-        arguments = fixed | {"runner": self.runner} | asleep | given
+        sleep = {"enable-sleep-mode": True} if self.sleep_mode else {}
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in arguments.items():
+        for name, value in (fixed | {"runner": self.runner} | sleep | given).items():
             if isinstance(value, bool):
                 start.append(f"--{'' if value else 'no-'}{name}")
             else:
@@ -232,17 +220,14 @@ class JudgeServer:
 
     def _environment(self, number: int) -> dict[str, str]:
         """The allow-listed variables of this process (a server has no need of its secrets), and what it needs."""
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES)) and name != SECRET
-        }
+        wanted = (name for name in os.environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        inherited = {name: os.environ[name] for name in wanted if name != SECRET}
         ours = ON_THE_CPU | inherited if on_the_cpu() else inherited
         ours |= FIXED | ({"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {})
         if self.devices is not None:
             ours["CUDA_VISIBLE_DEVICES"] = self.devices[number]
-        if self._api_key:
-            ours[SECRET] = self._api_key  # not on the command line, where everybody can read it
+        if self._api_key:  # not on the command line, where everybody can read it
+            ours[SECRET] = self._api_key
         return ours | dict(self.environment)
 
     def _serves(self, url: str) -> bool:
@@ -257,11 +242,10 @@ class JudgeServer:
         for name, url in zip(self._names, self.urls, strict=True):
             try:
                 self._request(url + path, SLEEP_S, method="POST")
-                found = self._request(url + "/is_sleeping", ASK_S)["is_sleeping"]
+                if self._request(url + "/is_sleeping", ASK_S)["is_sleeping"] is not sleeping:
+                    raise ValueError("it says that it obeys, and does not")
             except (OSError, ValueError, KeyError) as error:
-                raise WorkerLost(f"{name} did not answer {path}: {error}; see {self._folder}") from error
-            if found is not sleeping:
-                raise WorkerLost(f"{name} did not obey {path}; see {self._folder}")
+                raise WorkerLost(f"{name} did not obey {path}: {error}; see {self._folder}") from error
 
     def _request(self, url: str, timeout_s: float, method: str = "GET") -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
@@ -271,11 +255,11 @@ class JudgeServer:
 
     def _raise_for(self, forgiven: int) -> None:
         """Raise WorkerLost if a replica died more often than that."""
-        deaths = self.deaths()
-        for name in self._names:
-            own = [f"{death['what']}{death['log']}" for death in deaths if death["name"] == name]
-            if len(own) > forgiven:
-                raise WorkerLost(own[-1])
+        said: dict[str, list[str]] = {name: [] for name in self._names}
+        for death in self.deaths():
+            said[death["name"]].append(f"{death['what']}{death['log']}")
+        if lost := [deaths[-1] for deaths in said.values() if len(deaths) > forgiven]:
+            raise WorkerLost("; ".join(lost))
         if not self._keepers or any(keeper.poll() is not None for keeper in self._keepers):
             raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
@@ -283,8 +267,7 @@ class JudgeServer:
 def keep(owner: str, name: str, folder: str, deaths: str, restarts: str, *command: str) -> None:
     """A keeper's program: keep a server running until told to end (SIGTERM) or the owner is gone; then end everything.
 
-    Args:
-        deaths: a file, to which each death is added as a line of JSON.
+    Each death becomes a line of JSON in the file `deaths`.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     supervisor = Supervisor(Path(folder))
@@ -315,13 +298,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(_listener(host, 0)) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -11,13 +11,10 @@ import random
 import time
 import traceback
 import tracemalloc
-from email.utils import formatdate
 
 import hostile_server as hostile
 import pytest
 from hostile_server import HostileServer, reply, status
-from hypothesis import given
-from hypothesis import strategies as st
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.http.endpoint import (
@@ -99,29 +96,14 @@ async def test_a_good_reply_is_returned_and_the_request_is_what_a_judge_expects(
         assert request.headers["content-type"] == "application/json"
         stats = client.stats()
         assert counted(client) == {"ok": 1} and stats["requests"] == 1 and stats["in_flight"] == 0
-        assert 0 < stats["latency_p50_s"] == stats["latency_p95_s"] < 5
 
 
-async def test_compressed_replies_are_read_and_connections_are_used_again():
-    async with HostileServer(hostile.gzipped({"score": 2})) as server, client_of(server.url) as client:
+async def test_compressed_replies_are_read_connections_are_used_again_and_cookies_are_not_kept():
+    compressed = hostile.gzipped({"score": 2}, set_cookie="track=1; Path=/")
+    async with HostileServer(compressed) as server, client_of(server.url) as client:
         for _ in range(5):
             assert await ask(client) == {"score": 2}
-        assert server.connections == 1
-
-
-async def test_cookies_of_a_judge_are_not_kept():
-    async with (
-        HostileServer(reply({"score": 1}, set_cookie="track=1; Path=/")) as server,
-        client_of(server.url) as client,
-    ):
-        for _ in range(2):
-            await ask(client)
-        assert "cookie" not in server.requests[1].headers
-
-
-def patience_s(outcome: str) -> float:
-    """Short where a timeout is what is waited for; long where a busy machine must not make one."""
-    return 0.8 if outcome == "timeout" else 8.0
+        assert server.connections == 1 and "cookie" not in server.requests[-1].headers
 
 
 def sized(length: str) -> hostile.Behaviour:
@@ -173,41 +155,28 @@ RETRIED = {
 
 
 @pytest.mark.parametrize("kind", RETRIED)
-async def test_a_passing_fault_is_counted_and_retried(kind):
+async def test_a_lasting_fault_is_an_error_of_ours_by_the_deadline_and_a_passing_one_is_counted_and_retried(
+    kind,
+):
     behaviour, outcome = RETRIED[kind]
-    book = Book()
+    attempts, book = 2 if outcome == "bad_reply" else 3, Book()
+    settings = {"attempts": 3, "timeout_s": 0.4 if outcome == "timeout" else 5.0, "max_body_bytes": 2**16}
     async with (
-        HostileServer(behaviour, GOOD) as server,
-        client_of(
-            server.url, timeout_s=patience_s(outcome), max_body_bytes=2**20, rate_limiter=book
-        ) as client,
-    ):
-        assert await ask(client, 20) == {"score": 0.5}
-        assert counted(client) == {outcome: 1, "ok": 1}
-        assert client.stats()["retries"] == 1
-        assert client.stats()["requests"] == len(server.requests) == len(book.acquired) == 2
-        assert book.out == 0 and client.stats()["in_flight"] == 0
-
-
-@pytest.mark.parametrize("kind", RETRIED)
-async def test_a_lasting_fault_ends_by_the_deadline_with_an_error_of_ours(kind):
-    behaviour, outcome = RETRIED[kind]
-    book = Book()
-    async with (
-        HostileServer(behaviour) as server,
-        client_of(
-            server.url, attempts=3, timeout_s=patience_s(outcome) / 2, max_body_bytes=2**16, rate_limiter=book
-        ) as client,
+        HostileServer(*[behaviour] * (attempts + 1), GOOD) as server,
+        client_of(server.url, rate_limiter=book, breaker_reset_s=0.01, **settings) as client,
     ):
         started = time.monotonic()
         with pytest.raises(JudgeError) as caught:
-            await ask(client, 5.0)
+            await ask(client)
         assert time.monotonic() - started < 5.0 + GRACE_S
-        attempts = 2 if outcome == "bad_reply" else 3
         assert type(caught.value) is (BadReply if outcome == "bad_reply" else JudgeUnavailable)
         assert "judge: " in str(caught.value) and f"attempt {attempts} of 3" in str(caught.value)
         assert counted(client) == {outcome: attempts} and len(server.requests) == attempts
-        assert book.out == 0
+        assert await ask(client, 20) == {"score": 0.5}
+        stats = client.stats()
+        assert counted(client) == {outcome: attempts + 1, "ok": 1} and stats["retries"] == attempts
+        assert stats["requests"] == len(server.requests) == len(book.acquired) == attempts + 2
+        assert book.out == 0 and stats["in_flight"] == 0
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 422, 301, 307])
@@ -218,13 +187,13 @@ async def test_what_is_refused_is_not_asked_again(code):
         assert counted(client) == {"refused": 1} and len(server.requests) == 1
 
 
-async def test_a_redirect_is_not_followed_and_its_host_is_named_without_the_rest():
+async def test_a_redirect_is_not_followed_and_its_address_not_repeated():
     async with (
         HostileServer(GOOD) as other,
         HostileServer(hostile.redirect(f"{other.url}/login?token=private")) as server,
         client_of(server.url) as client,
     ):
-        with pytest.raises(JudgeRefused, match=r"redirects to 127\.0\.0\.1") as caught:
+        with pytest.raises(JudgeRefused, match="status 307, a redirect") as caught:
             await ask(client)
         assert not other.requests and "private" not in str(caught.value)
 
@@ -310,27 +279,6 @@ async def test_memory_stays_bounded_whatever_is_sent(kind):
 # Waiting
 
 
-async def test_a_judge_that_asks_for_time_gets_it():
-    async with (
-        HostileServer(status(429, retry_after="0.7"), GOOD) as server,
-        client_of(server.url) as client,
-    ):
-        await ask(client)
-        first, second = (request.at for request in server.requests)
-        assert second - first >= 0.7
-
-
-async def test_a_judge_that_names_a_date_is_not_asked_before_it():
-    """A date has whole seconds."""
-    date = int(time.time()) + 2
-    async with (
-        HostileServer(status(429, retry_after=formatdate(date, usegmt=True)), GOOD) as server,
-        client_of(server.url) as client,
-    ):
-        await ask(client, 10)
-        assert time.time() - time.monotonic() + server.requests[1].at >= date - 0.01
-
-
 async def test_everybody_leaves_a_judge_alone_that_asked_for_time():
     async with (
         HostileServer(status(429, retry_after="0.6"), GOOD) as server,
@@ -343,7 +291,7 @@ async def test_everybody_leaves_a_judge_alone_that_asked_for_time():
         assert min(request.at for request in server.requests[1:]) - server.requests[0].at >= 0.6
 
 
-@pytest.mark.parametrize("wanted", ["3600", "1e300", "Fri, 31 Dec 9999 23:59:59 GMT"])
+@pytest.mark.parametrize("wanted", ["3600", "Fri, 31 Dec 9999 23:59:59 GMT"])
 async def test_a_pause_beyond_the_deadline_is_not_waited_for(wanted):
     async with (
         HostileServer(status(503, retry_after=wanted)) as server,
@@ -394,9 +342,13 @@ async def test_without_a_word_on_when_attempts_back_off_exponentially():
         assert 0.375 <= time.monotonic() - started < 10
 
 
-@given(st.text())
-def test_any_retry_after_is_some_number_of_seconds(value):
-    assert retry_after_s(value, now=0.0) >= 0
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(None, 0), ("", 0), ("-5", 0), ("nan", 0), ("1e300", 1e300), ("Mon, 99 Foo 20", 0), ("\x00", 0), ("1.5", 1.5),
+     ("Thu, 01 Jan 1970 00:01:40", 30), ("Thu, 01 Jan 1970 00:01:40 +0001", 0), ("Fri, 31 Dec 99999 23:59:59 GMT", 0)],
+)  # fmt: skip
+def test_any_retry_after_is_some_number_of_seconds(value, seconds):
+    assert retry_after_s(value, now=70.0) == seconds
 
 
 # Replicas
@@ -435,23 +387,22 @@ async def test_a_retry_goes_to_another_replica_even_if_that_is_busier():
         assert (len(broken.requests), len(slow.requests)) == (2, 4)
 
 
-async def test_a_rival_is_never_sent_where_the_request_is_already():
-    replicas = Replicas(["http://one", "http://other"], 5, 10.0)
+def test_a_replica_is_asked_by_its_state_alone():
+    """Pauses end after five minutes, rivals go elsewhere, late failures do not keep a breaker open for longer."""
+    replicas = Replicas(["http://one", "http://other"], 2, 1600.0)
     assert replicas.take((), never="http://one").url == "http://other"
-    assert replicas.take(("http://other",), never="http://one").url == "http://other"
-    replicas.pause(replicas.take((), never="http://one"), 60)
-    assert replicas.take((), never="http://one") is None and not replicas.usable(never="http://one")
-
-
-async def test_late_failures_do_not_keep_a_breaker_open_for_longer():
-    replicas = Replicas(["http://one"], 1, 1600.0)
-    replica = replicas.take(())
-    assert replicas.take(()) is replica
-    replicas.settle(replica, False, False)
-    opened_until = replica.open_until
-    replicas.settle(replica, False, False)
-    assert replica.open_until == opened_until and 99 < opened_until - time.monotonic() <= 100
-    assert replicas.num_opened == 1
+    other = replicas.take(("http://other",), never="http://one")
+    replicas.pause(other, 1e300)
+    assert 299 < other.paused_until - time.monotonic() <= 300
+    assert replicas.take((), never="http://one") is None
+    one = [replicas.take(()) for _ in range(3)][-1]
+    assert one.url == "http://one"
+    for _ in range(2):
+        replicas.settle(one, False, False)
+    opened_until = one.open_until
+    replicas.settle(one, False, False)
+    assert one.open_until == opened_until and 99 < opened_until - time.monotonic() <= 100
+    assert replicas.num_opened == 1 and not replicas.usable()
 
 
 async def test_a_breaker_opens_and_lets_one_probe_at_a_time_through_until_one_succeeds():
@@ -485,31 +436,9 @@ async def test_a_probe_that_is_cancelled_leaves_the_next_one_its_place():
             await asyncio.sleep(0.01)
         other = asyncio.ensure_future(ask(client, 30))
         await asyncio.sleep(0.1)
-        assert client.stats()["breakers"] == {server.url: "half-open"} and len(server.requests) == 2
+        assert client.stats()["breakers"] == {server.url: "open"} and len(server.requests) == 2
         probe.cancel()
         assert await other == {"score": 0.5}
-
-
-async def test_a_probe_that_gets_no_permit_leaves_the_next_one_its_place():
-    limiter, limits = Limiter(), Limits(concurrency=1)
-    async with (
-        HostileServer(status(500), GOOD) as server,
-        client_of(
-            server.url,
-            breaker_failures=1,
-            breaker_reset_s=0.1,
-            attempts=1,
-            rate_limiter=limiter,
-            limits=limits,
-        ) as client,
-    ):
-        with pytest.raises(JudgeUnavailable):
-            await ask(client)
-        permit = await limiter.acquire(client.key, limits)
-        with pytest.raises(JudgeTimeout, match="no permit"):
-            await ask(client, 0.3)
-        await limiter.release(client.key, permit)
-        assert await ask(client) == {"score": 0.5}
 
 
 async def test_while_every_breaker_is_open_nothing_is_sent_and_callers_fail_by_their_deadline():
@@ -589,19 +518,6 @@ async def test_refusals_and_429_do_not_open_a_breaker():
         assert client.stats()["breakers"] == {server.url: "closed"}
 
 
-async def test_calls_in_a_hurry_do_not_take_a_healthy_judge_out_of_service():
-    """Replies take 0.6 s, and these calls come with 0.3 s left: that is no failure of the judge."""
-    async with (
-        HostileServer(hostile.after(0.6, GOOD)) as server,
-        client_of(server.url, breaker_failures=3, timeout_s=30) as client,
-    ):
-        await asyncio.gather(*(ask(client, 30) for _ in range(25)))
-        hurried = await asyncio.gather(*(ask(client, 0.3) for _ in range(6)), return_exceptions=True)
-        assert [type(outcome) for outcome in hurried] == [JudgeTimeout] * 6
-        assert client.stats()["breakers"] == {server.url: "closed"}
-        assert counted(client) == {"ok": 25, "timeout": 6}
-
-
 async def test_failures_that_are_not_in_a_row_do_not_open_a_breaker_and_a_probe_clears_the_count():
     behaviours = [status(500), GOOD] * 3 + [status(500)] * 2 + [GOOD, status(500), GOOD]
     async with (
@@ -612,13 +528,6 @@ async def test_failures_that_are_not_in_a_row_do_not_open_a_breaker_and_a_probe_
             with contextlib.suppress(JudgeUnavailable):
                 await ask(client)
             assert client.stats()["breakers"] == {server.url: expected}
-
-
-async def test_no_server_can_ask_for_more_than_five_minutes():
-    replicas = Replicas(["http://judge"], 5, 10.0)
-    replica = replicas.take(())
-    replicas.pause(replica, 1e300)
-    assert 299 < replica.paused_until - time.monotonic() <= 300
 
 
 async def test_no_pause_goes_beyond_the_deadline():
@@ -742,41 +651,47 @@ async def test_cancelling_a_hedged_call_cancels_both_and_gives_both_permits_back
         assert book.out == 0 and counted(client) == {"ok": 20, "cancelled": 2}
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=100), st.floats(0.01, 1))
-def test_a_quantile_is_the_smallest_latency_that_enough_of_the_others_do_not_exceed(seconds, share):
-    found = quantile(seconds, share, enough=1)
-    assert found in seconds and sum(y <= found for y in seconds) >= share * len(seconds) - 1e-9
-    assert sum(y < found for y in seconds) < share * len(seconds) + 1e-9
+def test_a_quantile_is_the_smallest_latency_that_enough_of_the_others_do_not_exceed():
+    draw = random.Random(3)
+    for count in (1, 2, 7, 100):
+        seconds = [draw.choice([0.1, 0.2, draw.random()]) for _ in range(count)]
+        for share in (0.01, 0.5, 0.95, 1.0):
+            least = min(x for x in seconds if sum(y <= x for y in seconds) >= share * count - 1e-9)
+            assert quantile(seconds, share, enough=1) == least
+    assert quantile([1.0], 0.5, enough=2) is None
 
 
 # Permits and tokens
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "expected"),
+    ("behaviour", "used", "told"),
     [
-        (reply({"usage": {"total_tokens": 42}}), 42.0),
-        (reply({"score": 1}), None),  # nothing is said: the estimate stands
-        (reply({"usage": {"total_tokens": "many"}}), None),
-        (reply({"usage": {"total_tokens": -5}}), None),
-        (status(429), 0.0),  # the judge did not begin
-        (status(404), 0.0),
-        (hostile.close(), 0.0),
-        (status(500), None),  # it may have
-        (hostile.silence(), None),
+        (reply({"usage": {"total_tokens": 42}}), 42.0, 0),
+        (reply({"score": 1}), None, 0),  # nothing is said: the estimate stands
+        (reply({"usage": {"total_tokens": "many"}}), None, 0),
+        (reply({"usage": {"total_tokens": -5}}), None, 0),
+        (status(429), 0.0, 0),  # the judge did not begin
+        (status(404), 0.0, 0),
+        (hostile.dead_address, 0.0, 0),
+        (status(500), None, 1),  # it may have
+        (hostile.silence(), None, 1),
+        (hostile.html(), None, 1),
     ],
 )
-async def test_the_tokens_of_a_permit_become_what_was_used(behaviour, expected):
-    book = Book()
-    async with (
-        HostileServer(behaviour) as server,
-        client_of(server.url, rate_limiter=book, attempts=1, timeout_s=0.3) as client,
-    ):
-        with contextlib.suppress(JudgeError):
-            await ask(
-                client, tokens=100, phase="eval", used_tokens=lambda answer: answer["usage"]["total_tokens"]
-            )
-    assert book.acquired == [(client.key, 100, "eval")] and book.released == [(1, expected)]
+async def test_a_permit_says_what_was_used_and_what_may_have_cost_something_for_nothing_is_told(
+    behaviour, used, told
+):
+    book, unanswered = Book(), []
+    options = {"tokens": 100, "phase": "eval", "used_tokens": lambda answer: answer["usage"]["total_tokens"]}
+    with hostile.dead_address() as dead:
+        async with HostileServer(behaviour) as server:
+            url = dead if behaviour is hostile.dead_address else server.url
+            async with client_of(url, rate_limiter=book, attempts=1, timeout_s=0.3) as client:
+                with contextlib.suppress(JudgeError):
+                    await ask(client, unanswered=lambda: unanswered.append(1), **options)
+    assert book.acquired == [(client.key, 100, "eval")] and book.released == [(1, used)]
+    assert len(unanswered) == told
 
 
 async def test_a_cancelled_call_gives_its_permit_back_wherever_it_was():
@@ -832,26 +747,6 @@ async def test_a_replica_that_is_out_of_order_is_waited_for_on_the_callers_time(
         with pytest.raises(JudgeUnavailable):
             await client.post("/score", {}, deadline=after(0.5, queue_s=600))
         assert time.monotonic() - started < 0.5 + GRACE_S
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "expected"),
-    [
-        (GOOD, 0),
-        (hostile.silence(), 1),
-        (hostile.html(), 1),
-        (status(429), 0),
-        (status(404), 0),
-        (status(500), 1),
-    ],
-)
-async def test_requests_that_may_have_cost_something_for_nothing_are_told(behaviour, expected):
-    told = []
-    async with HostileServer(behaviour) as server, client_of(server.url, attempts=1, timeout_s=0.3) as client:
-        with contextlib.suppress(JudgeError):
-            deadline = time.monotonic() + 5
-            await client.post("/score", {}, deadline=deadline, unanswered=lambda: told.append(1))
-    assert len(told) == expected
 
 
 def test_two_judges_of_one_name_share_limits_only_at_one_address():

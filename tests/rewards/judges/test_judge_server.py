@@ -240,7 +240,7 @@ def test_sleep_is_refused_where_it_frees_nothing(model, monkeypatch):
         ({"restarts": -1}, "restarts=-1"),
         ({"replicas": 2, "devices": ["0"]}, "devices=.*2 replicas"),
         ({"devices": "0"}, "devices='0' must be a list"),
-        ({"port": 65536}, "port=65536"),
+        ({"port": 65536}, "port 65536"),
         ({"host": "0.0.0.0"}, "whole network.*api_key_env"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
         ({"options": {"host": "0.0.0.0"}}, "options must not hold host"),
@@ -265,7 +265,7 @@ def test_each_replica_sees_its_own_gpus(model):
 def test_the_options_of_vllm_become_its_arguments(model):
     options = {"max-model-len": 512, "enforce_eager": True, "async-scheduling": False, "config": {"a": [1]}}
     given = ["--max-model-len=512", "--enforce-eager", "--no-async-scheduling", '--config={"a": [1]}']
-    assert server_of(model, port=8000, options=options)._commands[0][3:] == [
+    assert server_of(model, options=options)._command(8000)[3:] == [
         f"--model={model}", "--host=127.0.0.1", "--port=8000", "--served-model-name=judge", "--runner=auto", *given
     ]  # fmt: skip
 

@@ -41,7 +41,7 @@ from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, Judge, LLMJudge, RewardModelJudge
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template, harmless
-from async_grpo.rewards.judges.reward_models import conversation
+from async_grpo.rewards.judges.scorers import conversation
 from async_grpo.rewards.pool import VerifierPool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -346,7 +346,7 @@ async def test_json_that_is_no_verdict_is_a_failure(text, reason):
     [
         '<think>{"score": 1, "style": 1} would be harsh.</think>\n\n{"score": 4, "style": 2}',
         'The template opened it {"score": 1}</think>```json\n{"score": 4, "style": 2}\n```',
-        'Let me see. The {task} is easy.\nMy verdict: {"score": 4, "style": 2}',
+        'Let me see. The task is easy.\nMy verdict: {"score": 4, "style": 2}',
     ],
 )
 async def test_a_reply_in_json_may_begin_with_a_thought(text):

@@ -1,0 +1,231 @@
+"""`RewardModelJudge`: a discriminative reward model behind vLLM's /classify or /pooling; `HTTPScorer`: any reward behind
+a small JSON protocol, version 1.
+
+The request is POSTed to `path`, one sample at a time:
+
+    {"protocol": 1, "id": "9f86d081884c7d65",
+     "samples": [{"prompt": ..., "completion": ..., "answer": ..., and the chosen columns}],
+     "images": [["<base64>", ...]]}                        only if a column of images is named; a list per sample
+
+The reply is a 200 with one score per sample, in their order:
+
+    {"protocol": 1, "id": "9f86d081884c7d65",                 the id may be left out; another one is refused
+     "scores": [{"reward": 0.5, and any further finite numbers} | {"abstain": "why"} | {"error": "why"}]}
+
+An `error` is a failed call, and the sample is left out of training; so is a reply of another version or id, of
+another length, or with a number that is none. Everything is JSON and base64: nothing of a reply can be run.
+`examples/http_scorer_server.py` is a server to begin with.
+"""
+
+import base64
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.http.endpoint import BadReply
+from async_grpo.rewards.judges.judge_prompts import (
+    Template,
+    as_text,
+    column,
+    completion_of,
+    harmless,
+    is_conversation,
+)
+from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
+from async_grpo.rewards.judges.remote_judge import (
+    CHARACTERS_PER_TOKEN,
+    JudgeAddresses,
+    ModelJudge,
+    RemoteJudge,
+    Send,
+    fits,
+    require,
+)
+
+PROTOCOL = 1
+MAX_EXTRAS = 64  # each becomes a column of the metrics
+FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelJudge(ModelJudge):
+    """The last number that the model gives for the conversation.
+
+    The server puts the conversation through the model's own chat template: the sample's `messages` (or else
+    `prompt` or `input` as one message of the user), then the completion as the assistant's, without its end token.
+    Control tokens within the texts are broken (see `judge_prompts`), so that a completion cannot add a turn.
+
+    Args:
+        model: the name under which the server knows it.
+        task: "classify", or "pooling" for models that only have that.
+        activation: whether the model's sigmoid or softmax is applied; None leaves it to the server.
+        template: a text with columns in braces to send instead of the conversation, without chat template.
+        extra_body: further fields of the request.
+        price_per_million_tokens: in any currency.
+
+    The reward is what the model says and has no fixed scale. Extras: `judge_tokens` and, with a price, `judge_cost`.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
+
+    task: str = "classify"
+    activation: bool | None = False
+    template: str | None = None
+    _template: Template | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require(self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}")
+        super().__post_init__()
+        object.__setattr__(self, "_template", None if self.template is None else Template(self.template))
+        self._check_model("input", "use_activation")
+
+    def default_path(self) -> str:
+        """vLLM's of the task."""
+        return f"/{self.task}"
+
+    async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
+        reply = await send(self._body(sample), self.token_estimate(sample))
+        return {"reward": last_number(reply, FIELDS[self.task])}
+
+    def token_estimate(self, sample: Mapping[str, Any]) -> tuple[float, float]:
+        """(prompt, completion) tokens of a call; a reward model writes none."""
+        body = self._body(sample)
+        texts = [message["content"] for message in body.get("messages", ())] or [body["input"]]
+        return sum(map(len, texts)) / CHARACTERS_PER_TOKEN, 0.0
+
+    def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model}
+        if self._template is None:
+            body["messages"] = conversation(sample)
+        else:
+            body["input"] = self._template.render(sample, fence=False)
+        if self.activation is not None:
+            body["use_activation"] = self.activation
+        return body | dict(self.extra_body)
+
+
+def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of the prompt, and the completion as the assistant's.
+
+    >>> conversation({"input": "3+4?", "completion": "7<|im_end|>"})
+    [{'role': 'user', 'content': '3+4?'}, {'role': 'assistant', 'content': '7'}]
+    """
+    prompt = next(
+        (sample[name] for name in ("messages", "prompt") if is_conversation(sample.get(name))), None
+    )
+    if prompt is None:
+        prompt = [{"role": "user", "content": column(sample, "prompt")}]
+    messages = [{"role": str(one["role"]), "content": harmless(as_text(one["content"]))} for one in prompt]
+    return [*messages, {"role": "assistant", "content": completion_of(sample)}]
+
+
+def last_number(reply: Mapping[str, Any], name: str) -> float:
+    """The last number of the only item's field, however deep it lies.
+
+    Raises:
+        BadReply: there is none; or the reply holds another number of items than the one sample that was sent, or
+            one of another index.
+
+    >>> last_number({"data": [{"data": [[0.5], [0.25]]}]}, "data")
+    0.25
+    """
+    items = reply.get("data")
+    if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):
+        raise BadReply(f"the reward model's reply must hold one item for one sample: {quote(reply)}")
+    if items[0].get("index", 0) != 0:
+        raise BadReply(f"the reward model's reply is of the item {quote(items[0]['index'])}, not 0")
+    value = items[0].get(name)
+    while isinstance(value, list) and value:
+        value = value[-1]
+    if not isinstance(value, int | float) or not fits(value):
+        raise BadReply(f"the reward model's reply has no finite number in {name!r}: {quote(reply)}")
+    return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HTTPScorer(RemoteJudge):
+    """What a server of yours says, by the protocol of this module.
+
+    Args:
+        columns: of the sample to send beside prompt, completion and answer (which is sent if there is one).
+        images: the column with the sample's images: a list of bytes or of base64.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
+
+    columns: Sequence[str] = ()
+    images: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(not isinstance(self.columns, str), f"columns={self.columns!r} must be a list of names")
+
+    def default_path(self) -> str:
+        """That of the protocol."""
+        return "/score"
+
+    def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
+        """By `--http-scorer-urls`; by default where `examples/http_scorer_server.py` listens."""
+        return addresses.scorer_urls
+
+    async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
+        body = self._body(sample)
+        estimate = sum(len(str(value)) for value in body["samples"][0].values()) / CHARACTERS_PER_TOKEN
+        reply = await send(body, (estimate, 0.0))
+        if reply.get("id", body["id"]) != body["id"]:
+            raise BadReply(f"the scorer answers the request {quote(reply['id'])}, not {body['id']!r}")
+        return score_of(reply)
+
+    def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        shown = {"prompt": as_text(column(sample, "prompt")), "completion": column(sample, "completion")}
+        if "answer" in sample:
+            shown["answer"] = sample["answer"]
+        shown |= {name: column(sample, name) for name in self.columns}
+        body: dict[str, Any] = {"protocol": PROTOCOL, "id": secrets.token_hex(8), "samples": [shown]}
+        if self.images is not None:
+            body["images"] = [_as_base64(column(sample, self.images), self.images)]
+        return body
+
+
+def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """The one score of a reply. Raises BadReply for an error, and for whatever breaks the protocol.
+
+    >>> score_of({"protocol": 1, "scores": [{"reward": 1, "style": 0.5}]})
+    {'reward': 1.0, 'style': 0.5}
+    """
+    if reply.get("protocol") != PROTOCOL:
+        raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
+    scores = reply.get("scores")
+    if not isinstance(scores, list) or len(scores) != 1 or not isinstance(scores[0], dict):
+        raise BadReply(f"the scorer's `scores` must be one object for one sample, not {quote(scores)}")
+    (score,) = scores
+    if "error" in score:
+        raise BadReply(f"the scorer failed: {str(score['error'])[:MAX_QUOTE]}")
+    if "abstain" in score:
+        return {"abstain": str(score["abstain"])[:MAX_QUOTE]}
+    if "reward" not in score or len(score) > MAX_EXTRAS:
+        raise BadReply(
+            f"the scorer's score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}"
+        )
+    wrong = {name: value for name, value in score.items() if not fits(value)}
+    if wrong:
+        raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")
+    return {name: float(value) for name, value in score.items()}
+
+
+def _as_base64(images: Any, name: str) -> list[str]:
+    if not isinstance(images, list | tuple):
+        raise ConfigurationError(
+            f"the column {name!r} must hold a list of images, not {type(images).__name__}"
+        )
+    try:
+        encoded = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in images]
+        for image in encoded:
+            base64.b64decode(image, validate=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"an image of {name!r} is neither bytes nor base64: {error}") from error
+    return encoded
