@@ -20,7 +20,12 @@ def questions(count: int = 8) -> list[Question]:
     ]
 
 
-def config(**changes) -> BatchConfig:
+def engine(**script) -> FakeGeneration:
+    """Members of a group have 1, 2, 3, ... tokens, so that rewards (lengths) differ, unless the script says otherwise."""
+    return FakeGeneration(**{"length": lambda ordinal, member: 1 + member, **script})
+
+
+def batcher_of(generation, reward=None, reference=None, num_ranks=1, **changes) -> ExperienceBatcher:
     """Three steps of two groups of four."""
     settings = dict(
         num_training_batches=3,
@@ -30,33 +35,28 @@ def config(**changes) -> BatchConfig:
         experience_timeout_s=5.0,
         infinite_sampler_seed=0,
     )
-    return BatchConfig(**{**settings, **changes})
+    verification = FakeVerification(reward) if reward else FakeVerification()
+    config = BatchConfig(**settings | changes)
+    return ExperienceBatcher(config, questions(), generation, verification, reference, num_ranks=num_ranks)
 
 
-def by_member(ordinal: int, member: int) -> int:
-    return 1 + member  # so that rewards (lengths) differ within a group
-
-
-async def train(
-    batcher: ExperienceBatcher, generation: FakeGeneration, steps: int
-) -> list[tuple[list, StepEnd]]:
+async def train(batcher: ExperienceBatcher, steps: int = 1) -> list[tuple[list, StepEnd]]:
     """Be the trainer: take each step's messages, then make the new version live."""
+    await batcher.start()
     taken = []
     for _ in range(steps):
         batches = []
         while isinstance(message := await batcher.next_message(0), MicroBatch):
             batches.append(message)
         taken.append((batches, message))
-        generation.live = message.step + 1
+        batcher.generation.live = message.step + 1
         await batcher.weights_live(message.step + 1)
     return taken
 
 
 async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound():
-    generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(config(), questions(), generation, FakeVerification())
-    await batcher.start()
-    steps = await train(batcher, generation, 3)
+    generation = engine()
+    steps = await train(batcher_of(generation), 3)
     assert [end.step for _, end in steps] == [0, 1, 2]
     for batches, end in steps:
         assert end.num_samples == 8 == sum(batch.num_sequences for batch in batches)
@@ -67,10 +67,7 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
 
 
 async def test_without_staleness_every_sample_is_of_the_policy_being_trained():
-    generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(config(max_staleness=0), questions(), generation, FakeVerification())
-    await batcher.start()
-    for batches, end in await train(batcher, generation, 3):
+    for batches, end in await train(batcher_of(engine(), max_staleness=0), 3):
         assert end.stats["staleness_max"] == 0
         assert {v for batch in batches for v in batch.versions[batch.loss_mask]} == {end.step}
 
@@ -83,20 +80,16 @@ async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_
             await asyncio.sleep(0.3)
             return await super().take_stats()
 
-    generation = Silent(length=by_member, delay=lambda ordinal, member: 0.0)
-    batcher = ExperienceBatcher(config(num_training_batches=2), questions(), generation, FakeVerification())
-    await batcher.start()
+    batcher = batcher_of(Silent(), num_training_batches=2)
+    training = asyncio.create_task(train(batcher, 2))
     await asyncio.sleep(0.15)  # both steps are generated and scored meanwhile
     assert batcher.steps.step == 2
-    steps = [(len(batches), end.step) for batches, end in await train(batcher, generation, 2)]
-    assert steps == [(1, 0), (1, 1)]
+    assert [(len(batches), end.step) for batches, end in await training] == [(1, 0), (1, 1)]
 
 
 async def test_while_a_whole_minibatch_is_computed_no_group_of_the_next_step_comes_in_between():
     """A batch-coupled estimator works in a thread; the groups that finish meanwhile wait for it."""
-    generation = FakeGeneration(length=by_member)
-    made = config(num_training_batches=2, advantage_estimator="reinforce_plus_plus")
-    batcher = ExperienceBatcher(made, questions(), generation, FakeVerification())
+    batcher = batcher_of(engine(), num_training_batches=2, advantage_estimator="reinforce_plus_plus")
     offer, at_once = batcher.steps.offer, []
 
     def slowly(group):
@@ -108,13 +101,12 @@ async def test_while_a_whole_minibatch_is_computed_no_group_of_the_next_step_com
         return events
 
     batcher.steps.offer = slowly
-    await batcher.start()
-    assert [end.step for _, end in await train(batcher, generation, 2)] == [0, 1]
+    assert [end.step for _, end in await train(batcher, 2)] == [0, 1]
 
 
 async def test_with_staleness_one_the_next_step_is_generated_while_this_one_trains():
-    generation = FakeGeneration()
-    batcher = ExperienceBatcher(config(max_staleness=1), questions(), generation, FakeVerification())
+    generation = engine()
+    batcher = batcher_of(generation, max_staleness=1)
     await batcher.start()
     while not isinstance(await batcher.next_message(0), StepEnd):
         pass  # step 0 is with the trainer, and stays there
@@ -130,18 +122,13 @@ async def test_a_completion_is_scored_while_its_siblings_still_generate():
         scored_at.append(asyncio.get_running_loop().time() - started)
         return 1.0
 
-    slow = FakeGeneration(delay=lambda ordinal, member: 0.5 * (member == 3))
-    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), slow, FakeVerification(note))
-    await batcher.start()
-    await batcher.next_message(0)
+    slow = engine(delay=lambda ordinal, member: 0.5 * (member == 3))
+    await train(batcher_of(slow, note, num_training_batches=1))
     assert sorted(scored_at)[5] < 0.4 < sorted(scored_at)[6]  # 2 groups: 6 quick ones, 2 slow ones
 
 
 async def test_advantages_are_those_of_the_group_by_hand():
-    generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), generation, FakeVerification())
-    await batcher.start()
-    batch = await batcher.next_message(0)
+    (((batch,), _),) = await train(batcher_of(engine(), num_training_batches=1))
     # rewards 1, 2, 3, 4: mean 2.5, sample standard deviation sqrt(5 / 3) = 1.2910
     per_sequence = {
         int(n): batch.advantages[e - 1]
@@ -155,68 +142,45 @@ async def test_a_failed_reward_is_no_zero_it_leaves_baseline_and_loss(status):
     def reward(sample: dict) -> float | RewardStatus:
         return status if len(sample["completion"]) == 4 else float(len(sample["completion"]))
 
-    generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(
-        config(num_training_batches=1), questions(), generation, FakeVerification(reward)
-    )
-    await batcher.start()
-    ((batches, end),) = await train(batcher, generation, 1)
-    assert sorted(np.diff(batches[0].cu_seqlens)) == [
-        2,
-        2,
-        3,
-        3,
-        4,
-        4,
-    ]  # prompt + 1, 2, 3 tokens; the 4s are gone
+    (((batch,), end),) = await train(batcher_of(engine(), reward, num_training_batches=1))
+    # prompt + 1, 2, 3 tokens; the 4s are gone
+    assert sorted(np.diff(batch.cu_seqlens)) == [2, 2, 3, 3, 4, 4]
     assert end.stats[f"num_reward_{status.value}"] == 2 and end.stats["avg_reward"] == 2.0  # of 1, 2, 3
-    assert sorted({round(float(a), 3) for a in batches[0].advantages}) == [-1.0, 0.0, 1.0]
+    assert sorted({round(float(a), 3) for a in batch.advantages}) == [-1.0, 0.0, 1.0]
+
+
+class Truncating(FakeGeneration):
+    """The members from a certain one on are truncated."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    async def _complete(self, ordinal: int, member: int):
+        return completion(1 + member, self.live, truncated=member >= self.first)
 
 
 async def test_truncated_samples_count_in_the_baseline_but_not_in_the_loss():
-    class Truncating(FakeGeneration):
-        async def _complete(self, ordinal: int, member: int):
-            return completion(1 + member, self.live, truncated=member == 3)
+    (((batch,), end),) = await train(batcher_of(Truncating(3), num_training_batches=1))
+    assert 5 not in np.diff(batch.cu_seqlens) and end.stats["perc_truncated_samples"] == 0.25
+    assert round(float(batch.advantages.min()), 4) == -1.1619  # the same as with all four
 
-    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), Truncating(), FakeVerification())
-    await batcher.start()
-    ((batches, end),) = await train(batcher, Truncating(), 1)
-    assert 5 not in np.diff(batches[0].cu_seqlens) and end.stats["perc_truncated_samples"] == 0.25
-    assert round(float(batches[0].advantages.min()), 4) == -1.1619  # the same as with all four
+
+async def test_a_step_in_which_everything_is_truncated_still_ends_with_an_alarm():
+    ((batches, end),) = await train(batcher_of(Truncating(0), num_training_batches=1, truncation_alarm=0.5))
+    assert batches == [] and end.stats["samples_trained"] == 0
+    assert end.stats["perc_with_0_advantage"] is None
+    assert "100% of the completions were truncated" in end.stats["alarms"][0]
 
 
 async def test_a_whole_step_without_a_single_reward_ends_the_run_and_says_why():
-    failing = FakeVerification(lambda sample: RewardStatus.FAILED)
-    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), FakeGeneration(), failing)
-    await batcher.start()
-    with pytest.raises(
-        RunFailed, match="not one of the 8 samples of step 0 could be scored; the first reason: as scripted"
-    ):
-        await batcher.next_message(0)
-
-
-async def test_a_step_in_which_everything_is_truncated_still_ends():
-    class Truncating(FakeGeneration):
-        async def _complete(self, ordinal: int, member: int):
-            return completion(1 + member, self.live, truncated=True)
-
-    batcher = ExperienceBatcher(config(num_training_batches=1), questions(), Truncating(), FakeVerification())
-    await batcher.start()
-    end = await batcher.next_message(0)
-    assert (
-        isinstance(end, StepEnd)
-        and end.stats["samples_trained"] == 0
-        and end.stats["perc_with_0_advantage"] is None
-    )
+    said = "not one of the 8 samples of step 0 could be scored; the first reason: as scripted"
+    with pytest.raises(RunFailed, match=said):
+        await train(batcher_of(engine(), lambda sample: RewardStatus.FAILED))
 
 
 async def test_the_reference_log_probs_reach_the_micro_batch():
-    generation = FakeGeneration()
-    batcher = ExperienceBatcher(
-        config(num_training_batches=1), questions(), generation, FakeVerification(), FakeLogprobs(-2.0)
-    )
-    await batcher.start()
-    batch = await batcher.next_message(0)
+    (((batch,), _),) = await train(batcher_of(engine(), reference=FakeLogprobs(-2.0), num_training_batches=1))
     assert set(batch.ref_logprobs[batch.loss_mask]) == {-2.0} and batch.proximal_logprobs is None
 
 
@@ -224,9 +188,7 @@ async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
     def broken(sample: dict) -> float:
         raise ZeroDivisionError("in the verifier")
 
-    batcher = ExperienceBatcher(
-        config(), questions(), FakeGeneration(), FakeVerification(broken), num_ranks=2
-    )
+    batcher = batcher_of(engine(), broken, num_ranks=2)
     await batcher.start()
     for rank in (0, 1):
         with pytest.raises(RunFailed, match="ZeroDivisionError: in the verifier"):
@@ -234,36 +196,31 @@ async def test_an_error_in_a_rollout_reaches_every_rank_by_name():
 
 
 async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
-    stuck = FakeGeneration(delay=lambda ordinal, member: 3600)
-    batcher = ExperienceBatcher(config(experience_timeout_s=0.2), questions(), stuck, FakeVerification())
-    await batcher.start()
-    with pytest.raises(
-        DeadlineExceeded, match=r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"
-    ):
-        await batcher.next_message(0)
+    stuck = engine(delay=lambda ordinal, member: 3600)
+    batcher = batcher_of(stuck, experience_timeout_s=0.2)
+    said = r"rank 0 waited 0 s .* for step 0: 16 sequences are generating"
+    with pytest.raises(DeadlineExceeded, match=said):
+        await train(batcher)
     await batcher.close()
     assert stuck.cancelled == 16  # requests are aborted, not left to decode
 
 
 async def test_evaluation_runs_beside_training_and_touches_no_budget():
-    generation = FakeGeneration(length=by_member)
-    batcher = ExperienceBatcher(config(), questions(), generation, FakeVerification())
+    batcher = batcher_of(engine())
     result = await batcher.evaluate(questions(3), count=4)
     assert result["num_samples"] == 12 and result["avg_reward"] == 2.5 and batcher.budget.alive == 0
     assert result["samples"][0]["input"] == "q0"
 
 
 async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
-    generation = FakeGeneration(delay=lambda ordinal, member: 0.1)
-    batcher = ExperienceBatcher(
-        config(num_training_batches=2, max_staleness=0), questions(), generation, FakeVerification()
-    )
+    slow = engine(delay=lambda ordinal, member: 0.1)
+    batcher = batcher_of(slow, num_training_batches=2, max_staleness=0)
     await batcher.start()
     while not isinstance(message := await batcher.next_message(0), StepEnd):
         pass
     assert message.stats["engine_busy_s"] == pytest.approx(0.1, abs=0.08)
     await asyncio.sleep(0.3)  # the trainer takes its time; the budget allows nothing
-    generation.live = 1
+    slow.live = 1
     await batcher.weights_live(1)
     while not isinstance(message := await batcher.next_message(0), StepEnd):
         pass
@@ -274,63 +231,34 @@ async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
 async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_step_gets_smaller():
     # Prompts 1 and 2 give equal rewards in the group, the others do not
     generation = FakeGeneration(length=lambda ordinal, member: 3 if ordinal in (1, 2) else 1 + member)
-    batcher = ExperienceBatcher(
-        config(zero_variance="resample", max_resamples=3), questions(), generation, FakeVerification()
-    )
-    await batcher.start()
-    steps = await train(batcher, generation, 3)
-    assert [end.num_groups for _, end in steps] == [2, 2, 2] and [end.num_samples for _, end in steps] == [
-        8,
-        8,
-        8,
-    ]
+    steps = await train(batcher_of(generation, zero_variance="resample", max_resamples=3), 3)
+    assert [(end.num_groups, end.num_samples) for _, end in steps] == [(2, 8)] * 3
     assert sum(end.stats["prompts_resampled"] for _, end in steps) == 2
     assert sum(end.stats["groups_without_signal"] for _, end in steps) == 0
     assert len(generation.asked) == 8 and max(end.stats["staleness_max"] for _, end in steps) <= 1
 
 
 async def test_resampling_ends_where_nothing_has_signal_and_says_so():
-    generation = FakeGeneration()  # every completion has 3 tokens: every reward is the same
-    batcher = ExperienceBatcher(
-        config(zero_variance="resample", max_resamples=2), questions(), generation, FakeVerification()
-    )
-    await batcher.start()
-    steps = await train(batcher, generation, 3)
+    equal = FakeGeneration()  # every completion has 3 tokens: every reward is the same
+    steps = await train(batcher_of(equal, zero_variance="resample", max_resamples=2), 3)
     assert [end.stats["groups_without_signal"] for _, end in steps] == [2, 2, 2]
     assert [end.stats["prompts_resampled"] for _, end in steps] == [4, 4, 4]
 
 
-async def test_a_solved_question_is_drawn_no_more():
-    generation = FakeGeneration(length=by_member)
-
+@pytest.mark.parametrize(("bound", "retired"), [(0.75, 1), (0.76, 0)])
+async def test_a_question_whose_group_reaches_the_mean_reward_is_drawn_no_more(bound, retired):
+    """Groups of 0.25, 0.5, 0.75 and 1.0 (mean 0.625) and, for one question, of 0.5 and 1.0 (0.75)."""
     answers = {}
 
     def reward(sample: dict) -> float:
         answers[sample["group_id"]] = sample["answer"]
-        return 1.0 if sample["answer"] == "3" else float(len(sample["completion"]) % 2)
-
-    settings = config(num_training_batches=16, retire_solved_above=0.9, max_staleness=0)
-    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification(reward))
-    await batcher.start()
-    steps = await train(batcher, generation, 16)
-    drawn = list(answers.values())
-    assert drawn.count("3") == 1 and steps[-1][1].stats["questions_retired"] == 1
-    assert len(drawn) == 32
-
-
-async def test_what_retires_a_question_is_the_mean_reward_of_its_group_and_reaching_the_bound_is_enough():
-    """Groups of 0.25, 0.5, 0.75 and 1.0 (mean 0.625) and, for one question, of 0.5 and 1.0 (0.75)."""
-    generation = FakeGeneration(length=by_member)
-
-    def reward(sample: dict) -> float:
         length = len(sample["completion"])
         return (0.5 if length % 2 else 1.0) if sample["answer"] == "3" else length / 4
 
-    settings = config(num_training_batches=8, retire_solved_above=0.75, max_staleness=0)
-    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification(reward))
-    await batcher.start()
-    steps = await train(batcher, generation, 8)
-    assert steps[-1][1].stats["questions_retired"] == 1
+    settings = dict(num_training_batches=16, retire_solved_above=bound, max_staleness=0)
+    steps = await train(batcher_of(engine(), reward, **settings), 16)
+    assert steps[-1][1].stats["questions_retired"] == retired
+    assert len(answers) == 32 and list(answers.values()).count("3") == (1 if retired else 4)
 
 
 async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt():
@@ -342,24 +270,9 @@ async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt(
             async for one in super().generate(prompt, count):
                 yield one
 
-    generation = Greedy(length=by_member)
-    settings = config(num_training_batches=1, advantage_estimator="remax")
-    batcher = ExperienceBatcher(settings, questions(), generation, FakeVerification())
-    await batcher.start()
-    ((batches, _),) = await train(batcher, generation, 1)
+    generation = Greedy(length=lambda ordinal, member: 1 + member)
+    settings = dict(num_training_batches=1, advantage_estimator="remax")
+    (((batch,), _),) = await train(batcher_of(generation, **settings))
     assert sorted(asked) == [(1, True), (1, True), (4, False), (4, False)]
     # rewards 1, 2, 3, 4 less the greedy completion's 1
-    assert sorted({float(a) for a in batches[0].advantages}) == [0.0, 1.0, 2.0, 3.0]
-
-
-async def test_a_step_of_truncated_completions_raises_an_alarm():
-    class Truncating(FakeGeneration):
-        async def _complete(self, ordinal: int, member: int):
-            return completion(3, self.live, truncated=member > 0)
-
-    settings = config(num_training_batches=1, truncation_alarm=0.5)
-    batcher = ExperienceBatcher(settings, questions(), Truncating(), FakeVerification())
-    await batcher.start()
-    while not isinstance(end := await batcher.next_message(0), StepEnd):
-        pass
-    assert "75% of the completions were truncated" in end.stats["alarms"][0]
+    assert sorted({float(a) for a in batch.advantages}) == [0.0, 1.0, 2.0, 3.0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError, StalenessViolated
 from async_grpo.experience.packing import Packer, pack
-from async_grpo.experience.staleness import Event, StalenessBudget, StepAssembler, StepComplete
+from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
 from async_grpo.testing import completion
 from async_grpo.types import PROMPT_TOKEN, Group, Prompt, RewardStatus, Sample, Verdict
 
@@ -33,12 +33,9 @@ def group(ordinal: int, lengths: list[int], version: int = 0) -> Group:
 class AsTheyCome:
     """Samples that have their advantages already."""
 
-    def __init__(self, group_local: bool = True) -> None:
-        self.group_local = group_local
-        self.calls: list[tuple[int, list[int]]] = []
+    group_local = True
 
     def __call__(self, groups, step):
-        self.calls.append((step, [group.sequence_number for group in groups]))
         return list(groups)
 
 
@@ -60,7 +57,7 @@ def test_a_sample_that_can_never_fit_is_refused_with_the_numbers():
         Packer(1, 10).add(sample(0, 2, 10))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
     num_ranks=st.integers(1, 4),
@@ -82,19 +79,11 @@ def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(
     assert packer.flush() is None
 
 
-def run_assembler(order: list[int], groups_per_step: int, num_ranks: int, seed: int) -> list[Event]:
-    draw = random.Random(seed)
-    assembler = StepAssembler(
-        groups_per_step, max_staleness=10**6, packer=Packer(num_ranks, 40), advantages=AsTheyCome()
-    )
-    return [
-        event
-        for ordinal in order
-        for event in assembler.offer(group(ordinal, [draw.randint(1, 9) for _ in range(3)]))
-    ]
+def assembler_of(groups_per_step: int, max_staleness: int, num_ranks=1, max_tokens=40) -> StepAssembler:
+    return StepAssembler(groups_per_step, max_staleness, Packer(num_ranks, max_tokens), AsTheyCome())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.integers(1, 5),
     groups_per_step=st.integers(1, 4),
@@ -104,10 +93,11 @@ def run_assembler(order: list[int], groups_per_step: int, num_ranks: int, seed: 
 def test_whatever_the_order_of_arrival_each_step_trains_exactly_its_own_groups(
     steps, groups_per_step, num_ranks, seed
 ):
-    order = list(range(steps * groups_per_step))
-    random.Random(seed).shuffle(order)
-    step, seen = 0, []
-    for event in run_assembler(order, groups_per_step, num_ranks, seed):
+    draw, order = random.Random(seed), list(range(steps * groups_per_step))
+    draw.shuffle(order)
+    assembler, step, seen = assembler_of(groups_per_step, 10**6, num_ranks), 0, []
+    groups = [group(ordinal, [draw.randint(1, 9) for _ in range(3)]) for ordinal in order]
+    for event in [event for finished in groups for event in assembler.offer(finished)]:
         if isinstance(event, StepComplete):
             wanted = set(range(step * groups_per_step, (step + 1) * groups_per_step))
             assert event.step == step and set(seen) == wanted and len(seen) == 3 * groups_per_step
@@ -119,9 +109,7 @@ def test_whatever_the_order_of_arrival_each_step_trains_exactly_its_own_groups(
 
 
 def test_ranks_start_on_the_first_full_micro_batch_not_at_the_end_of_the_step():
-    assembler = StepAssembler(
-        groups_per_step=4, max_staleness=0, packer=Packer(num_ranks=1, max_tokens=20), advantages=AsTheyCome()
-    )
+    assembler = assembler_of(4, 0, max_tokens=20)
     assert assembler.offer(group(0, [8])) == []
     assert assembler.offer(group(1, [8])) == []
     (early,) = assembler.offer(group(2, [8]))  # 30 tokens do not fit 20: the first two leave
@@ -129,7 +117,7 @@ def test_ranks_start_on_the_first_full_micro_batch_not_at_the_end_of_the_step():
 
 
 def test_samples_left_out_of_the_loss_still_count_for_their_step():
-    assembler = StepAssembler(1, 0, Packer(2, 40), AsTheyCome())
+    assembler = assembler_of(1, 0, num_ranks=2)
     untrained = Group(Prompt(0, np.ones(1, np.int32), {}), (sample(0, 1, 3, trained=False),), 0, 0)
     (closed,) = assembler.offer(untrained)
     assert isinstance(closed, StepComplete) and len(closed.groups) == 1
@@ -139,7 +127,7 @@ def test_samples_left_out_of_the_loss_still_count_for_their_step():
     ("step", "version", "fine"), [(1, 0, True), (1, 1, True), (2, 0, False), (1, 2, False)]
 )
 def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, version, fine):
-    assembler = StepAssembler(1, max_staleness=1, packer=Packer(1, 40), advantages=AsTheyCome())
+    assembler = assembler_of(1, 1)
     for earlier in range(step):
         assembler.offer(group(earlier, [1], version=earlier))
     if fine:
@@ -159,7 +147,7 @@ def test_the_budget_alone_keeps_every_group_fresh_under_random_finishing_times(
     async def scenario() -> None:
         draw, ages = random.Random(seed), []
         budget = StalenessBudget(groups_per_step, max_staleness)
-        assembler = StepAssembler(groups_per_step, max_staleness, Packer(1, 100), AsTheyCome())
+        assembler = assembler_of(groups_per_step, max_staleness)
         running: list[tuple[int, int]] = []
         ordinal, total = 0, 6 * groups_per_step
         while assembler.step < 6:

@@ -1,10 +1,10 @@
-"""Alarms: evidence of several steps, and none from a reward that everybody earns."""
+"""Alarms: evidence of several steps, and none from a reward that everybody earns. And what engines were allowed to do."""
 
 import pytest
 
 from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.experience.config import BatchConfig
-from async_grpo.experience.step_metrics import StepAlarms
+from async_grpo.experience.step_metrics import EngineUtilization, StepAlarms
 from async_grpo.rewards.config import RewardConfig
 
 
@@ -48,3 +48,17 @@ def test_calls_that_fail_are_an_alarm_at_once():
     assert alarms.of_step([], {"judge": {"ok": 8, "timed_out": 2, "first_reason": "slow"}}) == [
         "judge: 2 of 10 calls failed (slow)"
     ]
+
+
+def test_every_report_is_of_the_time_since_the_last_one_alone():
+    now = 0.0
+    utilization = EngineUtilization(lambda: now)
+    now = 2.0
+    utilization.set(sequences=0, free_slots=0)
+    now = 3.0
+    first = utilization.take(busy=[(0.5, 1.5)])
+    assert first == {"engine_busy_s": 1.0, "engine_allowed_s": 2.0, "wait_generation_budget_s": 1.0}
+    utilization.set(sequences=4, free_slots=0)
+    now = 7.0
+    second = utilization.take(busy=[(4.0, 5.0)])
+    assert second == {"engine_busy_s": 1.0, "engine_allowed_s": 4.0, "wait_generation_budget_s": 0.0}
