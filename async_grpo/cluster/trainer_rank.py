@@ -25,7 +25,7 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
-from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.training.trainer import Trainer
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.publisher import Canary
 from async_grpo.weights.transports import get_transport
@@ -104,7 +104,6 @@ def _run_loop(
         ),
         ranks=ranks,
         num_steps=config.num_steps,
-        progress=Progress(),
         hook=experience,
     ).run()
 

@@ -20,7 +20,6 @@ from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.groups import (
     mean_reward,
-    num_scored,
     reward_sample,
     wants_refill,
     with_group_mean,
@@ -71,7 +70,7 @@ class ExperienceBatcher:
         self._offering = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._sequences = 0  # admitted and still generating
-        self._samples_done = 0
+        self._samples_done = 0  # whose step has ended
 
     # What the trainer calls -------------------------------------------------------------------------------------
 
@@ -112,11 +111,7 @@ class ExperienceBatcher:
         self._generating(0)
 
     async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
-        """Generate and score `count` completions of every question, outside the staleness budget.
-
-        Returns:
-            The reward statistics over all samples, `num_samples`, and `samples` as text.
-        """
+        """Reward statistics of `count` completions of every question, outside the staleness budget; `samples` as text."""
         prompts = [Prompt(-1 - number, q.token_ids, q.row) for number, q in enumerate(questions)]
         scored = await asyncio.gather(
             *(self._generate_and_score(prompt, count, evaluation=True) for prompt in prompts)
@@ -144,14 +139,11 @@ class ExperienceBatcher:
         for resampled in range(self.config.max_resamples + 1):
             group = replace(await self._one_group(next(self.cursor), number), resampled=resampled)
             self._retire_if_solved(group)
-            if not self._wants_another(group):
+            teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
+            if teaches and not wants_refill(group, self.facts.failure_policies):
                 break
         group = with_group_mean(group, self.facts.failure_policies, self.config.min_valid_samples)
         await self._offer(await self._add_logprobs(group))
-
-    def _wants_another(self, group: Group) -> bool:
-        teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
-        return not teaches or wants_refill(group, self.facts.failure_policies)
 
     async def _one_group(self, prompt: Prompt, number: int) -> Group:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
@@ -180,23 +172,16 @@ class ExperienceBatcher:
             raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
         finally:
             self._generating(len(scoring) - count)
-        samples = tuple(task.result() for task in scoring)
-        if self.facts.whole_groups and not greedy:
-            return await self._post_processed(samples, evaluation)
-        return samples
-
-    async def _post_processed(self, samples: tuple[Sample, ...], evaluation: bool) -> tuple[Sample, ...]:
-        """The same group with the verdicts that its rewards give when they see all of it."""
-        seen = [reward_sample(sample.prompt, sample.completion) for sample in samples]
-        said = [sample.verdict for sample in samples]
-        verdicts = await self.verification.post_process(seen, said, evaluation=evaluation)
+        samples = [task.result() for task in scoring]
+        verdicts = [sample.verdict for sample in samples]
+        if self.facts.whole_groups and not greedy:  # a reward looks at all of the group
+            seen = [reward_sample(prompt, sample.completion) for sample in samples]
+            verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
     def _retire_if_solved(self, group: Group) -> None:
-        reward, above = mean_reward(group), self.config.retire_solved_above
-        if above is None or reward is None or num_scored(group) < self.config.min_valid_samples:
-            return
-        if reward >= above:
+        reward, above = mean_reward(group, self.config.min_valid_samples), self.config.retire_solved_above
+        if above is not None and reward is not None and reward >= above:
             self.cursor.retire(group.prompt)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:

@@ -29,10 +29,10 @@ def num_scored(group: Group) -> int:
     return sum(sample.verdict.status is RewardStatus.OK for sample in group.samples)
 
 
-def mean_reward(group: Group) -> float | None:
-    """Of the samples that have one; None if none has."""
+def mean_reward(group: Group, min_valid: int) -> float | None:
+    """Of the samples that have one; None if they are fewer than `min_valid` (or none at all)."""
     rewards = [sample.verdict.reward for sample in group.samples if sample.verdict.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
+    return sum(rewards) / len(rewards) if len(rewards) >= max(min_valid, 1) else None
 
 
 # A reward that could not be had is never a silent zero. By the adapter that failed (`--on-reward-failure`) it masks its
@@ -42,16 +42,14 @@ def mean_reward(group: Group) -> float | None:
 
 def wants_refill(group: Group, policies: Mapping[str, str]) -> bool:
     """Whether one of its failures asks for another group in its place."""
-    verdicts = [sample.verdict for sample in group.samples]
-    if group.baseline is not None:
-        verdicts.append(group.baseline)
-    return any(policies.get(culprit) == "refill" for verdict in verdicts for culprit in _culprits(verdict))
+    verdicts = [group.baseline, *(sample.verdict for sample in group.samples)]
+    culprits = {culprit for verdict in verdicts if verdict is not None for culprit in _culprits(verdict)}
+    return any(policies.get(culprit) == "refill" for culprit in culprits)
 
 
 def with_group_mean(group: Group, policies: Mapping[str, str], min_valid: int) -> Group:
     """The group with its mean reward where all failures of a sample ask for it, if `min_valid` others have one."""
-    mean = mean_reward(group)
-    if mean is None or num_scored(group) < min_valid:
+    if (mean := mean_reward(group, min_valid)) is None:
         return group
     samples = []
     for sample in group.samples:

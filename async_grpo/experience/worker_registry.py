@@ -30,10 +30,8 @@ class Member:
 
     def load_with(self, sequences: int, tokens: int) -> float:
         """The fuller of its two resources once it also had this work."""
-        return max(
-            (self.sequences + sequences) / self.info.max_sequences,
-            (self.tokens + tokens) / self.info.max_tokens,
-        )
+        sequences, tokens = self.sequences + sequences, self.tokens + tokens
+        return max(sequences / self.info.max_sequences, tokens / self.info.max_tokens)
 
 
 # (workers with room for it, sequences, tokens of all of them) -> the one that gets the work
@@ -154,20 +152,16 @@ class WorkerRegistry:
         lease.member.tokens -= sequences * lease.tokens_each
         self._tell_first()
 
-    def largest_capacity(self) -> int:
-        """Sequences that the largest registered worker takes at once (0: none is registered)."""
-        return max((member.info.max_sequences for member in self._members.values()), default=0)
-
     def _tell_first(self) -> None:
         if self._line:
             self._line[0].set()
 
     def _refuse_impossible(self, sequences: int) -> None:
-        if self._members and sequences > self.largest_capacity():
+        largest = max((member.info.max_sequences for member in self._members.values()), default=sequences)
+        if sequences > largest:
             raise ConfigurationError(
-                f"{sequences} sequences at once fit no {self.kind} worker: the largest takes "
-                f"{self.largest_capacity()} (--max_num_seqs + --overhead_seqs). Raise these, or lower "
-                "--samples-per-question"
+                f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {largest} "
+                "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question"
             )
 
     def _refuse_deserted(self) -> None:

@@ -58,14 +58,6 @@ class StepClock:
 
 
 @dataclass
-class Progress:
-    """Where the run stands. `version`: optimizer steps completed. What a resume would restore."""
-
-    version: int = 0
-    samples: int = 0
-
-
-@dataclass
 class Trainer:
     """Runs `num_steps` optimizer steps on this rank; every rank runs the same calls in the same order."""
 
@@ -77,23 +69,24 @@ class Trainer:
     checkpoints: CheckpointWriter
     ranks: Ranks
     num_steps: int
-    progress: Progress
     hook: StepHook | None = None
+    version: int = 0  # optimizer steps completed
+    samples: int = 0  # trained on
 
     def run(self) -> None:
         """Publish the first weights, train to `num_steps`, and leave a checkpoint of the last ones."""
-        self.publisher.publish(self.policy, self.progress.version, self_test=True)
+        self.publisher.publish(self.policy, self.version, self_test=True)
         self.source.start()
-        while self.progress.version < self.num_steps:
+        while self.version < self.num_steps:
             clock = StepClock(self.ranks)
             end = self._accumulate_until_step_end(clock)
             metrics = self._take_step(clock, end)
             with clock.measure("publishing_weights"):
-                metrics |= self.publisher.publish(self.policy, self.progress.version, self_test=False)
+                metrics |= self.publisher.publish(self.policy, self.version, self_test=False)
             clock.stop()
             metrics |= self._evaluate_and_save(clock)
             self._write_line(end, metrics | clock.report())
-        self.checkpoints.save_final(self.policy, self.progress.samples)
+        self.checkpoints.save_final(self.policy, self.samples)
 
     def _accumulate_until_step_end(self, clock: StepClock) -> StepEnd:
         while True:
@@ -107,15 +100,15 @@ class Trainer:
     def _take_step(self, clock: StepClock, end: StepEnd) -> dict[str, Any]:
         with clock.measure("computing"):
             metrics = self.accumulator.finish()
-        self.progress.version += 1
-        self.progress.samples += end.num_samples
+        self.version += 1
+        self.samples += end.num_samples
         return metrics
 
     def _evaluate_and_save(self, clock: StepClock) -> dict[str, float]:
         with clock.measure("evaluating"):
-            metrics = self.hook.on_step(self.progress.version) if self.hook else {}
+            metrics = self.hook.on_step(self.version) if self.hook else {}
         with clock.measure("checkpointing"):
-            self.checkpoints.save_if_due(self.policy, self.progress.samples)
+            self.checkpoints.save_if_due(self.policy, self.samples)
         return metrics
 
     def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
@@ -123,11 +116,11 @@ class Trainer:
             **end.stats,
             **metrics,
             "alarms": end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped")),
-            "step": self.progress.version,
-            "policy_version": self.progress.version,
+            "step": self.version,
+            "policy_version": self.version,
             "samples_in_batch": end.num_samples,
             "groups_in_batch": end.num_groups,
-            "total_samples_accumulated": self.progress.samples,
+            "total_samples_accumulated": self.samples,
             "samples_per_second": end.num_samples / metrics["time_per_batch"],
             "timestamp": time.time(),
         }

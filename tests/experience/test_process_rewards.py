@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.rewards.adapter.decorators import is_process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.builtin import process_reward, warmed_by
+from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown
 from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
@@ -137,21 +137,6 @@ def test_an_adapter_that_is_not_declared_must_not_return_steps(name):
     found = answer({"reward": 1.0, name: []}, declared=False)
     assert found["status"] == "failed" and found["reward"] is None
     assert f"returned {name}, but it is not declared to: decorate it with @process_reward" in found["reason"]
-
-
-@pytest.mark.parametrize("process_first", [True, False])
-def test_the_decorators_compose_in_either_order(process_first):
-    seen: list[dict] = []
-
-    def adapter(sample: dict[str, Any]) -> dict[str, Any]:
-        seen.append(sample)
-        return {"step_rewards": []}
-
-    first, second = [process_reward, warmed_by({"a": 1})][:: 1 if process_first else -1]
-    decorated = second(first(adapter))
-    decorated.warm_up()
-    assert is_process_reward(decorated) and seen == [{"a": 1}]
-    assert not is_process_reward(warmed_by({"a": 1})(lambda sample: {}))
 
 
 def test_an_adapter_that_rewrites_its_sample_is_measured_on_the_original():

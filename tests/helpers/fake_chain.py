@@ -30,7 +30,7 @@ from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
-from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.training.trainer import Trainer
 from async_grpo.types import SharedRunSettings, WorkerInfo
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.publisher import Canary
@@ -143,5 +143,4 @@ class Chain:
             checkpoints=CheckpointWriter(self.folder / "out", self.folder, ranks),
             ranks=ranks,
             num_steps=self.config.num_steps,
-            progress=Progress(),
         )

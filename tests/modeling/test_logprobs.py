@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import context_length, load_causal_lm, model_fingerprint, stop_token_ids
 from async_grpo.modeling.logprobs import chunked_logprobs
-from async_grpo.modeling.policy import PolicyModel
 
 HIDDEN, VOCAB = 8, 23
 USED = {"log-probs": (1, 0), "entropies": (0, 1), "both": (1, 1)}
@@ -45,7 +44,7 @@ def unchunked(hidden, weight, bias, targets, temperature):
     used=st.sampled_from(list(USED)),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_values_and_gradients_do_not_depend_on_the_chunk_size(
     tokens, chunk_tokens, temperature, with_bias, used, seed
 ):
@@ -63,20 +62,6 @@ def test_values_and_gradients_do_not_depend_on_the_chunk_size(
     got_grads = torch.autograd.grad(loss(got), inputs)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got_grads, expected_grads, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 100])
-def test_both_gradients_are_the_finite_differences_whichever_of_them_is_asked_for(chunk_tokens, with_bias):
-    hidden, weight, bias, targets = head_inputs(7, chunk_tokens)
-    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
-
-    def results(hidden, weight, bias=None):
-        return chunked_logprobs(hidden, weight, bias, targets, 0.7, chunk_tokens)
-
-    assert torch.autograd.gradcheck(results, inputs)  # asks for one, for both and for none of them
-    for i in range(2):
-        assert torch.autograd.gradcheck(lambda *given, i=i: results(*given)[i], inputs)
 
 
 class LogitTensors(TorchDispatchMode):
@@ -116,29 +101,6 @@ def test_bfloat16_inputs_give_float32_logprobs_of_unrounded_logits():
     torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
     (got + entropies).sum().backward()
     assert hidden.grad.dtype is weight.grad.dtype is torch.bfloat16
-
-
-def test_nothing_needed_still_reaches_the_whole_network_in_the_backward():
-    policy = PolicyModel(tiny_model())
-    ids = torch.arange(4)
-    logprobs, _ = policy(ids, torch.tensor([0, 4]), torch.zeros(4, dtype=torch.bool), 1.0)
-    logprobs.sum().backward()
-    assert logprobs.count_nonzero() == 0
-    assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in policy.parameters())
-
-
-def test_the_entropys_gradient_reaches_every_weight_of_the_policy():
-    policy, eager = PolicyModel(tiny_model(), chunk_tokens=4), tiny_model()
-    eager.set_attn_implementation("eager")
-    sequences = [torch.arange(6), torch.arange(20, 33)]
-    ids, bounds = torch.cat(sequences), torch.tensor([0, 6, 19])
-    policy(ids, bounds, torch.ones(19, dtype=torch.bool), 0.8)[1].sum().backward()
-    for sequence in sequences:
-        logits = eager(sequence[None]).logits[0, :-1] / 0.8
-        torch.distributions.Categorical(logits=logits).entropy().sum().backward()
-    for (name, expected), got in zip(eager.named_parameters(), policy.parameters(), strict=True):
-        difference = (got.grad - expected.grad).norm() / expected.grad.norm()
-        assert difference < 1e-5, name
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import load_causal_lm, model_fingerprint, stop_token_ids
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training import checkpoint
 from async_grpo.training.checkpoint import VALUE_HEAD_FILE, CheckpointWriter, load_value_head
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.sharding import shard_policy
@@ -80,22 +79,6 @@ def test_whoever_may_read_its_settings_may_read_its_weights(tmp_path, source, ra
     assert modes == {(folder / "config.json").stat().st_mode}
 
 
-def test_a_checkpoint_that_was_cut_short_is_not_there(tmp_path, source, ranks, monkeypatch):
-    policy = shard_policy(PolicyModel(tiny_model()), ranks)
-    saving = writer(tmp_path, source, ranks)
-
-    def disk_full(*_):
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "copyfile", disk_full)
-        with pytest.raises(OSError, match="no space"):
-            saving.save(policy, 10)
-    assert not list((tmp_path / "out" / "hf_format").glob("samples_*"))
-    saving.save(policy, 20)
-    assert [path.name for path in (tmp_path / "out" / "hf_format").iterdir()] == ["samples_20"]
-
-
 def policy_with_a_critic(seed=0):
     torch.manual_seed(seed)
     policy = PolicyModel(tiny_model(), value_head=True)
@@ -151,14 +134,20 @@ def test_a_critic_that_does_not_fit_is_refused(tmp_path, content, complaint):
         load_value_head(policy, tmp_path)
 
 
-def test_a_checkpoint_whose_critic_was_cut_short_is_not_there(tmp_path, source, ranks, monkeypatch):
+@pytest.mark.parametrize("broken", ["shutil.copyfile", "save_file"])
+def test_a_checkpoint_that_was_cut_short_is_not_there(tmp_path, source, ranks, monkeypatch, broken):
+    policy, saving = shard_policy(policy_with_a_critic(), ranks), writer(tmp_path, source, ranks)
+
     def disk_full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", disk_full)
-    with pytest.raises(OSError, match="no space"):
-        writer(tmp_path, source, ranks).save(shard_policy(policy_with_a_critic(), ranks), 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"async_grpo.training.checkpoint.{broken}", disk_full)
+        with pytest.raises(OSError, match="no space"):
+            saving.save(policy, 10)
     assert not list((tmp_path / "out" / "hf_format").glob("samples_*"))
+    saving.save(policy, 20)
+    assert [path.name for path in (tmp_path / "out" / "hf_format").iterdir()] == ["samples_20"]
 
 
 def test_only_the_newest_are_kept_and_foreign_folders_are_left_alone(tmp_path, source, ranks):

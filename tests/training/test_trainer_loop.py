@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.training.distributed import distributed_run
-from async_grpo.training.trainer import Progress, Trainer
+from async_grpo.training.trainer import Trainer
 from async_grpo.types import StepEnd, dummy_micro_batch
 
 BATCH = dummy_micro_batch(token_id=1)
@@ -73,12 +75,9 @@ def ranks():
         yield ranks
 
 
-def trainer(script, ranks, num_steps, progress=None, **roles):
+def trainer(script, ranks, num_steps, **roles):
     default = dict.fromkeys(("accumulator", "source", "publisher", "metrics", "checkpoints", "hook"), script)
-    progress = progress or Progress()
-    return Trainer(
-        policy="the policy", ranks=ranks, num_steps=num_steps, progress=progress, **(default | roles)
-    )
+    return Trainer(policy="the policy", ranks=ranks, num_steps=num_steps, **(default | roles))
 
 
 def test_two_steps_in_order(ranks):
@@ -120,28 +119,7 @@ def test_a_step_that_trained_nothing_is_an_alarm(ranks):
     assert [alarm.split(":")[0] for alarm in script.lines[1]["alarms"]] == ["the step trained nothing"]
 
 
-def test_a_run_goes_on_from_where_its_progress_stands(ranks):
-    script = Script([1])
-    trainer(script, ranks, 6, Progress(version=5, samples=100)).run()
-    assert script.calls[0] == "publish 5 with self-test" and "publish 6" in script.calls
-    assert script.calls[-1] == "final save at 108"
-
-
-def test_waiting_and_computing_are_told_apart_and_intervals_are_wall_clock(ranks):
-    script = Script([2], wait_s=0.05, work_s=0.02)
-    before = time.time()
-    trainer(script, ranks, 1).run()
-    line = script.lines[0]
-    assert line["seconds_waiting_for_experience"] >= 3 * 0.05  # two micro-batches and the end of the step
-    assert 2 * 0.02 <= line["seconds_computing"] < line["time_per_batch"] - 3 * 0.05 + 0.001
-    intervals = line["compute_intervals"]
-    assert len(intervals) == 3  # two micro-batches and the optimizer step
-    assert before <= intervals[0][0] and intervals[-1][1] <= time.time() + 0.001
-    assert all(start <= end for start, end in intervals)
-    assert sum(end - start for start, end in intervals) == pytest.approx(line["seconds_computing"], abs=1e-3)
-
-
-def test_the_seconds_of_an_evaluation_and_a_checkpoint_are_told_apart_from_the_step(ranks):
+def test_the_seconds_of_a_step_are_told_apart_and_its_intervals_are_wall_clock(ranks):
     class Slow(Script):
         def on_step(self, step):
             time.sleep(0.05)
@@ -150,12 +128,18 @@ def test_the_seconds_of_an_evaluation_and_a_checkpoint_are_told_apart_from_the_s
         def save_if_due(self, policy, samples):
             time.sleep(0.1)
 
-    script = Slow([1])
+    script, before = Slow([2], wait_s=0.05, work_s=0.02), time.time()
     trainer(script, ranks, 1).run()
     line = script.lines[0]
-    assert 0.05 <= line["seconds_evaluating"] < 0.1 <= line["seconds_checkpointing"]
+    assert line["seconds_waiting_for_experience"] >= 3 * 0.05  # two micro-batches and the end of the step
+    assert line["seconds_computing"] >= 2 * 0.02
     parts = ("seconds_waiting_for_experience", "seconds_computing", "seconds_publishing_weights")
-    assert sum(line[part] for part in parts) <= line["time_per_batch"] < 0.05
+    assert sum(line[part] for part in parts) <= line["time_per_batch"]
+    assert 0.05 <= line["seconds_evaluating"] < 0.1 <= line["seconds_checkpointing"]
+    intervals = line["compute_intervals"]
+    assert len(intervals) == 3  # two micro-batches and the optimizer step
+    assert before <= intervals[0][0] and intervals[-1][1] <= time.time() + 0.001
+    assert sum(end - start for start, end in intervals) == pytest.approx(line["seconds_computing"], abs=1e-3)
 
 
 def test_only_rank_0_writes(ranks):
@@ -168,14 +152,6 @@ def test_only_rank_0_writes(ranks):
     assert "finish" in script.calls
 
 
-def test_an_error_of_the_source_ends_the_run_without_a_checkpoint(ranks):
-    script = Script([1])
-    script.messages = [BATCH]
-    with pytest.raises(IndexError):
-        trainer(script, ranks, 1).run()
-    assert script.calls[-1] == "add"
-
-
 def test_a_process_alone_is_a_world_of_one():
     with distributed_run("auto") as ranks:
         assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
@@ -186,7 +162,7 @@ def test_a_process_alone_is_a_world_of_one():
 
 def test_the_process_group_is_left_also_after_an_error():
     with pytest.raises(ZeroDivisionError), distributed_run("cpu"):
-        _ = 1 / 0
+        raise ZeroDivisionError
     assert not torch.distributed.is_initialized()
 
 
@@ -219,17 +195,12 @@ def test_a_rank_dies_with_its_launcher():
     parent.kill()
     parent.wait(timeout=10)
     deadline = time.monotonic() + 10
-    while is_running(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    still_there = is_running(child)
-    if still_there:
-        os.kill(child, signal.SIGKILL)
-    assert not still_there
-
-
-def is_running(pid):
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    except psutil.NoSuchProcess:
+        return
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
