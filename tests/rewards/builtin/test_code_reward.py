@@ -16,7 +16,7 @@ from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.sandbox.run import Sandbox
 from async_grpo.types import RewardStatus
 
-ROOT = Path(__file__).parents[3]
+PAGE = RewardRegistrySource.from_file(Path(__file__).parents[3] / "reward_registry.py")
 pytestmark = needs_network_off
 
 
@@ -56,10 +56,8 @@ def test_both_kinds_of_tests_mix():
 
 
 def test_the_prelude_goes_before_the_code():
-    row = {
-        "completion": fenced("def f(a: List[int]) -> int: return sum(a)"),
-        "tests": [{"assert": "assert f([1, 2]) == 3"}],
-    }
+    tests = [{"assert": "assert f([1, 2]) == 3"}]
+    row = {"completion": fenced("def f(a: List[int]) -> int: return sum(a)"), "tests": tests}
     assert score(row)["reward"] == 0.0
     assert score(row | {"prelude": "from typing import List"})["reward"] == 1.0
 
@@ -82,19 +80,7 @@ def test_the_code_is_the_last_python_block(text, code):
     assert code_of(text) == code
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        None,
-        [],
-        "assert f() == 1",
-        [{}],
-        [{"input": "1"}],
-        [{"assert": 1}],
-        [{"assert": "a", "input": "", "output": ""}],
-        ["x"],
-    ],
-)
+@pytest.mark.parametrize("tests", [None, [], "assert f() == 1", [{"input": "1"}], [{"assert": 1}], ["x"]])
 def test_a_row_without_usable_tests_raises_so_that_the_sample_fails(tests):
     with pytest.raises(ValueError, match="tests|test must"):
         score({"completion": "print(1)", "tests": tests})
@@ -110,9 +96,7 @@ def test_tests_that_cannot_be_run_are_the_fault_of_the_row(test):
 
 def test_the_comparison_forgives_white_space_at_ends_only():
     assert same_output("1 \r\n2\n\n", "1\n2")
-    assert (
-        not same_output("1\n\n2", "1\n2") and not same_output(" 1", "1") and not same_output("1\x0b2", "1\n2")
-    )
+    assert not any(same_output(*pair) for pair in (("1\n\n2", "1\n2"), (" 1", "1"), ("1\x0b2", "1\n2")))
 
 
 def test_a_text_beyond_the_limit_is_wrong():
@@ -145,20 +129,11 @@ def test_the_metrics_say_when_the_network_was_open(monkeypatch):
     assert score(row, allow_unsandboxed=True)["network_blocked"] == 0.0
 
 
-async def scored(page: str, sample: dict, options: dict) -> object:
-    worker = AdapterProcess(RewardRegistrySource.from_file(ROOT / page), "code", options)
-    try:
-        return await worker.score(sample, 50)
-    finally:
-        await worker.close()
-
-
-def test_the_reward_works_in_the_process_of_its_adapter_with_options():
-    sample = {
-        "completion": fenced(DOUBLE),
-        "tests": [{"input": "2", "output": "4"}, {"input": "2", "output": "5"}],
-    }
-    result = asyncio.run(scored("reward_registry.py", sample, {"all_or_nothing": True}))
+async def test_the_reward_works_in_the_process_of_its_adapter_with_options():
+    tests = [{"input": "2", "output": "4"}, {"input": "2", "output": "5"}]
+    worker = AdapterProcess(PAGE, "code", {"all_or_nothing": True})
+    result = await worker.score({"completion": fenced(DOUBLE), "tests": tests}, 50)
+    await worker.close()
     assert result.status is RewardStatus.OK, result.reason
     assert result.reward == 0.0 and result.extra["passed"] == 1.0
 
@@ -170,33 +145,22 @@ def processes_below(pid: int) -> set[int]:
     return children.union(*(processes_below(child) for child in children)) if children else children
 
 
-def test_when_the_process_of_the_adapter_is_killed_the_tested_code_dies_with_it():
-    async def main() -> set[int]:
-        worker = AdapterProcess(
-            RewardRegistrySource.from_file(ROOT / "reward_registry.py"),
-            "code",
-            {"test_seconds": 100.0, "total_seconds": 100.0},
-        )
-        sample = {
-            "completion": "import time\nwhile True: time.sleep(1)",
-            "tests": [{"input": "", "output": ""}],
-        }
-        await worker.start()
-        call = asyncio.create_task(worker.score(sample, 3.0))
-        below: set[int] = set()
-        while not call.done():
-            below = max(below, processes_below(os.getpid()), key=len)
-            await asyncio.sleep(0.05)
-        assert (await call).status is RewardStatus.TIMED_OUT
-        await worker.close()
-        return below
-
-    below = asyncio.run(main())
+async def test_when_the_process_of_the_adapter_is_killed_the_tested_code_dies_with_it():
+    worker = AdapterProcess(PAGE, "code", {"test_seconds": 100.0, "total_seconds": 100.0})
+    tests = [{"input": "", "output": ""}]
+    await worker.start()
+    call = asyncio.create_task(
+        worker.score({"completion": "import time\nwhile True: time.sleep(1)", "tests": tests}, 3.0)
+    )
+    below: set[int] = set()
+    while not call.done():
+        below = max(below, processes_below(os.getpid()), key=len)
+        await asyncio.sleep(0.05)
+    assert (await call).status is RewardStatus.TIMED_OUT
+    await worker.close()
     assert len(below) >= 3  # the adapter's process, the fork server, the tested code
-    ours = processes_below(os.getpid())  # a fork server of this process may remain
+    below -= processes_below(os.getpid())  # a fork server of this process may remain
     deadline = time.monotonic() + 10
-    while (
-        left := {pid for pid in below - ours if Path(f"/proc/{pid}").exists()}
-    ) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    while any(Path(f"/proc/{pid}").exists() for pid in below):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
