@@ -28,7 +28,7 @@ Ends are exclusive, as in a slice. `reward` is the sum of the steps unless it is
 import math
 import traceback
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -146,40 +146,32 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
             "a @process_reward must return either step_rewards or token_rewards, "
             f"not {'both' if given else f'only {sorted(map(str, answer))}'}"
         )
-    (kind,) = given
-    if not isinstance(answer[kind], list):
-        raise ValueError(f"{kind} is a {type(answer[kind]).__name__}, not a list")
-    read = _token_rewards if kind == "token_rewards" else _step_rewards
+    kind, values = given[0], answer[given[0]]
+    if not isinstance(values, list):
+        raise ValueError(f"{kind} is a {type(values).__name__}, not a list")
+    num_tokens = len(sample["completion_token_ids"])
+    if kind == "token_rewards" and len(values) != num_tokens:
+        raise ValueError(f"{len(values)} token_rewards for {num_tokens} tokens: there must be one for each")
     rewards: dict[int, float] = {}
-    for token, reward in read(answer[kind], sample):
-        rewards[token] = rewards.get(token, 0.0) + reward
+    for number, value in enumerate(values):
+        token, where = number, f"{kind}[{number}]"
+        if kind == "step_rewards":
+            token, value, where = _last_token(value, sample, where), value["reward"], f"{where}: reward"
+        if not is_finite_number(value):
+            raise ValueError(f"{where}={value!r}: only finite numbers are allowed")
+        rewards[token] = rewards.get(token, 0.0) + float(value)
         if not math.isfinite(rewards[token]):
             raise ValueError(f"the steps that end in token {token} add up to {rewards[token]}")
     return sorted(rewards.items())
 
 
-def _token_rewards(values: list[Any], sample: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
-    num_tokens = len(sample["completion_token_ids"])
-    if len(values) != num_tokens:
-        raise ValueError(f"{len(values)} token_rewards for {num_tokens} tokens: there must be one for each")
-    for token, value in enumerate(values):
-        yield token, _number(value, f"token_rewards[{token}]")
-
-
-def _step_rewards(steps: list[Any], sample: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
-    for number, step in enumerate(steps):
-        where = f"step_rewards[{number}]"
-        if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
-            wanted = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
-            raise ValueError(f"{where} is {step!r}, not {wanted}")
-        reward = _number(step["reward"], f"{where}: reward")
-        (name,) = step.keys() & _ENDS
-        yield _last_token(name, step[name], sample, where), reward
-
-
-def _last_token(name: str, end: Any, sample: Mapping[str, Any], where: str) -> int:
+def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
+    if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
+        wanted = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
+        raise ValueError(f"{where} is {step!r}, not {wanted}")
+    (name,) = step.keys() & _ENDS
     column, unit = _ENDS[name]
-    length = len(sample[column])
+    end, length = step[name], len(sample[column])
     if not isinstance(end, Integral) or isinstance(end, bool) or not 1 <= int(end) <= length:
         raise ValueError(
             f"{where}: {name}={end!r} is not one of 1..{length}: the completion has {length} {unit}"
@@ -192,9 +184,3 @@ def _last_token(name: str, end: Any, sample: Mapping[str, Any], where: str) -> i
             f"{where}: {name}={end} cannot be placed: the sample has no completion_char_ends; use token_end"
         )
     return min(bisect_left(char_ends, end), len(char_ends) - 1)
-
-
-def _number(value: Any, name: str) -> float:
-    if not is_finite_number(value):
-        raise ValueError(f"{name}={value!r}: only finite numbers are allowed")
-    return float(value)

@@ -31,6 +31,11 @@ _CREATE = f"""
     COMMIT
 """
 _MAGIC = b"SQLite format 3\0"
+_SETTINGS = """
+    PRAGMA journal_mode = WAL;
+    PRAGMA synchronous = NORMAL;  -- a power cut may cost entries, not the file
+    PRAGMA journal_size_limit = 16777216
+"""
 ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
 STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # whatever a file can do to its users
 
@@ -139,7 +144,7 @@ class CacheFile:
 
 
 def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
-    """A connection to the file, with all of it checked."""
+    """A connection to the file, with all of it checked, and the table in it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"), path.open("rb") as file:
@@ -150,7 +155,21 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
         raise ConfigurationError(f"{path} is no verdict cache: name another file, or delete this one")
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        _check(connection, path)
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.executescript(_CREATE)
+        queries = ("PRAGMA application_id", "PRAGMA user_version", "PRAGMA quick_check(1)")
+        application_id, schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
+        if application_id != APPLICATION_ID:
+            raise ConfigurationError(f"{path} is the database of something else: name another verdict cache")
+        if schema != SCHEMA:
+            raise ConfigurationError(
+                f"the verdict cache {path} has schema {schema}, and this version of async-grpo knows {SCHEMA}: "
+                "name another file, or delete this one"
+            )
+        if problem != "ok":
+            raise sqlite3.DatabaseError(" ".join(problem.split()))
+        connection.executescript(_SETTINGS)
     except BaseException as error:
         connection.close()
         damaged = isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
@@ -158,27 +177,6 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
             raise ConfigurationError(f"the verdict cache {path} is damaged ({error}): delete it") from error
         raise
     return connection
-
-
-def _check(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the table in an empty file; raise ConfigurationError for a file of something else or of another version."""
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.executescript(_CREATE)
-    queries = ("PRAGMA application_id", "PRAGMA user_version", "PRAGMA quick_check(1)")
-    application_id, schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
-    if application_id != APPLICATION_ID:
-        raise ConfigurationError(f"{path} is the database of something else: name another verdict cache")
-    if schema != SCHEMA:
-        raise ConfigurationError(
-            f"the verdict cache {path} has schema {schema}, and this version of async-grpo knows {SCHEMA}: "
-            "name another file, or delete this one"
-        )
-    if problem != "ok":
-        raise sqlite3.DatabaseError(" ".join(problem.split()))
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost entries, not the file
-    connection.execute(f"PRAGMA journal_size_limit = {16 * 2**20}")
 
 
 def _checksum(key: str, answer: str, cost: float) -> int:
