@@ -120,9 +120,8 @@ class BatchConfig(AlgorithmConfig):
         return self.num_training_batches * self.steps_per_batch
 
     def overlong_cost(self, num_tokens: int, longest: int) -> float:
-        """What a completion of that many tokens loses by its length (Yu et al. 2025, "DAPO", eq. 13).
-
-        Nothing up to the buffer, which is the end of the `longest` possible completion; then linearly more.
+        """What a completion loses by its length: nothing up to the buffer at the end of the `longest` possible one, then
+        linearly more (Yu et al. 2025, "DAPO", eq. 13).
 
         >>> config = BatchConfig(overlong_buffer=0.2, overlong_penalty=1.0)
         >>> config.overlong_cost(80, 100), config.overlong_cost(90, 100), config.overlong_cost(100, 100)

@@ -31,14 +31,9 @@ class GroupAdvantages:
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
         self.config, self.facts = config, facts
         self.entry, self._options = config.estimator, config.estimator_settings
-
-    @property
-    def group_local(self) -> bool:
-        """Whether a group's advantages depend on that group alone, so that it need not wait for the others.
-
-        A critic's are computed by the trainer, over its whole step; the samples carry token rewards there.
-        """
-        return self.entry.group_local or self.entry.needs_critic
+        # Whether a group's advantages depend on that group alone, so that it need not wait for the others. A critic's are
+        # computed by the trainer, over its whole step; the samples carry token rewards there.
+        self.group_local = self.entry.group_local or self.entry.needs_critic
 
     def has_signal(self, group: Group) -> bool:
         """Whether the estimator finds a difference between the group's samples, or to the greedy completion."""
@@ -63,7 +58,13 @@ class GroupAdvantages:
         one_column = not rewards_on_tokens and self.entry.one_column_does(self._options)
         batch = RewardTensors(self.config, self.facts, groups, samples, one_column=one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
-        kept = torch.tensor([not self._left_out(group) for group in groups])
+        filters = self.config.zero_variance == "filter"
+        kept = torch.tensor(
+            [
+                num_scored(group) >= self.config.min_valid_samples and (not filters or self.has_signal(group))
+                for group in groups
+            ]
+        )
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
         if self.entry.compares_with_greedy:
             valid &= batch.has_baseline
@@ -111,7 +112,3 @@ class GroupAdvantages:
                 sample = replace(sample, advantages=values, loss_mask=mask)
             samples.append(replace(sample, group_tokens=tokens))
         return replace(group, samples=tuple(samples))
-
-    def _left_out(self, group: Group) -> bool:
-        filters = self.config.zero_variance == "filter"
-        return num_scored(group) < self.config.min_valid_samples or (filters and not self.has_signal(group))

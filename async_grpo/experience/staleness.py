@@ -38,11 +38,7 @@ class StalenessBudget:
         return self.capacity - self.alive
 
     async def admit(self) -> int:
-        """Take one slot, waiting as long as it takes (the trainer's own deadlines bound it).
-
-        Returns:
-            The policy version that is live now.
-        """
+        """Take one slot, waiting as long as it takes; returns the policy version that is live now."""
         async with self._freed:
             await self._freed.wait_for(lambda: self.free > 0)
             self.alive += 1
@@ -90,9 +86,7 @@ class StepAssembler:
     def offer(self, group: Group) -> list[Event]:
         """A group is complete. Returns what follows from it, in order."""
         step = group.sequence_number // self.groups_per_step
-        assert step >= self.step, (
-            f"group {group.sequence_number} was offered twice, or after its step {step} closed"
-        )
+        assert step >= self.step, f"group {group.sequence_number} comes after its step {step} closed"
         if step > self.step:
             self._early.setdefault(step, []).append(group)
             return []

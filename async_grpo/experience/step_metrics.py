@@ -128,8 +128,15 @@ class StepAlarms:
 
     def of_step(self, groups: Sequence[Group], verifiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """The alarms of the next step; `verifiers`: what its verifiers' `take_stats` says of it."""
-        samples = [sample for group in groups for sample in group.samples]
-        alarms = self._about_samples(samples) if samples else []
+        samples, alarms = [sample for group in groups for sample in group.samples], []
+        truncated = sum(sample.completion.truncated for sample in samples) / max(len(samples), 1)
+        if truncated > self._limits.truncation_alarm:
+            alarms.append(
+                f"{truncated:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
+            )
+        rewards = {sample.verdict.reward for sample in samples} - {None}
+        if len(rewards) == 1:
+            alarms.append(f"every reward of the step is {rewards.pop():g}: there is nothing to learn from")
         for name, stats in verifiers.items():
             calls = sum(stats.get(status.value, 0) for status in RewardStatus)
             failed = stats.get("failed", 0) + stats.get("timed_out", 0)
@@ -143,25 +150,14 @@ class StepAlarms:
                 alarms.append(f"{name}: a server of it went out of service {opened} time(s)")
         return alarms
 
-    def _about_samples(self, samples: Sequence[Sample]) -> list[str]:
-        alarms = []
-        truncated = sum(sample.completion.truncated for sample in samples) / len(samples)
-        if truncated > self._limits.truncation_alarm:
-            alarms.append(
-                f"{truncated:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
-            )
-        rewards = {sample.verdict.reward for sample in samples if sample.verdict.reward is not None}
-        if len(rewards) == 1:
-            alarms.append(f"every reward of the step is {rewards.pop():g}: there is nothing to learn from")
-        return alarms
-
     def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
         """It has never said but one value; not if that is the best it can say: then all earned it."""
-        only, num_rewards = stats.get("only_reward_so_far"), stats.get("rewards_so_far", 0)
+        only = stats.get("only_reward_so_far")
         if only is None or only >= self._best_rewards.get(name, 1.0):
             return False
         self._constant_steps[name] += 1
-        return num_rewards >= ENOUGH_REWARDS and self._constant_steps[name] >= ENOUGH_STEPS
+        enough = stats.get("rewards_so_far", 0) >= ENOUGH_REWARDS
+        return enough and self._constant_steps[name] >= ENOUGH_STEPS
 
 
 class EngineUtilization:

@@ -32,18 +32,15 @@ class RewardTensors:
         one_column: bool = False,
     ) -> None:
         self._config, self.facts, self._samples = config, facts, samples
-        self._lengths = torch.tensor([len(sample.completion) for sample in samples])
-        self._width = 1 if one_column else int(self._lengths.max())
-        lengths = self._lengths[:, None]
+        lengths = [len(sample.completion) for sample in samples]
+        self._lengths = torch.tensor(lengths)[:, None]
+        self._width = 1 if one_column else max(lengths)
         # (B, T): how many tokens each entry stands for
-        self.tokens = lengths if one_column else torch.arange(self._width) < lengths
-        self.group_ids = torch.repeat_interleave(
-            torch.arange(len(groups)), torch.tensor([len(group.samples) for group in groups])
-        )
-        longest = facts.max_completion_tokens
-        costs = [config.overlong_cost(length, longest) for length in self._lengths.tolist()]
+        self.tokens = self._lengths if one_column else torch.arange(self._width) < self._lengths
+        sizes = torch.tensor([len(group.samples) for group in groups])
+        self.group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
+        costs = [config.overlong_cost(length, facts.max_completion_tokens) for length in lengths]
         self._overlong = torch.tensor(costs, dtype=torch.float64)
-
         # (B,): the reward of the greedy completion of each sample's prompt (0 where it is missing), and whether it has one
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
         self.has_baseline = torch.tensor([reward is not None for reward in greedy])[self.group_ids]
@@ -97,7 +94,7 @@ class RewardTensors:
             ) from error
         if all(value.dim() == 0 for value in values):
             return torch.stack(values)
-        for value, length in zip(values, self._lengths.tolist(), strict=True):
+        for value, length in zip(values, self._lengths[:, 0].tolist(), strict=True):
             if value.shape != (length,) or self._width < length:
                 raise RunFailed(
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
@@ -125,9 +122,9 @@ class RewardTensors:
         for row, sample in enumerate(self._samples):
             for result in sample.verdict.results:
                 if result.adapter == adapter and result.steps:
-                    tokens, paid = (torch.tensor(column) for column in zip(*result.steps, strict=True))
-                    rewards[row].index_add_(0, tokens, paid.double())
-                    places[row, tokens] = True
+                    tokens, paid = zip(*result.steps, strict=True)
+                    rewards[row].index_add_(0, torch.tensor(tokens), torch.tensor(paid, dtype=torch.float64))
+                    places[row, list(tokens)] = True
         return rewards, places
 
     def _kl(self) -> Tensor:
@@ -140,8 +137,7 @@ class RewardTensors:
     def _on_last(self, values: Tensor) -> Tensor:
         """(B,) -> (B, T): on the last token of each sample."""
         placed = values.new_zeros(len(values), self._width)
-        placed[torch.arange(len(values)), (self._lengths - 1).clamp(max=self._width - 1)] = values
-        return placed
+        return placed.scatter(1, (self._lengths - 1).clamp(max=self._width - 1), values[:, None])
 
 
 # How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword

@@ -85,7 +85,7 @@ class WorkerRegistry:
             deque()
         )  # who waits for work to be admitted; the first is told of changes
         self._last_loss = "none has registered yet"
-        self._empty_since: float | None = time.monotonic()
+        self._empty_since = time.monotonic()  # if there are no members
 
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
@@ -94,7 +94,6 @@ class WorkerRegistry:
                 f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
             )
         self._members[info.worker_id] = Member(info)
-        self._empty_since = None
 
     def activate(self, worker_id: str) -> None:
         """The worker holds the current weights: it may be given work."""
@@ -103,11 +102,8 @@ class WorkerRegistry:
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""
-        if self._members.pop(worker_id, None) is None:
-            return
-        self._last_loss = f"{worker_id}: {reason}"
-        if not self._members:
-            self._empty_since = time.monotonic()
+        if self._members.pop(worker_id, None) is not None:
+            self._last_loss, self._empty_since = f"{worker_id}: {reason}", time.monotonic()
 
     def members(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values()]
@@ -128,8 +124,7 @@ class WorkerRegistry:
         self._line.append(turn)
         try:
             while True:
-                self._refuse_impossible(sequences)
-                self._refuse_deserted()
+                self._refuse_in_vain(sequences)
                 fitting = [member for member in self._members.values() if member.has_room(sequences)]
                 if fitting and self._line[0] is turn:  # behind it everybody waits: no starvation
                     member = self._policy(fitting, sequences, sequences * tokens_each)
@@ -156,16 +151,14 @@ class WorkerRegistry:
         if self._line:
             self._line[0].set()
 
-    def _refuse_impossible(self, sequences: int) -> None:
+    def _refuse_in_vain(self, sequences: int) -> None:
         largest = max((member.info.max_sequences for member in self._members.values()), default=sequences)
         if sequences > largest:
             raise ConfigurationError(
                 f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {largest} "
                 "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question"
             )
-
-    def _refuse_deserted(self) -> None:
-        if self._empty_since is not None and time.monotonic() - self._empty_since > self.grace_s:
+        if not self._members and time.monotonic() - self._empty_since > self.grace_s:
             raise WorkerLost(
                 f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "
                 f"python worker_dispatcher.py --mode {self.kind} ..."

@@ -18,15 +18,8 @@ from async_grpo.training.distributed import Ranks
 
 # Copied as they are: a checkpoint speaks the tokens, byte for byte, that the run was trained on
 COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"),
 )
 # In a folder of its own: vLLM loads every *.safetensors beside the config.json as the model's
 VALUE_HEAD_FILE = "critic/value_head.safetensors"
@@ -37,8 +30,7 @@ class CheckpointWriter:
 
     model_path: the folder the run started from; tokenizer and generation settings are taken from it. dtype:
     of the saved weights. min_samples_between: a checkpoint is due that many samples after the last.
-    keep_last: how many to keep, None: all. A value head goes to VALUE_HEAD_FILE,
-    in float32. Exact resumption would add the optimizer's state beside the weights, inside `_write`.
+    keep_last: how many to keep, None: all. A value head goes to VALUE_HEAD_FILE, in float32.
     """
 
     def __init__(
