@@ -288,16 +288,6 @@ PAGE = textwrap.dedent(
     def filled(sample):
         return 1.0 / sample["value"]
 
-    class Ranked:
-        def compute_score(self, sample):
-            return {"reward": sample["value"], "length": len(sample["completion"])}
-
-        def post_process_scores(self, group):
-            best = max(member["reward"] for member in group)
-            for member in group:
-                member["reward"] = float(member["reward"] == best and len(member["sample"]["completion"]) < 9)
-            return group
-
     async def later(group):
         await asyncio.sleep(0.01)
         return [{"reward": 0.5, "size": len(group)} for _ in group if group[0]["sample"].get("value") != 1]
@@ -337,12 +327,6 @@ async def changed(adapter: str, samples: list[dict[str, Any]]) -> list[AdapterRe
         return await worker.post_process(samples, results, 20.0)
     finally:
         await worker.close()
-
-
-async def test_a_function_may_return_its_number():
-    (result,) = await scored("number", [{"value": 0.1 + 0.2}])
-    assert (result.status, result.reward, result.extra) == (OK, 0.1 + 0.2, {})
-    assert (await scored("number", [{"value": 3}], weight=2.0, url="x"))[0].reward == 6.0
 
 
 async def test_a_class_is_built_once_with_its_options_warmed_up_and_closed_at_the_end(tmp_path):
@@ -415,13 +399,6 @@ async def test_post_processing_sees_the_failures_of_a_group_and_may_fill_them():
     results = await changed("filled", [{"value": 1}, {"value": 0}, {"value": 2}])
     assert [(result.status, result.reward) for result in results] == [(OK, 1.0), (OK, 0.75), (OK, 0.5)]
     assert results[0].reason == "" and results[0].latency_s > 0 and results[0].adapter == "filled"
-
-
-async def test_a_class_may_rewrite_the_members_of_the_group_and_keeps_what_it_does_not_touch():
-    samples = [{"value": value, "completion": "x" * length} for value, length in ((1, 8), (1, 9), (0, 8))]
-    results = await changed("Ranked", samples)
-    assert [result.reward for result in results] == [1.0, 0.0, 0.0]
-    assert [result.extra for result in results] == [{"length": 8.0}, {"length": 9.0}, {"length": 8.0}]
 
 
 async def test_post_processing_may_be_async_and_add_numbers_but_lose_no_sample():

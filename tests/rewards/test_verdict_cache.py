@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -18,19 +19,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.cache.file import ENTRY_OVERHEAD_BYTES, CacheFile
+from async_grpo.rewards.cache.file import ENTRY_OVERHEAD_BYTES, AdapterEntries, CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache, key_of, version_of, version_of_judge
 from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.judges import HTTPScorer
 
 ROOT = Path(__file__).resolve().parents[2]
-FIXTURE_ONCE = settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 def answer(reward: float = 1.0, status: str = "ok", **extra: float) -> dict[str, Any]:
@@ -129,88 +127,34 @@ def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
     assert version_of("page") != before
 
 
-# --- the file against a dict ---
+# --- the file ---
 
 
-class Model:
-    """The same cache as a dict: key -> [answer, cost, created, last used, hits]."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, list] = {}
-
-    def size(self, key: str) -> int:
-        return len(key) + len(self.entries[key][0]) + ENTRY_OVERHEAD_BYTES
-
-    def prune(
-        self, now: float, unused_for_s: float | None, adapter: str | None, max_bytes: int | None
-    ) -> int:
-        before = len(self.entries)
-        if unused_for_s is not None or adapter is not None:
-            for key in list(self.entries):
-                old = unused_for_s is None or self.entries[key][3] <= now - unused_for_s
-                if old and adapter in (None, key.split(":")[0]):
-                    del self.entries[key]
-        while max_bytes is not None and sum(map(self.size, self.entries)) > max_bytes:
-            del self.entries[min(self.entries, key=lambda key: (self.entries[key][3], key))]
-        return before - len(self.entries)
-
-    def summary(self) -> list[tuple]:
-        lines = []
-        for adapter in sorted({key.split(":")[0] for key in self.entries}):
-            mine = {key: entry for key, entry in self.entries.items() if key.startswith(f"{adapter}:")}
-            created, hits = ([entry[column] for entry in mine.values()] for column in (2, 4))
-            saved = sum(entry[4] * entry[1] for entry in mine.values())
-            size = sum(map(self.size, mine))
-            lines.append(
-                (adapter, len(mine), sum(hits), size, min(created), max(created), pytest.approx(saved))
-            )
-        return lines
-
-
-keys = st.sampled_from([f"{adapter}:{digest}" for adapter in "ab" for digest in "0123"])
-operations = st.one_of(
-    st.tuples(st.just("put"), keys, st.text("xyz", max_size=40), st.floats(0, 2)),
-    st.tuples(st.just("get"), keys),
-    st.tuples(st.just("sleep"), st.integers(1, 50)),
-    st.tuples(st.just("reopen")),
-    st.tuples(
-        st.just("prune"),
-        st.none() | st.integers(0, 60),
-        st.none() | st.sampled_from("ab"),
-        st.none() | st.integers(0, 1500),
-        st.booleans(),
-    ),
-)
-
-
-@FIXTURE_ONCE
-@given(st.lists(operations, max_size=40))
-def test_the_file_behaves_like_a_dict(tmp_path_factory, script):
+def test_an_entry_is_what_was_written_last_and_counts_its_uses(tmp_path):
     now = [1000.0]
-    file = CacheFile(tmp_path_factory.mktemp("cache") / "c.sqlite", now=lambda: now[0])
-    model = Model()
-    for act, *values in script:
-        if act == "put":
-            key, text, cost = values
-            file.put(key, text, cost)
-            model.entries[key] = [text, cost, now[0], now[0], 0]
-        elif act == "get":
-            (key,) = values
-            entry = model.entries.get(key)
-            assert file.get(key) == ((entry[0], entry[1]) if entry else None)
-            if entry:
-                entry[3:] = [now[0], entry[4] + 1]
-        elif act == "sleep":
-            now[0] += values[0]
-        elif act == "prune":
-            unused_for_s, adapter, max_bytes, compact = values
-            options = {"unused_for_s": unused_for_s, "adapter": adapter, "max_bytes": max_bytes}
-            assert file.prune(**options, compact=compact) == model.prune(now[0], **options)
-        else:
-            file.close()
-    summary = [tuple(vars(entries).values()) for entries in file.entries()]
-    assert summary == model.summary()
-    file.close()
+    file = CacheFile(tmp_path / "c.sqlite", now=lambda: now[0])
+    for adapter, number in itertools.product("ab", range(4)):
+        now[0] += 1
+        file.put(f"{adapter}:{number}", "old", 9.0)
+        file.put(f"{adapter}:{number}", "x" * number, 0.5)
+    now[0] = 2000.0
+    assert [file.get(f"a:{number}") for number in (1, 3, 4)] == [("x", 0.5), ("xxx", 0.5), None]
+    file.close()  # and it is opened again
+    size = 4 * (3 + ENTRY_OVERHEAD_BYTES) + 0 + 1 + 2 + 3
+    a, b = file.entries()
+    assert a == AdapterEntries("a", 4, 2, size, 1001.0, 1004.0, 1.0)
+    assert b == AdapterEntries("b", 4, 0, size, 1005.0, 1008.0, 0.0)
+    # The longest unused go first, a:1 and a:3 were used; then the old ones of one adapter
+    assert file.prune(max_bytes=size + 3) == 4
+    left = [key for key in ("a:0", "a:1", "a:2", "a:3", "b:0", "b:1", "b:2", "b:3") if file.get(key)]
+    assert left == ["a:1", "a:3", "b:2", "b:3"]
+    assert file.prune(unused_for_s=1.0, adapter="b") == 0
+    now[0] += 1
+    assert (
+        file.prune(unused_for_s=1.0, adapter="b") == 2
+        and file.prune(unused_for_s=1.0) == 2
+        and not file.entries()
+    )
 
 
 # --- calls ---

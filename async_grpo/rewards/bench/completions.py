@@ -66,11 +66,7 @@ def read_rows(path: str | Path) -> list[CompletionRow]:
 
 
 def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
-    """A full sample of a row; with another completion if one is given. Each character counts as a token.
-
-    >>> sample_of({"answer": "4", "completion": "so 4"}, "5")["completion_token_ids"]
-    [53]
-    """
+    """A full sample of a row; with another completion if one is given. Each character counts as a token."""
     text = str(row["completion"]) if completion is None else completion
     prompt = row.get("input", "")
     sample = {"truncated": False, "group_id": 0, "input": prompt, **row}

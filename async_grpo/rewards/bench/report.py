@@ -63,14 +63,7 @@ class Scorecard:
 class Report:
     """Everything that was found out. `compared` and `differing`: rows, by the names of two rewards, or of one and LABEL,
     that both have an opinion; where one says right (a reward of `threshold` or more) and the other wrong, they differ.
-    `examples`: line -> opinions and completion, of some that differ.
-
-    >>> report = Report(["loud"], threshold=0.5, with_label=True)
-    >>> result = AdapterResult("loud", RewardStatus.OK, 0.0)
-    >>> report.add(CompletionRow(1, {"completion": "HI"}, 1.0), [Verdict(RewardStatus.OK, 0.0, (result,))])
-    >>> report.scorecards["loud"].mean, report.differing
-    (0.0, {('loud', 'label'): 1})
-    """
+    `examples`: line -> opinions and completion, of some that differ."""
 
     def __init__(self, adapters: Sequence[str], threshold: float, with_label: bool) -> None:
         self.threshold = threshold
@@ -135,11 +128,7 @@ class Report:
 
 
 def excerpt(text: str) -> str:
-    r"""The end of a text, where answers are, on one line; control characters spelt out, for it may hold anything.
-
-    >>> excerpt("so\n\x1b[31m42"), excerpt("x" * 100 + "42")[:4]
-    ("'so\\n\\x1b[31m42'", "...'")
-    """
+    """The end of a text, where answers are, on one line; control characters spelt out, for it may hold anything."""
     return repr(text) if len(text) <= MAX_EXCERPT else f"...{text[-MAX_EXCERPT:]!r}"
 
 

@@ -87,12 +87,13 @@ class CacheFile:
             self.open().execute(use, (self._now(), key))
         return rows[0][:2]
 
-    def put(self, key: str, answer: str, cost: float = 0.0) -> None:
-        """Write an answer, in place of an older one of this key."""
+    def put(self, key: str, answer: str, cost: float = 0.0) -> int:
+        """Write an answer, in place of an older one of this key; returns the bytes that it takes."""
         now, adapter = self._now(), key.rpartition(":")[0]
         size = len(key.encode()) + len(answer.encode()) + ENTRY_OVERHEAD_BYTES
         row = (key, adapter, answer, cost, _checksum(key, answer, cost), now, now, size)
         self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)", *row)
+        return size
 
     def prune(
         self,

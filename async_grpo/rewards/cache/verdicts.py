@@ -89,7 +89,7 @@ class VerdictCache:
                 flight.set_result(kept[0])
                 return self._for_free(kept[0])
             answer = await call()
-            flight.set_result(json.dumps(answer))
+            flight.set_result(text := json.dumps(answer))
         except Exception as error:
             flight.set_exception(error)
             flight.exception()  # that nothing else waits for it is no error of its own
@@ -97,7 +97,11 @@ class VerdictCache:
         finally:
             del self._in_flight[key]
             flight.cancel()  # without an outcome it was cancelled: the first of those who wait takes over
-        await self._keep(key, answer, flight.result())
+        keeps = answer.get("status") in KEPT_STATUSES
+        if keeps and await self._use(self._file.put, key, text, _cost(answer)) is not None:
+            self._counts["stored"] += 1
+            if self._max_bytes is not None and self._counts["stored"] % WRITES_PER_PRUNE == 0:
+                await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
         return answer
 
     def stats(self) -> dict[str, float]:
@@ -114,25 +118,17 @@ class VerdictCache:
         await asyncio.wait({closing}, timeout=self._timeout_s)
         self._thread.shutdown(wait=False)
 
-    async def _keep(self, key: str, answer: Answer, text: str) -> None:
-        if answer.get("status") not in KEPT_STATUSES:
-            return
-        if await self._use(self._file.put, key, text, _cost(answer), default=False) is not False:
-            self._counts["stored"] += 1
-            if self._max_bytes is not None and self._counts["stored"] % WRITES_PER_PRUNE == 0:
-                await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
-
-    async def _use(self, operation: Callable[..., Any], *arguments: Any, default: Any = None) -> Any:
-        """What the file says, in a thread; the default while it is broken, and after the end."""
+    async def _use(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        """What the file says, in a thread; None while it is broken, and after the end."""
         if time.monotonic() < self._retry_at:
             self._counts["skipped"] += 1
-            return default
+            return None
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, operation, *arguments)
         except (ConfigurationError, *STORAGE_ERRORS) as error:
             self._broke(error)
-            return default
+            return None
         if 0.0 < self._retry_at < math.inf:
             log.warning("the verdict cache %s works again", self._file.path)
             self._retry_at = 0.0
@@ -177,20 +173,16 @@ def version_of(*settings: Any) -> str:
 
     The library's own rewards and judges count as well, so that an upgrade asks anew. What a file imports beside them
     does not: after the upgrade of such a package, `async-grpo cache --prune-adapter` forgets the old answers.
-
-    Raises:
-        ValueError: the settings hold what JSON cannot.
-    """
+    Raises ValueError for settings that hold what JSON cannot."""
     return _digest([_library(), *settings])
 
 
 def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | None = None) -> str:
-    """A digest of a judge's class and settings; how it is asked (limits, time-outs, keys, prices, the order of its
-    replicas) makes no difference.
+    """A digest of a judge's class and settings; how it is asked (`DELIVERY`, the order of replicas) makes no difference.
 
     Args:
         code: the sha256 of the user's text; it counts if the class is defined there.
-        addresses: where the run's judges are asked; by its `model_id` their model counts, and not their addresses.
+        addresses: of the run's judges; where a `model_id` is known, it counts, and not their addresses.
 
     Raises:
         ConfigurationError: a setting is no plain value.

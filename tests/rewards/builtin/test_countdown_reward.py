@@ -1,8 +1,7 @@
-"""The countdown reward against hand arithmetic, an independent parser and a brute-force solver."""
+"""The countdown reward against hand arithmetic and an independent parser."""
 
 import random
 from fractions import Fraction
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -95,21 +94,6 @@ def reference_value(text: str, nums: list[int]) -> Fraction | None:
     return reference.value if sorted(reference.numbers) == sorted(nums) and "\0" not in text else None
 
 
-@cache
-def reachable(nums: tuple[int, ...]) -> frozenset[Fraction]:
-    """Every value that + - * / can make of the numbers, each used once: all splits into two parts."""
-    if len(nums) == 1:
-        return frozenset({Fraction(nums[0])})
-    values: set[Fraction] = set()
-    for mask in range(1, 2 ** len(nums) - 1):
-        left = tuple(number for i, number in enumerate(nums) if mask >> i & 1)
-        right = tuple(number for i, number in enumerate(nums) if not mask >> i & 1)
-        for a in reachable(left):
-            for b in reachable(right):
-                values |= {a + b, a - b, a * b} | ({a / b} if b else set())
-    return frozenset(values)
-
-
 def random_expression(nums: list[int], rng: random.Random) -> str:
     parts = [str(number) for number in nums]
     while len(parts) > 1:
@@ -138,12 +122,7 @@ def test_thousands_of_expressions_and_near_expressions_agree_with_an_independent
         target = value if value is not None else Fraction(rng.randint(0, 20))
         assert solves(text, nums, target) == (value is not None), (text, nums, target)
         assert not solves(text, nums, target + Fraction(1, 10**6)), (text, nums, target)
-        if value is not None:
-            num_right += 1
-            if len(nums) == 4:
-                continue  # the solver takes long for four
-            # a minus sign in front changes at most the sign of what plain + - * / can reach
-            assert {value, -value} & reachable(tuple(sorted(nums))), (text, nums)
+        num_right += value is not None
     assert 800 < num_right < 1600  # the mutants did break some
 
 
