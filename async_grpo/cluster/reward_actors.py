@@ -48,7 +48,7 @@ class VerifierActor(ChannelServer):
             adapter,
             config.options_by_name,
             environment=environment,
-            memory_limit_bytes=config.memory_limit_bytes,
+            memory_limit_bytes=round(config.reward_memory_gb * 2**30),
         )
         self._slots: dict[int, AdapterProcess] = {}
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open, "close": self._close}

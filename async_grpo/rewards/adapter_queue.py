@@ -63,18 +63,9 @@ class AdapterQueue:
         self._closed = False
         self._broken_reason = ""  # why no sample can be scored any more
 
-    @property
-    def queue_depth(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def has_post_process(self) -> bool:
-        """Whether its workers look at groups; known once it has been started."""
-        return self.stats.has_hook
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._workers)
+    def load(self) -> dict[str, int]:
+        """What waits, and who serves it."""
+        return {"queue_depth": len(self._waiting), "workers": len(self._workers)}
 
     def take_request_counts(self) -> dict[str, int]:
         """Since the last call, of its workers that ask over the network (`JudgeWorker.take_stats`): their sums."""
@@ -92,10 +83,9 @@ class AdapterQueue:
         made = await asyncio.gather(*makes, return_exceptions=True)
         if self._closed:
             return
-        for worker in made:
-            if not isinstance(worker, BaseException):
-                self.stats.has_hook |= getattr(worker, "has_post_process", False)
-                self._slots.append(WorkerSlot(worker))
+        workers = [worker for worker in made if not isinstance(worker, BaseException)]
+        self.stats.has_hook |= any(getattr(worker, "has_post_process", False) for worker in workers)
+        self._slots += map(WorkerSlot, workers)
         for error in made:
             if isinstance(error, BaseException):
                 raise error

@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 
 PAUSE, FALLBACK = "pause", "fallback"
-POLL_INTERVAL_S = 2.0  # between two looks for a higher limit
+POLL_INTERVAL_S = 2.0  # between two looks for a higher limit of a call that waits
 ROUNDING = 1e-9  # of the limit: sums of fractions are not exact
 _LINE = b'{"judge": '  # how every line of a record begins
 log = logging.getLogger(__name__)
@@ -40,8 +39,8 @@ class Budget:
             raised, and all behind it, or `fallback`, it raises BudgetExhausted. Under both, one that has only to wait
             for others to be settled waits.
         path: a file that remembers what was spent, for a run that is resumed; made if missing. A number in a file of the
-            same name that ends in `.limit` raises the limit: it is read at the start, and every two seconds at most
-            while calls wait for a higher one or are refused.
+            same name that ends in `.limit` raises the limit: it is read at the start, and before a call waits for a
+            higher one or is refused.
 
     Raises:
         ConfigurationError: a limit below 0, an unknown policy, or a file that is no record of spending.
@@ -57,7 +56,6 @@ class Budget:
         self._calls: Counter[str] = Counter()
         self._reserved, self._waiting, self._refused = 0.0, 0, 0
         self._paused = self._unrecorded = False
-        self._looked_at = -math.inf
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         self._path = Path(path) if path else None
         if self._path:
@@ -156,10 +154,9 @@ class Budget:
 
     def _look_for_a_higher_limit(self) -> None:
         """In the file beside the record; it holds from now on."""
-        now = time.monotonic()
-        if self._path is None or now - self._looked_at < POLL_INTERVAL_S:
+        if self._path is None:
             return
-        self._looked_at, path = now, self._path.with_suffix(".limit")
+        path = self._path.with_suffix(".limit")
         with suppress(OSError, ValueError):  # it is not there, or no number: the limit stays as it is
             raised = _checked(float(path.read_text(errors="replace")))
             if raised > self._limit:

@@ -169,10 +169,6 @@ class RewardConfig(Section):
         return JudgeAddresses.of(self.judge_urls, self.http_scorer_urls, **known)
 
     @property
-    def memory_limit_bytes(self) -> int:
-        return round(self.reward_memory_gb * 2**30)
-
-    @property
     def cache_max_bytes(self) -> int | None:
         return None if self.verdict_cache_mb is None else round(self.verdict_cache_mb * 2**20)
 

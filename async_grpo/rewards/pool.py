@@ -113,8 +113,8 @@ class VerifierPool:
             settings: further arguments of this class.
 
         Raises:
-            ConfigurationError: the registry file cannot be used, a name or an option is unknown, or a variable is
-                not set.
+            ConfigurationError: a file cannot be used, no reward is named, a name or an option is unknown, or a variable
+                is not set.
         """
         workers = LocalWorkers(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)
@@ -167,7 +167,7 @@ class VerifierPool:
         changed: list[dict[str, AdapterResult]] = [
             {result.adapter: result for result in verdict.results} for verdict in verdicts
         ]
-        for name in [name for name in self._combination.adapters if queues[name].has_post_process]:
+        for name in [name for name in self._combination.adapters if queues[name].stats.has_hook]:
             if members := [number for number, results in enumerate(changed) if name in results]:
                 asked = [samples[number] for number in members]
                 results = await queues[name].post_process(asked, [changed[n][name] for n in members])
@@ -182,7 +182,7 @@ class VerifierPool:
     def stats(self) -> dict[str, dict[str, Any]]:
         """By adapter: counts and seconds since the last `take_stats`, and the queue and workers of now."""
         return {
-            name: queue.stats.as_dict() | {"queue_depth": queue.queue_depth, "workers": queue.num_workers}
+            name: queue.stats.as_dict() | queue.load()
             for name, queue in self._named_queues(TRAINING, *self._starting)
         }
 

@@ -30,15 +30,7 @@ Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversati
 class LocalWorkers:
     """`make` is `make_worker` of a VerifierPool: processes for rewards, and clients in this process for judges.
 
-    Args:
-        names: rewards of the registry file, or of files of their own (FILE.py:NAME).
-        registry: the registry file; default: `reward_registry.py` here, or else the one that is shipped.
-        options: keyword options; a reward receives those that it names.
-        reward_env: environment variables of this process that the rewards' processes get as well.
-        judge_addresses: of the judges whose entry says no `url`.
-
-    Raises:
-        ConfigurationError: a file cannot be used; an option is unknown, no reward is named, or a variable is not set.
+    Arguments and errors are those of `VerifierPool.from_registry`.
     """
 
     def __init__(

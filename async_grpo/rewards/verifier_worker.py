@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,7 +32,8 @@ class VerifierWorker(Protocol):
     - A call ends within `timeout_s` from when its turn comes; as much again may be needed for what is done before it,
       beside the time to start a process (`Timeouts.make_s`) and a few seconds to stop what runs. A worker with
       `max_queue_s` may hold a call so much longer, which it tells as the result's `queue_s`.
-    - Groups are given only to a worker with a true `has_post_process` (see `GroupWorker`).
+    - Only one with a true `has_post_process` is given the results of a whole group, if the reward looks at groups:
+      `await worker.post_process(samples, results, timeout_s)` is the list of results after that.
     - What goes wrong with a sample is a result, FAILED or TIMED_OUT, and costs that sample alone, or its batch.
     - ProcessDied and CallInterrupted leave the worker usable. After any other error it is closed; its other calls in
       flight then end at once with an error of their own.
@@ -45,19 +46,6 @@ class VerifierWorker(Protocol):
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult: ...
 
     async def close(self) -> None: ...
-
-
-class GroupWorker(VerifierWorker, Protocol):
-    """A worker that can be given the results of a whole group, if the reward looks at groups."""
-
-    @property
-    def has_post_process(self) -> bool: ...
-
-    async def post_process(
-        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
-    ) -> list[AdapterResult]:
-        """The results after the reward's `post_process_scores`."""
-        ...
 
 
 MakeWorker = Callable[[str], Awaitable[VerifierWorker]]
@@ -171,10 +159,8 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 class QueueStats:
-    """Counters since the last reset, and what an adapter that says always the same gives itself away by.
-
-    A result that a group hook still changes is counted when it is there, and its count moves with its status.
-    """
+    """Counters since the last reset, and what an adapter that says always the same gives itself away by. The count of a
+    result that a group hook changes moves with its status."""
 
     def __init__(self) -> None:
         self.has_hook = False  # rewards are what a group hook makes of them, and not before

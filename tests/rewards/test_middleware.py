@@ -55,14 +55,6 @@ async def test_the_same_question_is_paid_for_once_and_a_hit_reports_its_own_time
     await around.close()
 
 
-async def test_a_failure_is_asked_again(tmp_path):
-    judge = Judge(FAILED)
-    around = CallMiddleware(versions={"judge": "v"}, cache=VerdictCache(tmp_path / "c.sqlite"))
-    results = [await around("judge", SAMPLE, "train", judge) for _ in range(2)]
-    assert judge.calls == 2 and all(result.status is FAILED for result in results)
-    await around.close()
-
-
 class Timed:
     """A worker that serves one sample after the other; knows when it began each."""
 

@@ -16,7 +16,7 @@ from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.verifier_worker import MAX_PREFETCH
-from async_grpo.types import AdapterResult, RewardStatus, Verdict
+from async_grpo.types import AdapterResult, RewardStatus
 from tests.helpers.one_worker import OneWorker
 
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
@@ -159,7 +159,7 @@ async def test_a_cancellation_that_crosses_with_the_answer_before_it_harms_nobod
         assert second.cancelled()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_in_chaos_only_the_guilty_fail(tmp_path, seed):
     chance = random.Random(seed)
     acts = [chance.choice([0.0, 0.0, 0.01, 0.01, "crash", 600]) for _ in range(14)]
@@ -276,24 +276,6 @@ async def test_what_is_taken_back_waits_for_the_only_worker_and_keeps_its_place(
     finally:
         await pool.close()
     assert worker.ids == list(range(100)) and worker.most > 1
-
-
-async def test_with_real_processes_a_hang_holds_up_nobody_else(tmp_path):
-    def verify(number: int) -> asyncio.Task[Verdict]:
-        sample = {"id": number, "act": 600 if number == 100 else 0.0, "journal": str(tmp_path / "journal")}
-        return asyncio.create_task(pool.verify(sample))
-
-    pool = VerifierPool(["obeys"], process_maker(SOURCE), workers=2, timeout_s=4.0)
-    await pool.start()
-    try:
-        tasks = [verify(number) for number in range(200)]
-        hung = tasks.pop(100)
-        async with asyncio.timeout(3):
-            assert {(await task).status for task in tasks} == {OK}
-        assert (await hung).status is TIMED_OUT
-        assert pool.stats()["obeys"]["ok"] == 199 and pool.stats()["obeys"]["workers_lost"] == 0
-    finally:
-        await pool.close()
 
 
 async def test_a_process_that_takes_long_to_start_costs_no_worker():

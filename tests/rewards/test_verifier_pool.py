@@ -1,35 +1,22 @@
 """The pool with scripted workers, once with real processes: nothing dropped or scored twice, no hang."""
 
 import asyncio
-import os
 import random
-import signal
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.combine import Combination
-from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, RewardStatus
 
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
 SILENT = "silent"  # never answers, but obeys a cancellation
 DEAF = "deaf"  # never answers and ignores cancellations
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(20):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 class ScriptedWorker:
@@ -95,7 +82,13 @@ class Grouped(ScriptedWorker):
 class Workshop:
     """Makes scripted workers; raises `mishap` instead after the first `healthy` ones."""
 
-    def __init__(self, healthy: int = 10**6, mishap: Exception | None = None) -> None:
+    def __init__(
+        self,
+        healthy: int = 10**6,
+        mishap: Exception | None = None,
+        kind: type[ScriptedWorker] = ScriptedWorker,
+    ) -> None:
+        self.kind = kind
         self.made: list[ScriptedWorker] = []
         self.journal: list[tuple[str, int]] = []
         self.healthy, self.mishap, self.num_mishaps = healthy, mishap, 0
@@ -104,30 +97,25 @@ class Workshop:
         if len(self.made) >= self.healthy and self.mishap is not None:
             self.num_mishaps += 1
             raise self.mishap
-        self.made.append(ScriptedWorker(adapter, self.journal))
+        self.made.append(self.kind(adapter, self.journal))
         return self.made[-1]
 
 
-def with_pool(
-    test: Callable[[VerifierPool], Coroutine[Any, Any, None]],
-    workshop: Workshop,
-    adapters: tuple[str, ...] = ("a",),
-    **options: Any,
-) -> None:
+@asynccontextmanager
+async def scripted_pool(
+    workshop: Workshop, adapters: tuple[str, ...] = ("a",), **options: Any
+) -> AsyncIterator[VerifierPool]:
     options = {"timeout_s": 5.0, "grace_s": 0.2, "make_timeout_s": 0.1, "backoff_s": (0.0, 0.01)} | options
-
-    async def main() -> None:
-        pool = VerifierPool(adapters, workshop.make, **options)
-        await pool.start()
-        try:
-            await test(pool)
-        finally:
-            await pool.close()
-        await asyncio.sleep(0)
-        assert not [task for task in asyncio.all_tasks() if "AdapterQueue" in task.get_coro().__qualname__]
-        assert all(worker.closed for worker in workshop.made)
-
-    run(main())
+    pool = VerifierPool(adapters, workshop.make, **options)
+    await pool.start()
+    try:
+        async with asyncio.timeout(20):
+            yield pool
+    finally:
+        await pool.close()
+    await asyncio.sleep(0)
+    assert not [task for task in asyncio.all_tasks() if "AdapterQueue" in task.get_coro().__qualname__]
+    assert all(worker.closed for worker in workshop.made)
 
 
 def sample(number: int, *acts: Any) -> dict[str, Any]:
@@ -139,37 +127,9 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.001)
 
 
-def result(status: RewardStatus, reward: float | None = None) -> AdapterResult:
-    return AdapterResult("a", status, reward)
-
-
-@pytest.mark.parametrize(
-    ("results", "status", "reward"),
-    [
-        ([result(OK, 0.0)], OK, 0.0),
-        ([result(OK, 0.0), result(OK, 1.1), result(OK, -1.0)], OK, 1.1),
-        ([result(OK, -2.0), result(ABSTAINED)], OK, -2.0),
-        ([result(ABSTAINED), result(ABSTAINED)], ABSTAINED, None),
-        ([result(OK, 1.0), result(FAILED)], FAILED, None),
-        ([result(OK, 1.0), result(TIMED_OUT)], TIMED_OUT, None),
-        ([result(TIMED_OUT), result(FAILED), result(ABSTAINED)], FAILED, None),
-    ],
-)
-def test_the_best_reward_wins_unless_one_is_unknown(results, status, reward):
-    results = tuple(replace(result, adapter=name) for name, result in zip("abc", results, strict=False))
-    verdict = Combination(("a", "b", "c")).verdict(results)
-    assert (verdict.status, verdict.reward, verdict.results) == (status, reward, results)
-
-
-def test_combining_nothing_is_an_error():
-    with pytest.raises(ValueError, match="at least one"):
-        Combination(())
-
-
-def test_all_adapters_score_each_sample_at_the_same_time():
+async def test_all_adapters_score_each_sample_at_the_same_time():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, ("a", "b", "c")) as pool:
         gate = asyncio.Event()
         verification = asyncio.create_task(pool.verify(sample(1, gate)))
         await until(lambda: len(workshop.journal) == 3)  # nobody answered yet
@@ -178,24 +138,10 @@ def test_all_adapters_score_each_sample_at_the_same_time():
         assert [r.adapter for r in verdict.results] == ["a", "b", "c"]
         assert (verdict.status, verdict.reward) == (OK, 1.0)
 
-    with_pool(test, workshop, ("a", "b", "c"))
 
-
-def test_samples_are_taken_in_the_order_in_which_they_came():
+async def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
-        verdicts = await asyncio.gather(*(pool.verify(sample(number, float(number))) for number in range(20)))
-        assert [verdict.reward for verdict in verdicts] == list(range(20))
-        assert [number for _, number in workshop.journal] == list(range(20))
-
-    with_pool(test, workshop)
-
-
-def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
-    workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, ("slow", "quick")) as pool:
         gate = asyncio.Event()
         acts = {"slow": [gate], "quick": [1.0]}
         verifications = [
@@ -206,13 +152,10 @@ def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
         gate.set()
         assert all(verdict.status is OK for verdict in await asyncio.gather(*verifications))
 
-    with_pool(test, workshop, ("slow", "quick"))
 
-
-def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
+async def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, timeout_s=0.1, grace_s=5.0) as pool:
         gate = asyncio.Event()
         first = asyncio.create_task(pool.verify(sample(1, gate)))
         await until(lambda: workshop.journal)
@@ -223,14 +166,11 @@ def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
         assert fast.queue_s < 0.2 < waited.queue_s <= waited.latency_s
         assert waited.status is OK and waited.attempts == 1
 
-    with_pool(test, workshop, timeout_s=0.1, grace_s=5.0)
-
 
 @pytest.mark.parametrize("failure_reason", [WorkerLost("gone"), OSError("no route"), SILENT, DEAF])
-def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_another(failure_reason):
+async def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_another(failure_reason):
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, timeout_s=0.05, grace_s=0.05) as pool:
         verdict = await pool.verify(sample(1, failure_reason, 0.5))
         assert (verdict.status, verdict.reward, verdict.results[0].attempts) == (OK, 0.5, 2)
         assert len(workshop.made) == 2
@@ -244,13 +184,10 @@ def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_another(f
             1,
         )
 
-    with_pool(test, workshop, timeout_s=0.05, grace_s=0.05)
 
-
-def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored():
+async def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         poison, good = await asyncio.gather(
             pool.verify(sample(1, WorkerLost("gone"))), pool.verify(sample(2, 1.0))
         )
@@ -260,25 +197,19 @@ def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored()
         assert good.reward == 1.0
         assert len(workshop.made) == 3
 
-    with_pool(test, workshop)
 
-
-def test_a_retried_sample_keeps_its_place_at_the_head_of_the_queue():
+async def test_a_retried_sample_keeps_its_place_at_the_head_of_the_queue():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         await asyncio.gather(
             pool.verify(sample(1, WorkerLost("gone"), 1.0)), *(pool.verify(sample(n, 1.0)) for n in (2, 3))
         )
         assert [number for _, number in workshop.journal] == [1, 1, 2, 3]
 
-    with_pool(test, workshop)
 
-
-def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_reason_and_nobody_hangs():
+async def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_reason_and_nobody_hangs():
     workshop = Workshop(healthy=1, mishap=OSError("the node is gone"))
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         verdicts = await asyncio.gather(*(pool.verify(sample(n, WorkerLost("gone"), 1.0)) for n in range(5)))
         late = await pool.verify(sample(9, 1.0))
         for verdict in (*verdicts, late):
@@ -291,13 +222,10 @@ def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_reason_an
         assert [verdict.results[0].attempts for verdict in (*verdicts, late)] == [1, 0, 0, 0, 0, 0]
         assert pool.stats()["a"]["failed"] == 6
 
-    with_pool(test, workshop)
 
-
-def test_a_pool_goes_on_with_the_workers_that_are_left():
+async def test_a_pool_goes_on_with_the_workers_that_are_left():
     workshop = Workshop(healthy=2, mishap=OSError("the node is gone"))
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, workers=2) as pool:
         verdicts = await asyncio.gather(
             pool.verify(sample(0, WorkerLost("gone"), 1.0)),
             *(pool.verify(sample(n, 1.0)) for n in range(1, 9)),
@@ -308,39 +236,29 @@ def test_a_pool_goes_on_with_the_workers_that_are_left():
         assert all(verdict.status is OK for verdict in verdicts)
         assert (await pool.verify(sample(9, 1.0))).status is OK
 
-    with_pool(test, workshop, workers=2)
 
-
-def test_a_worker_that_never_gets_ready_counts_as_not_made():
+async def test_a_worker_that_never_gets_ready_counts_as_not_made():
     async def make(adapter: str) -> ScriptedWorker:
         await asyncio.sleep(1000)
         raise AssertionError
 
-    async def main() -> None:
-        pool = VerifierPool(["a"], make, make_timeout_s=0.05, backoff_s=(0.0, 0.0))
-        with pytest.raises(WorkerLost, match="no worker of 'a' was ready within 0.05 s"):
-            await pool.start()
-
-    run(main())
+    pool = VerifierPool(["a"], make, make_timeout_s=0.05, backoff_s=(0.0, 0.0))
+    with pytest.raises(WorkerLost, match="no worker of 'a' was ready within 0.05 s"):
+        await pool.start()
 
 
-def test_a_start_that_fails_leaves_no_worker_behind():
+async def test_a_start_that_fails_leaves_no_worker_behind():
     workshop = Workshop(healthy=3, mishap=ConfigurationError("unknown reward function"))
-
-    async def main() -> None:
-        pool = VerifierPool(["a", "b"], workshop.make, workers=2)
-        with pytest.raises(ConfigurationError, match="unknown reward function"):
-            await pool.start()
-
-    run(main())
+    pool = VerifierPool(["a", "b"], workshop.make, workers=2)
+    with pytest.raises(ConfigurationError, match="unknown reward function"):
+        await pool.start()
     assert len(workshop.made) == 3 and all(worker.closed for worker in workshop.made)
     assert workshop.num_mishaps == 1  # a user's mistake is not tried again
 
 
-def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_only_what_is_missing():
+async def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_only_what_is_missing():
     workshop = Workshop(healthy=2, mishap=OSError("the node is full"))
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, evaluation_workers=3) as pool:
         for _ in range(2):
             with pytest.raises(OSError, match="the node is full"):
                 await pool.verify(sample(1, 1.0), evaluation=True)
@@ -349,10 +267,8 @@ def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_only_what
         assert (await pool.verify(sample(3, 1.0), evaluation=True)).status is OK
         assert len(workshop.made) == 1 + 3 and pool.stats()["a (evaluation)"]["workers"] == 3
 
-    with_pool(test, workshop, evaluation_workers=3)
 
-
-def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_sample_has_failed():
+async def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_sample_has_failed():
     workshop = Workshop()
     being_made = asyncio.Event()
 
@@ -361,7 +277,7 @@ def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_sample_has
         await asyncio.sleep(0.05)
         return await workshop.make(adapter)
 
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, make_evaluator=slowly) as pool:
         early = asyncio.create_task(pool.verify(sample(1, 1.0), evaluation=True))
         await being_made.wait()
         await pool.close()
@@ -371,46 +287,10 @@ def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_sample_has
             assert verdict.status is FAILED and "closed" in verdict.results[0].reason
         assert len(workshop.made) == 1  # that of training
 
-    with_pool(test, workshop, make_evaluator=slowly)
 
-
-def test_a_pool_closed_before_its_evaluation_makes_no_worker_for_it():
+async def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_worker():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
-        await pool.close()
-        assert (await pool.verify(sample(1, 1.0), evaluation=True)).status is FAILED
-        assert len(workshop.made) == 1
-
-    with_pool(test, workshop)
-
-
-def test_a_cancelled_verification_gives_the_worker_back_and_its_answer_reaches_nobody():
-    workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
-        gate = asyncio.Event()
-        first = asyncio.create_task(pool.verify(sample(1, gate)))
-        await until(lambda: workshop.journal)
-        first.cancel()
-        second = asyncio.create_task(pool.verify(sample(2, 0.25)))
-        gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        (own,) = (await second).results
-        assert (own.reward, own.extra) == (0.25, {"id": 2})
-        assert (
-            len(workshop.made) == 1 and not workshop.made[0].closed
-        )  # the same worker, none the worse for it
-        assert pool.stats()["a"]["ok"] == 1
-
-    with_pool(test, workshop)
-
-
-def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_worker():
-    workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         for number in range(0, 10, 2):
             stuck = asyncio.create_task(pool.verify(sample(number, SILENT)))
             await until(lambda number=number: ("a", number) in workshop.journal)
@@ -420,13 +300,10 @@ def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_worker():
         assert len(workshop.made) == 1
         assert pool.stats()["a"]["ok"] == 5
 
-    with_pool(test, workshop)
 
-
-def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker():
+async def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         gate = asyncio.Event()
         first, second, third = (asyncio.create_task(pool.verify(sample(n, gate))) for n in (1, 2, 3))
         await until(lambda: workshop.journal)
@@ -435,115 +312,89 @@ def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker():
         await asyncio.gather(first, third)
         assert [number for _, number in workshop.journal] == [1, 3]
 
-    with_pool(test, workshop)
 
-
-def test_a_worker_that_ignores_a_cancellation_is_fenced():
+async def test_a_worker_that_ignores_a_cancellation_is_fenced():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, grace_s=0.05) as pool:
         first = asyncio.create_task(pool.verify(sample(1, DEAF)))
         await until(lambda: workshop.journal)
         first.cancel()
         assert (await pool.verify(sample(2, 1.0))).reward == 1.0
         assert workshop.made[0].closed and len(workshop.made) == 2
 
-    with_pool(test, workshop, grace_s=0.05)
 
-
-def test_a_failure_of_the_adapter_is_no_failure_of_its_worker():
+async def test_a_failure_of_the_adapter_is_no_failure_of_its_worker():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         for status in (FAILED, TIMED_OUT, ABSTAINED):
             verdict = await pool.verify(sample(1, status))
             assert (verdict.status, verdict.reward, verdict.results[0].attempts) == (status, None, 1)
         assert len(workshop.made) == 1
 
-    with_pool(test, workshop)
-
-
-@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
-def test_a_reward_that_is_no_finite_number_is_a_failure_wherever_it_comes_from(reward):
-    workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
-        verdict = await pool.verify(sample(1, reward))
-        assert (verdict.status, verdict.reward) == (FAILED, None)
-
-    with_pool(test, workshop)
-
 
 @pytest.mark.parametrize(
-    ("steps", "reason"),
+    ("reward", "steps", "reason"),
     [
-        (((0, 0.5), (1, float("nan"))), "the step that ends in token 1 of 2 is worth nan"),
-        (((0, float("-inf")),), "token 0 of 2 is worth -inf"),
-        (((2, 1.0),), "token 2 of 2"),
-        (((-1, 1.0),), "token -1 of 2"),
+        (None, (), "the reward is None"),
+        (float("nan"), (), "the reward is nan"),
+        (1.0, ((0, 0.5), (1, float("nan"))), "the step that ends in token 1 of 2 is worth nan"),
+        (1.0, ((0, float("-inf")),), "token 0 of 2 is worth -inf"),
+        (1.0, ((2, 1.0),), "token 2 of 2"),
+        (1.0, ((-1, 1.0),), "token -1 of 2"),
     ],
 )
-def test_a_step_without_a_finite_reward_or_a_token_is_a_failure_wherever_it_comes_from(steps, reason):
-    async def test(pool: VerifierPool) -> None:
+async def test_what_is_not_finite_or_has_no_token_is_a_failure_wherever_it_comes_from(reward, steps, reason):
+    async with scripted_pool(Workshop()) as pool:
         tokens = {"completion_token_ids": [7, 8]}
         good = AdapterResult("a", OK, 1.0, steps=((0, 0.5), (1, 0.5)))
         assert (await pool.verify(sample(1, good) | tokens)).results[0].steps == good.steps
-        verdict = await pool.verify(sample(2, AdapterResult("a", OK, 1.0, steps=steps)) | tokens)
+        verdict = await pool.verify(sample(2, AdapterResult("a", OK, reward, steps=steps)) | tokens)
         assert (verdict.status, verdict.reward, verdict.results[0].steps) == (FAILED, None, ())
         assert reason in verdict.results[0].reason
 
-    with_pool(test, Workshop())
 
-
-def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
+async def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
     class OneShort(Grouped):
         async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
             return results[1:]
 
-    async def main() -> None:
-        made = []
+    made = []
 
-        async def make(adapter: str) -> OneShort:
-            made.append(OneShort(adapter, []))
-            return made[-1]
+    async def make(adapter: str) -> OneShort:
+        made.append(OneShort(adapter, []))
+        return made[-1]
 
-        pool = VerifierPool(["a"], make, backoff_s=(0.0,))
-        await pool.start()
-        group = [sample(n, 1.0) for n in range(2)]
-        verdicts = [await pool.verify(s) for s in group]
-        changed, after = await asyncio.gather(pool.post_process(group, verdicts), pool.verify(sample(2, 0.5)))
-        assert [verdict.status for verdict in changed] == [FAILED] * 2
-        assert "2 workers of 'a' were lost over it, the last: ValueError" in changed[0].results[0].reason
-        assert after.reward == 0.5 and [worker.closed for worker in made] == [True, True, False]
-        await pool.close()
-
-    run(main())
+    pool = VerifierPool(["a"], make, backoff_s=(0.0,))
+    await pool.start()
+    group = [sample(n, 1.0) for n in range(2)]
+    verdicts = [await pool.verify(s) for s in group]
+    changed, after = await asyncio.gather(pool.post_process(group, verdicts), pool.verify(sample(2, 0.5)))
+    assert [verdict.status for verdict in changed] == [FAILED] * 2
+    assert "2 workers of 'a' were lost over it, the last: ValueError" in changed[0].results[0].reason
+    assert after.reward == 0.5 and [worker.closed for worker in made] == [True, True, False]
+    await pool.close()
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation):
+async def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation):
     async def make(adapter: str) -> ScriptedWorker:
         return (Grouped if adapter == "grouped" else ScriptedWorker)(adapter, [])
 
-    async def main() -> None:
-        first, second = (VerifierPool(["grouped", "alone"], make) for _ in range(2))
-        group = [sample(n, 0.5) for n in range(3)]
-        for pool in (first, second):
-            await pool.start()
-        verdicts = [await first.verify(s, evaluation=evaluation) for s in group]
-        for pool in (first, second):  # the second as after a restart of the one that gave the verdicts
-            for verdict in await pool.post_process(group, verdicts, evaluation=evaluation):
-                assert [(r.status, r.reward) for r in verdict.results] == [(OK, 3.0), (OK, 0.5)]
-            assert pool.stats()["alone"]["workers_lost"] == 0
-            await pool.close()
-
-    run(main())
+    first, second = (VerifierPool(["grouped", "alone"], make) for _ in range(2))
+    group = [sample(n, 0.5) for n in range(3)]
+    for pool in (first, second):
+        await pool.start()
+    verdicts = [await first.verify(s, evaluation=evaluation) for s in group]
+    for pool in (first, second):  # the second as after a restart of the one that gave the verdicts
+        for verdict in await pool.post_process(group, verdicts, evaluation=evaluation):
+            assert [(r.status, r.reward) for r in verdict.results] == [(OK, 3.0), (OK, 0.5)]
+        assert pool.stats()["alone"]["workers_lost"] == 0
+        await pool.close()
 
 
-def test_closing_fails_what_waits_and_ends_what_runs():
+async def test_closing_fails_what_waits_and_ends_what_runs():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         verifications = [asyncio.create_task(pool.verify(sample(n, SILENT))) for n in range(3)]
         await until(lambda: workshop.journal)
         await pool.close()
@@ -551,38 +402,33 @@ def test_closing_fails_what_waits_and_ends_what_runs():
             assert verdict.status is FAILED and "closed" in verdict.results[0].reason
         assert (await pool.verify(sample(9, 1.0))).status is FAILED
 
-    with_pool(test, workshop)
 
-
-def test_closing_is_bounded_even_if_a_worker_ignores_everything():
+async def test_closing_is_bounded_even_if_a_worker_ignores_everything():
     class Immortal(ScriptedWorker):
         async def close(self) -> None:
             self.closed = True  # for the fake's own check
             await asyncio.sleep(1000)
 
-    async def main() -> None:
-        async def make(adapter: str) -> Immortal:
-            return Immortal(adapter, [])
+    async def make(adapter: str) -> Immortal:
+        return Immortal(adapter, [])
 
-        pool = VerifierPool(["a"], make, grace_s=0.05)
-        await pool.start()
-        verification = asyncio.create_task(pool.verify(sample(1, DEAF)))
-        await asyncio.sleep(0.02)
-        await pool.close()
-        assert (await verification).status is FAILED
-
-    run(main())
+    pool = VerifierPool(["a"], make, grace_s=0.05)
+    await pool.start()
+    verification = asyncio.create_task(pool.verify(sample(1, DEAF)))
+    await asyncio.sleep(0.02)
+    await pool.close()
+    assert (await verification).status is FAILED
 
 
-def test_verifying_before_the_start_is_an_error():
+async def test_verifying_before_the_start_is_an_error():
     with pytest.raises(RuntimeError, match="before its start"):
-        run(VerifierPool(["a"], Workshop().make).verify(sample(1, 1.0)))
+        await VerifierPool(["a"], Workshop().make).verify(sample(1, 1.0))
 
 
 @pytest.mark.parametrize(
     ("adapters", "workers", "message"),
     [
-        ([], 1, "needs adapters"),
+        ([], 1, "at least one adapter"),
         (["a", "a"], 1, "each once"),
         (["a"], 0, "at least one worker"),
         (["a"], {"a": 0}, "at least one worker"),
@@ -594,19 +440,9 @@ def test_impossible_settings_are_refused_with_their_values(adapters, workers, me
         VerifierPool(adapters, Workshop().make, workers=workers)
 
 
-def test_the_number_of_workers_can_differ_by_adapter():
+async def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
     workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
-        assert {name: lane["workers"] for name, lane in pool.stats().items()} == {"a": 3, "b": 1}
-
-    with_pool(test, workshop, ("a", "b"), workers={"a": 3})
-
-
-def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
-    workshop = Workshop()
-
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop) as pool:
         for acts in ([1.0], [0.0], [FAILED], [TIMED_OUT], [ABSTAINED], [1.0]):
             await pool.verify(sample(1, *acts))
         gate = asyncio.Event()
@@ -623,29 +459,14 @@ def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
         assert (anew["ok"], anew["failed"], anew["queue_depth"]) == (2, 0, 0)
         assert pool.stats() == pool.stats()  # looking does not reset
 
-    with_pool(test, workshop)
-
-
-def with_grouped_pool(test: Callable[[VerifierPool], Coroutine[Any, Any, None]]) -> None:
-    async def make(adapter: str) -> Grouped:
-        return Grouped(adapter, [])
-
-    async def main() -> None:
-        pool = VerifierPool(["a"], make)
-        await pool.start()
-        await test(pool)
-        await pool.close()
-
-    run(main())
-
 
 async def grouped_verdicts(pool: VerifierPool, size: int, wanted: RewardStatus) -> None:
     group = [sample(n, 0.0) | {"wanted": wanted} for n in range(size)]
     await pool.post_process(group, [await pool.verify(s) for s in group])
 
 
-def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_them():
-    async def test(pool: VerifierPool) -> None:
+async def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_them():
+    async with scripted_pool(Workshop(kind=Grouped)) as pool:
         await grouped_verdicts(pool, 4, OK)
         await grouped_verdicts(pool, 3, FAILED)
         await grouped_verdicts(pool, 2, ABSTAINED)
@@ -658,11 +479,9 @@ def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_th
         await grouped_verdicts(pool, 2, OK)
         assert pool.stats()["a"]["only_reward_so_far"] is None
 
-    with_grouped_pool(test)
 
-
-def test_no_count_is_negative_or_too_many_when_statistics_are_taken_before_a_group_is_looked_at():
-    async def test(pool: VerifierPool) -> None:
+async def test_no_count_is_negative_or_too_many_when_statistics_are_taken_before_a_group_is_looked_at():
+    async with scripted_pool(Workshop(kind=Grouped)) as pool:
         group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(3)]
         verdicts = [await pool.verify(s) for s in group]
         taken = pool.take_stats()["a"]
@@ -672,21 +491,17 @@ def test_no_count_is_negative_or_too_many_when_statistics_are_taken_before_a_gro
         assert [taken[status.value] for status in (OK, FAILED)] == [3, 0]
         assert [anew[status.value] for status in (OK, FAILED)] == [0, 1]
 
-    with_grouped_pool(test)
 
-
-def test_a_result_from_a_cache_moves_no_count():
-    async def test(pool: VerifierPool) -> None:
+async def test_a_result_from_a_cache_moves_no_count():
+    async with scripted_pool(Workshop(kind=Grouped)) as pool:
         group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(2)]
         verdicts = [await pool.verify(s) for s in group]
         cached = replace(verdicts[0], results=(replace(verdicts[0].results[0], attempts=0),))
         await pool.post_process(group, [cached, verdicts[1]])
         assert [pool.stats()["a"][status.value] for status in (OK, FAILED)] == [1, 1]
 
-    with_grouped_pool(test)
 
-
-def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
+async def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
     rng = random.Random(0)
     workshop = Workshop()
     num_samples = 300
@@ -700,7 +515,7 @@ def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
             return [rng.choice(troubles[:2])]
         return [float(number)] if kind < 0.9 else [rng.choice([FAILED, TIMED_OUT, ABSTAINED])]
 
-    async def test(pool: VerifierPool) -> None:
+    async with scripted_pool(workshop, workers=4, timeout_s=0.02, grace_s=0.02) as pool:
         samples = [sample(number, *acts_of(number)) for number in range(num_samples)]
         expected = [s["acts"][-1] for s in samples]
         tasks = [asyncio.create_task(pool.verify(s)) for s in samples]
@@ -723,34 +538,3 @@ def test_in_chaos_every_sample_gets_exactly_one_verdict_and_that_of_its_own():
         assert sum(stats[status.value] for status in RewardStatus) == len(heard)
         assert max(Counter(workshop.journal).values()) <= 2
         assert stats["workers"] == 4 and stats["queue_depth"] == 0
-
-    with_pool(test, workshop, workers=4, timeout_s=0.02, grace_s=0.02)
-
-
-def test_with_real_processes_rewards_survive_a_killed_process():
-    source = RewardRegistrySource.from_file(Path(__file__).parents[2] / "reward_registry.py")
-
-    async def main() -> None:
-        workers = []
-        make = process_maker(source)
-
-        async def remembered(adapter: str) -> Any:
-            workers.append(await make(adapter))
-            return workers[-1]
-
-        pool = VerifierPool(["countdown", "format"], remembered, workers=2)
-        await pool.start()
-        right = {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27}
-        wrong = right | {"completion": "so</think>\n<answer>3+4+5</answer>"}
-        verifications = [asyncio.create_task(pool.verify(right if n % 2 else wrong)) for n in range(40)]
-        os.kill(workers[0].pid, signal.SIGKILL)
-        verdicts = await asyncio.gather(*verifications)
-        assert [verdict.reward for verdict in verdicts] == pytest.approx([0.1, 1.1] * 20)
-        no_task = await pool.verify({"completion": "so"})
-        assert no_task.status is FAILED
-        by_adapter = {r.adapter: r for r in no_task.results}
-        assert "needs a list `nums`" in by_adapter["countdown"].reason and by_adapter["format"].status is OK
-        await pool.close()
-        assert all(worker.pid is None for worker in workers)
-
-    run(main())

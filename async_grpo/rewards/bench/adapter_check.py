@@ -94,7 +94,7 @@ async def _poor(worker: AdapterQueue, sample: dict[str, Any], right: AdapterResu
     for what, text in POOR_COMPLETIONS.items():
         poor = await worker.score(sample_of(sample, text))
         as_good = poor.reward is not None and right.reward is not None and poor.reward >= right.reward
-        as_good &= not worker.has_post_process  # who is right, it may say only once it sees the group
+        as_good &= not worker.stats.has_hook  # who is right, it may say only once it sees the group
         if poor.status in _UNSCORED:
             problems.append(f"{what} {_said(poor)}")
         elif as_good:

@@ -14,7 +14,7 @@ from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.isolation.child_process import ChildProcess
-from async_grpo.rewards.isolation.framing import dumps
+from async_grpo.rewards.isolation.framing import encode
 from async_grpo.types import AdapterResult, RewardStatus
 
 CLOSE_S = 2.0  # for the `close` of a reward
@@ -62,10 +62,10 @@ class AdapterProcess:
         max_message_bytes: int = 16 * 2**20,
     ) -> None:
         self.adapter = adapter
-        self.traits = AdapterTraits()  # until the process has said what it is
+        self._is(AdapterTraits())  # until the process has said what it is
         self._start_timeout_s, self._grace_s = start_timeout_s, grace_s
         self._max_message_bytes, self._max_processes = max_message_bytes, max_processes
-        self._environment = dict(environment or {})
+        self._environment = child_environment(environment)
         self._greeting = {
             "source": asdict(source),
             "adapter": adapter,
@@ -76,21 +76,6 @@ class AdapterProcess:
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
         self._closed = self._closes = False
-
-    @property
-    def capacity(self) -> int:
-        """How many calls are served at a time; known once the process has been started."""
-        return self.traits.capacity
-
-    @property
-    def prefetch(self) -> bool:
-        """Whether more calls than that may be made: they lie ready in the process's pipe."""
-        return not (self.traits.is_async or self.traits.is_batch)
-
-    @property
-    def has_post_process(self) -> bool:
-        """Whether the reward looks at whole groups; known once the process has been started."""
-        return self.traits.has_post_process
 
     @property
     def pid(self) -> int | None:
@@ -111,10 +96,7 @@ class AdapterProcess:
             if self._child is not None and not self._child.lost:
                 return
             child = self._child = ChildProcess(
-                self.adapter,
-                self._max_message_bytes,
-                self._max_processes,
-                child_environment(self._environment),
+                self.adapter, self._max_message_bytes, self._max_processes, self._environment
             )
             try:
                 message = await child.greet(self._greeting, self._start_timeout_s)
@@ -125,7 +107,8 @@ class AdapterProcess:
             except BaseException:
                 await child.end(WorkerLost(f"the process of {self.adapter!r} was ended while it started"))
                 raise
-            self._closes, self.traits = message["closes"], child.traits
+            self._closes = message["closes"]
+            self._is(child.traits)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """Score one sample. What the reward raises, or that it is late, is a result.
@@ -154,14 +137,21 @@ class AdapterProcess:
         """End the process, for good; calls in flight raise WorkerLost."""
         self._closed = True
         if self._child is not None:
-            if self._closes and self._child.idle:
+            if self._closes:
                 await self._child.dismiss(CLOSE_S)
             await self._child.end(WorkerLost(f"the worker of {self.adapter!r} is closed"))
+
+    def _is(self, traits: AdapterTraits) -> None:
+        self.traits = traits
+        self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
+        self.prefetch = not (
+            traits.is_async or traits.is_batch
+        )  # further calls lie ready in the process's pipe
 
     async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """The process's answers to what is sent, so many, or why there are none."""
         try:
-            body = dumps(content, self._max_message_bytes * max(1, count))
+            body = encode(content, self._max_message_bytes * max(1, count))
             if self._closed or self._child is None or self._child.lost or not self._child.ready:
                 await self.start()
             assert self._child is not None, "`start` has made one"

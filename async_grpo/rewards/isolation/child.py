@@ -31,7 +31,7 @@ from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
-from async_grpo.rewards.isolation.framing import Frames, MessageTooLarge, encode
+from async_grpo.rewards.isolation.framing import Lines, encode
 
 if TYPE_CHECKING:
     import asyncio
@@ -71,7 +71,7 @@ class Server:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._max_bytes = sys.maxsize
-        self._frames = Frames(sys.maxsize)  # the parent keeps to its limit
+        self._lines = Lines(sys.maxsize)  # the parent keeps to its limit
         self._poll = select.poll()  # `select` takes no descriptor above 1023, and rewards may open many
         self._poll.register(channel, select.POLLIN)
         self._pid = os.getpid()
@@ -85,15 +85,14 @@ class Server:
         while not self._waiting:
             if not self._receive():
                 sys.exit()
-        greeting = self._waiting.pop()
-        self._max_bytes = greeting["max_message_bytes"]
-        return greeting
+        self._max_bytes = self._waiting[0]["max_message_bytes"]
+        return self._waiting.pop()
 
     async def serve(self, adapter: Any, options: Mapping[str, Any]) -> None:
         """Build the reward, greet, and answer until the parent closes the channel."""
         try:
             reward = Reward(adapter, options)  # here, for what it opens may belong to the event loop
-            await reward.warm_up()
+            await reward.call("warm_up")
         except BaseException as error:  # the parent must learn the reason, whatever the user's code raised
             self.send({"error": describe(error)})
             return
@@ -114,15 +113,16 @@ class Server:
                     self._answer(requests, await reward.replies(requests))
                 else:
                     self._start(requests, reward.replies(requests))
-        await reward.close()
+        if reward.closes:
+            await reward.call("close")
 
     def send(self, message: Message) -> None:
-        self._channel.sendall(encode(message, self._max_bytes))
+        self._channel.sendall(encode(message, self._max_bytes) + b"\n")
 
     def _receive(self) -> bool:
         """Read what has come. False when nothing will come any more."""
         piece = self._channel.recv(RECEIVE_BYTES)
-        for message in self._frames.feed(piece):
+        for message in self._lines.feed(piece):
             number = message.get("cancel")
             if number is None:
                 self._waiting.append(message)
@@ -185,9 +185,9 @@ class Server:
         for request, answers in zip(requests, replies, strict=True):
             try:
                 self.send({"id": request["id"], "answers": answers})
-            except MessageTooLarge as error:
-                failed = _all_failed(f"the adapter's answer: {error}", len(answers))
-                self.send({"id": request["id"], "answers": failed})
+            except ValueError as error:  # it is too large
+                failed = failure(f"the adapter's answer: {error}")
+                self.send({"id": request["id"], "answers": [failed] * len(answers)})
 
 
 class Reward:
@@ -209,14 +209,10 @@ class Reward:
         self._options = accepted_options(self._function, options)
         self.closes = callable(getattr(adapter, "close", None))  # there is something to do at the end
 
-    async def warm_up(self) -> None:
-        """Call its `warm_up`, if there is one."""
-        await _call(getattr(self._adapter, "warm_up", lambda: None))
-
-    async def close(self) -> None:
-        """Call its `close`, if there is one."""
-        if self.closes:
-            await _call(self._adapter.close)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the registered object returns; None if it has none of this name."""
+        returned = getattr(self._adapter, method, lambda: None)(*arguments)
+        return await returned if inspect.isawaitable(returned) else returned
 
     async def replies(self, requests: Sequence[Message]) -> list[Answers]:
         """For each request its answers: one for each sample or member, whatever happens."""
@@ -236,8 +232,7 @@ class Reward:
         if not self.traits.is_batch:
             returned = [returned]
         if wrong := _misfit(returned, len(requests)):
-            reason = f"the batch of {len(requests)} samples came to {wrong}"
-            return [[failure(reason)] for _ in requests]
+            return [[failure(f"the batch of {len(requests)} samples came to {wrong}")] for _ in requests]
         return [[self._read(*pair)] for pair in zip(returned, requests, strict=True)]
 
     async def _post_processed(self, group: Sequence[Message]) -> Answers:
@@ -246,12 +241,12 @@ class Reward:
         if not self.traits.has_post_process:
             return answers
         try:
-            returned = await _call(self._adapter.post_process_scores, [dict(member) for member in group])
+            returned = await self.call("post_process_scores", [dict(member) for member in group])
             if wrong := _misfit(returned, len(group)):
                 raise ValueError(f"a group of {len(group)} came to {wrong}")
             return [read_change(change, answer) for change, answer in zip(returned, answers, strict=True)]
         except BaseException as error:
-            return _all_failed(f"post_process_scores: {describe(error)}", len(group))
+            return [failure(f"post_process_scores: {describe(error)}")] * len(group)
 
     def _read(self, returned: Any, request: Message) -> dict[str, Any]:
         try:
@@ -270,11 +265,6 @@ def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return done.value
 
 
-async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    returned = function(*arguments)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
 def _refuse_judge(sample: Any) -> None:
     raise TypeError("a judge is asked over the network by the pool itself, not in a process of its own")
 
@@ -283,10 +273,6 @@ def _misfit(returned: Any, num_wanted: int) -> str:
     if not isinstance(returned, list | tuple):
         return f"a {type(returned).__name__}, not a list"
     return "" if len(returned) == num_wanted else f"{len(returned)} answers"
-
-
-def _all_failed(reason: str, count: int) -> Answers:
-    return [failure(reason) for _ in range(count)]
 
 
 def _limit_resources(memory_limit_bytes: int | None) -> None:

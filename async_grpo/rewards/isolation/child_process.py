@@ -18,7 +18,7 @@ from typing import Any, cast
 from async_grpo.errors import WorkerLost
 from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.adapter.decorators import AdapterTraits
-from async_grpo.rewards.isolation.framing import Frames, encode, frame
+from async_grpo.rewards.isolation.framing import Lines, encode
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
@@ -49,12 +49,7 @@ class ChildProcess(asyncio.Protocol):
 
     It serves what it gets in order, one at a time; an async reward, all at once; a batched one says which requests it
     begins together. Their time runs from then on. It dies with the thread that made it.
-
-    Args:
-        adapter: the reward's name, for messages.
-        max_message_bytes: of a reply.
-        max_processes: the process and all that it starts; beyond that they are ended.
-        environment: all of its variables.
+    The arguments are those of `AdapterProcess`, but for the environment, which is all of its variables.
     """
 
     def __init__(
@@ -64,7 +59,7 @@ class ChildProcess(asyncio.Protocol):
         self.lost = False  # it will answer nothing any more
         self.traits = AdapterTraits()  # until it has said what it is
         self._adapter = adapter
-        self._frames = Frames(max_message_bytes)
+        self._lines = Lines(max_message_bytes)
         self._next_number = GREETING
         self._requests: dict[int, Request] = {}  # not answered yet, in their order
         self._nonsense = ""
@@ -88,11 +83,6 @@ class ChildProcess(asyncio.Protocol):
             self._channel.close()
             raise
         self.pid = self._process.pid  # of the guardian (see `process_tree`): all others end with it
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is asked of it."""
-        return not self._requests
 
     async def greet(self, greeting: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Open the channel with a first message; returns the answer. Raises ProcessDied, also after the time-out."""
@@ -121,7 +111,7 @@ class ChildProcess(asyncio.Protocol):
             TimeoutError, ProcessDied, CallInterrupted: there is none.
         """
         head = b'{"id":%d,"at":%.6f,"%b":' % (self._next_number, time.monotonic(), what.encode())
-        request = self._send(frame(head + body + b"}"), timeout_s)
+        request = self._send(head + body + b"}", timeout_s)
         if self.traits.is_async and not self.traits.is_batch:
             self._begin([request])
         else:
@@ -136,8 +126,8 @@ class ChildProcess(asyncio.Protocol):
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
-        """Let the process end in order, if it does so in time; `end` must follow."""
-        if self._transport is not None and not self.lost:
+        """Let the process end in order, if nothing is asked of it and it does so in time; `end` must follow."""
+        if self._transport is not None and not self.lost and not self._requests:
             self._transport.write_eof()
             await self._ends_within(timeout_s)
 
@@ -153,7 +143,7 @@ class ChildProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for message in self._frames.feed(data):
+            for message in self._lines.feed(data):
                 if "begun" in message:
                     self._begin([self._requests[number] for number in message["begun"]])
                 else:
@@ -187,7 +177,7 @@ class ChildProcess(asyncio.Protocol):
 
     def _write(self, message: bytes) -> None:
         if self._transport is not None and not self.lost:
-            self._transport.write(message)
+            self._transport.write(message + b"\n")
 
     def _withdraw(self, request: Request) -> None:
         self._write(encode({"cancel": request.number}, sys.maxsize))
@@ -205,18 +195,18 @@ class ChildProcess(asyncio.Protocol):
         if all(request.given_up for request in requests):  # withdrawn too late: no caller keeps their time
             asyncio.get_running_loop().call_later(requests[0].timeout_s, self._interrupt, requests)
 
-    def _interrupt(self, requests: Sequence[Request]) -> None:
+    def _interrupt(self, requests: Sequence[Request]) -> asyncio.Task[None] | None:
+        """End the process, unless it has let go of these."""
         if not all(request.reply.done() for request in requests):
             error = CallInterrupted(f"the process of {self._adapter!r} was ended for another sample")
             self._ending = asyncio.get_running_loop().create_task(self.end(error))
+            return self._ending
+        return None
 
     async def _abandon(self, request: Request, grace_s: float) -> None:
-        """Free the process of a request that its caller has given up.
-
-        One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
-        does not let go of it within `grace_s`, or cannot be told, does it cost the process. A batch goes on while
-        somebody waits for another sample of it.
-        """
+        """One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
+        does not let go of it in time, or cannot be told, does it cost the process. A batch goes on while somebody waits
+        for another sample of it."""
         if not request.together:
             self._withdraw(request)
             return
@@ -227,9 +217,8 @@ class ChildProcess(asyncio.Protocol):
             for other in served:
                 self._withdraw(other)
             await asyncio.wait([other.reply for other in served], timeout=grace_s)
-        self._interrupt(served)
-        if self._ending is not None:
-            await asyncio.wait([self._ending])
+        if ending := self._interrupt(served):
+            await asyncio.wait([ending])
 
     async def _bury(self) -> None:
         error: WorkerLost
