@@ -171,8 +171,8 @@ _of_thread = threading.local()
 
 def _start(descriptors: list[int]) -> None:
     """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
-    # One inherited by fork() would share its socket
-    pid, server, requests = getattr(_of_thread, "server", (0, None, None))
+    last: tuple[int, Any, Any] = getattr(_of_thread, "server", (0, None, None))
+    pid, server, requests = last  # the process id because one inherited by fork() would share its socket
     if pid != os.getpid() or server.poll() is not None:
         requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         package_root = str(Path(async_grpo.__file__).parents[1])
