@@ -3,6 +3,7 @@
 Rules between two options stand in `config/compatibility.py`. Nothing here imports torch: `--help` needs none.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
-    Range,
     Section,
     dashed,
     option,
@@ -31,15 +31,20 @@ REJECTION_STATISTICS = (
     *("sequence_sum_k1", "sequence_sum_k2", "sequence_sum_k3"),
     *("sequence_mean_k1", "sequence_mean_k2", "sequence_mean_k3", "sequence_max_k2", "sequence_max_k3"),
 )
-RANGES_OF_ESTIMATORS = {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE}
-RANGES_OF_LOSSES = {
-    "clip_low": SHARE,  # a ratio is never below 0
-    **dict.fromkeys(("clip_high", "eps_low", "eps_high", "coef"), NOT_NEGATIVE),
+RANGES = {  # of the options of that name, whichever estimator or loss has them; a ratio is never below 0
+    "estimator-options": {"eps": NOT_NEGATIVE, "gamma": SHARE, "lam": SHARE},
+    "loss-options": {
+        "clip_low": SHARE,
+        **dict.fromkeys(("clip_high", "eps_low", "eps_high", "coef"), NOT_NEGATIVE),
+    },
 }
 
 _algorithm = partial(option, panel="Algorithm")
 _registered = partial(_algorithm, own=True, everyday=True)
 _off_policy = partial(option, panel="Off-policy correction")
+_groups = partial(option, panel="Groups")
+_critic = partial(option, panel="Critic")
+_generation = partial(option, panel="Generation", range=POSITIVE, everyday=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,34 +118,21 @@ class AlgorithmConfig(Section):
     top_p: float = _off_policy(1.0, "Refused unless 1: engine log-probs would be those of another policy.")
     top_k: int = _off_policy(0, "Refused unless 0, for the same reason.")
 
-    overlong_buffer: float = option(
+    overlong_buffer: float = _groups(
         0.0,
         "Share of the longest possible completion, at its end, in which length costs reward.",
-        "Groups",
         range=SHARE,
     )
-    overlong_penalty: float = option(1.0, "What the longest completion loses.", "Groups", range=NOT_NEGATIVE)
+    overlong_penalty: float = _groups(1.0, "What the longest completion loses.", range=NOT_NEGATIVE)
 
-    critic_coef: float = option(
-        0.5, "Weight of the value loss (estimator gae).", "Critic", range=NOT_NEGATIVE
+    critic_coef: float = _critic(0.5, "Weight of the value loss (estimator gae).", range=NOT_NEGATIVE)
+    critic_clip: float = _critic(
+        0.5, "Values are clipped to this distance from the old ones.", range=POSITIVE
     )
-    critic_clip: float = option(
-        0.5, "Values are clipped to this distance from the old ones.", "Critic", range=POSITIVE
-    )
-    critic_trunk_gradient: bool = option(
-        True, "Let the value loss train the policy's trunk as well.", "Critic"
-    )
+    critic_trunk_gradient: bool = _critic(True, "Let the value loss train the policy's trunk as well.")
 
-    temperature: float = option(
-        1.0,
-        "Sampling temperature, and the divisor of the policy's logits.",
-        "Generation",
-        range=POSITIVE,
-        everyday=True,
-    )
-    max_generation_tokens: int = option(
-        8192, "Longest completion, in tokens.", "Generation", range=POSITIVE, everyday=True
-    )
+    temperature: float = _generation(1.0, "Sampling temperature, and the divisor of the policy's logits.")
+    max_generation_tokens: int = _generation(8192, "Longest completion, in tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,12 +167,8 @@ class AlgorithmConfig(Section):
         Raises:
             ConfigurationError: the estimator has no such option, or a value cannot be one.
         """
-        given = parse_assignments(self.estimator_options, "estimator-options")
-        options = typed_options(
-            given, self.estimator.options, f"--advantage-estimator {self.advantage_estimator}"
-        )
-        _check_ranges(options, RANGES_OF_ESTIMATORS, "estimator-options")
-        return options
+        owner = f"--advantage-estimator {self.advantage_estimator}"
+        return _settings("estimator-options", self.estimator_options, self.estimator.options, owner)
 
     @property
     def loss_settings(self) -> dict[str, Any]:
@@ -190,21 +178,15 @@ class AlgorithmConfig(Section):
             ConfigurationError: the loss has no such option, or a value cannot be one.
         """
         name, known = self.policy_loss, self.loss.options
-        given = parse_assignments(self.loss_options, "loss-options")
-        options = typed_options(given, known, f"the loss {name} (--loss-options)")
+        options = _settings("loss-options", self.loss_options, known, f"the loss {name} (--loss-options)")
         for clip in ("clip_low", "clip_high"):
             if (value := getattr(self, clip)) is None:
                 continue
             refuse(clip not in known, f"the loss {name} does not clip: leave --{dashed(clip)} out")
             refuse(clip in options, f"{clip} is given twice: as a flag, and in --loss-options")
             options[clip] = value
-        _check_ranges(options, RANGES_OF_LOSSES, "loss-options")
         self.loss.check_options(**options)
         return options
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
 
     @property
     def needs_proximal(self) -> bool:
@@ -220,7 +202,9 @@ class AlgorithmConfig(Section):
         return self.kl_coef if self.kl_in_reward else 0.0
 
 
-def _check_ranges(options: dict[str, Any], ranges: dict[str, Range], flag: str) -> None:
-    for name in options.keys() & ranges.keys():
-        value, allowed = options[name], ranges[name]
+def _settings(flag: str, text: str, known: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    options = typed_options(parse_assignments(text, flag), known, owner)
+    for name in options.keys() & RANGES[flag].keys():
+        value, allowed = options[name], RANGES[flag][name]
         refuse(value is not None and value not in allowed, f"--{flag} {name}={value}: it {allowed.says}")
+    return options

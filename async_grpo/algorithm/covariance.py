@@ -11,8 +11,8 @@ A sharded trainer chooses before the backward passes:
     threshold = top_scores(all_gather(top_scores(its scores, count)), count)[-1]
     selected = select(scores, threshold)                                  # option of the loss, per micro-batch
 
-The log-probs of the choice may be any close estimate of the current ones: before the first step of a minibatch
-the old ones are exact. Without `selected` the losses take the tensors they are given for the whole minibatch.
+The log-probs of the choice may be any close estimate of the current ones: before the first step of a minibatch the old
+ones are exact. Without `selected`, (B, T) bool, the losses take the tensors they are given for the whole minibatch.
 """
 
 import math
@@ -21,13 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.policy_losses import (
-    LossAndMetrics,
-    LossBatch,
-    clipped_surrogate,
-    ppo_clip,
-    ratio_metrics,
-)
+from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch, ppo_clip, ratio_metrics
 from async_grpo.options.fields import refuse
 
 
@@ -68,7 +62,7 @@ def clip_cov_scores(
     None: its rank among the unmasked tokens of this tensor.
     """
     covariance = covariances(batch, sums)
-    clips = clipped_surrogate(batch.ratio.detach(), batch.advantages, clip_low, clip_high)[1]
+    clips = ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)[1]
     candidates = batch.mask & (covariance > cov_low) & (covariance < cov_high)
     candidates &= ~(clips["clip_frac_low"] | clips["clip_frac_high"])
     if token_keys is None:
@@ -77,21 +71,13 @@ def clip_cov_scores(
 
 
 def num_selected(ratio: float, num_tokens: float) -> int:
-    """max(1, floor(ratio * num_tokens)); num_tokens: of the whole minibatch.
-
-    >>> num_selected(2e-4, 8192), num_selected(2e-4, 10)
-    (1, 1)
-    """
+    """max(1, floor(ratio * num_tokens)); num_tokens: of the whole minibatch."""
     refuse(not 0 < ratio <= 1, f"the share of selected tokens is {ratio}; it must lie in (0, 1]")
     return max(1, int(ratio * num_tokens))
 
 
 def top_scores(scores: Tensor, count: int) -> Tensor:
-    """(count,) float64: the largest of `scores`, descending, -inf where there are not as many.
-
-    >>> top_scores(torch.tensor([3., 1.]), 3).tolist()
-    [3.0, 1.0, -inf]
-    """
+    """(count,) float64: the largest of `scores`, descending, -inf where there are not as many."""
     top = scores.flatten().double().topk(min(count, scores.numel())).values
     return torch.nn.functional.pad(top, (0, count - len(top)), value=-math.inf)
 
@@ -100,8 +86,6 @@ def select(scores: Tensor, threshold: Tensor | float) -> Tensor:
     """(B, T) bool: at or above the threshold, and a candidate (not -inf). Tokens that tie are treated alike.
 
     >>> scores = torch.tensor([0.5, -math.inf, 0.5, 0.2])
-    >>> select(scores, top_scores(scores, 1)[-1]).tolist()
-    [True, False, True, False]
     >>> select(scores, top_scores(scores, 4)[-1]).tolist()
     [True, False, True, True]
     """
@@ -114,9 +98,7 @@ def uniform_draws(keys: Tensor, seed: int) -> Tensor:
     A generator would give a token another number for every packing. Mixing: SplitMix64 (Steele et al. 2014).
     """
     start = _mixed(torch.full_like(keys, int(seed)))
-    bits = _mixed(
-        start + keys * (0x9E3779B97F4A7C15 - 2**64)
-    )  # int64 wraps around: the products are the unsigned ones
+    bits = _mixed(start + keys * (0x9E3779B97F4A7C15 - 2**64))  # int64 wraps around as uint64 does
     return _shifted(bits, 11).double() / 2**53
 
 
@@ -147,7 +129,6 @@ def clip_cov(
 ) -> LossAndMetrics:
     """`ppo_clip`, and 0 for the selected tokens: at random, `ratio` of all tokens, among cov_low < cov < cov_high.
 
-    selected (B, T) bool: the choice made over the whole minibatch; None: `clip_cov_scores` of these tensors.
     Bounds of the clip: 1 and 1 as in the authors' recipe, which keeps it for extreme tokens only (verl: 0.2).
     Change the seed from step to step. Metric: `selected_frac`.
     """
@@ -169,7 +150,6 @@ def kl_cov(
 ) -> LossAndMetrics:
     """-A r, plus coef |log pi - log pi_old| for the selected tokens: the `ratio` of all with the highest covariance.
 
-    selected (B, T) bool: the choice made over the whole minibatch; None: `kl_cov_scores` of these tensors.
     coef: the paper's; verl configures 0.1. The penalty's log-ratio is not bounded: nothing overflows, and a bound
     would end the pull. No clip. Metric: `selected_frac`.
     """

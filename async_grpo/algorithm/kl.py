@@ -15,10 +15,6 @@ from torch import Tensor
 from async_grpo.options.fields import refuse
 
 
-def _k2(difference: Tensor) -> Tensor:
-    return difference.square() / 2
-
-
 def _k3(difference: Tensor) -> Tensor:
     # exp overflows at 88.7 in float32, 709.8 in float64: held a tenth below, so that a sum is finite too
     log_ratio = (-difference).clamp(max=0.9 * math.log(torch.finfo(difference.dtype).max))
@@ -27,7 +23,7 @@ def _k3(difference: Tensor) -> Tensor:
 
 _BASES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda difference: difference,
-    "k2": _k2,
+    "k2": lambda difference: difference.square() / 2,
     "k3": _k3,
     "abs": torch.abs,
 }
@@ -62,6 +58,6 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: floa
     if clamp is not None:
         value = value.clamp(-clamp, clamp)
     if kind.endswith("+"):
-        k2 = _k2(difference)
+        k2 = KL_KINDS["k2"](difference)
         value = value.detach() + (k2 - k2.detach())
     return value

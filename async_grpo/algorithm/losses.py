@@ -1,14 +1,9 @@
-"""Per-token policy losses by name. Each one says what its metrics are; `aggregation` says how tokens are averaged.
+"""Per-token policy losses by name, or by `FILE.py:NAME` where they are the user's own.
 
-`logprobs` carries the gradient; `old_logprobs` is what the ratio is taken against: the behaviour policy's by
-default. Masked positions may hold anything, NaN and inf included: they are replaced *before* the maths,
-because the gradient of `where(mask, f(x), 0)` is 0 * inf = NaN when f overflows at a masked x.
-
-Metrics are per token. Every loss reports `ratio_mean` and `ratio_max`; those with a clip also `clip_frac_low` and
-`clip_frac_high`, each token 1 that the clip holds (a loss without a clip leaves them out).
-
-A loss of one's own is a `PolicyLoss`, or the function of one, in a file: `--policy-loss FILE.py:NAME`. Its entry says
-everything that the rest of the library must know; no other module knows a loss by its name.
+Masked positions may hold anything, NaN and inf included: they are replaced *before* the maths, because the gradient of
+`where(mask, f(x), 0)` is 0 * inf = NaN when f overflows at a masked x. Every loss reports `ratio_mean` and `ratio_max`;
+those with a clip also `clip_frac_low` and `clip_frac_high`, each token 1 that the clip holds. An entry says everything
+that the rest of the library must know; no other module knows a loss by its name.
 """
 
 import inspect
@@ -57,11 +52,7 @@ class PolicyLoss:
 
     @property
     def options(self) -> dict[str, Option]:
-        """Its settings and their defaults, without the tensors of a batch.
-
-        >>> POLICY_LOSSES["ppo_clip"].options
-        {'clip_low': 0.2, 'clip_high': 0.28}
-        """
+        """Its settings and their defaults, without the tensors of a batch."""
         keywords = _keywords(self.function)
         return {name: default for name, default in keywords.items() if name not in TENSOR_INPUTS}
 
@@ -84,11 +75,12 @@ class PolicyLoss:
     ) -> LossAndMetrics:
         """(per-token loss, metrics), everything (B, T) and zero where the mask is False.
 
-        importance_weights (B, T): multiply the loss, without gradient. sequence_ids (B, T): the sequence that
-        each token of a packed row belongs to, any numbers in any order (None: a row is a sequence). options: its
-        settings, and what it needs of proximal_logprobs (B, T) and selected (B, T) bool. Only `logprobs` gets
-        a gradient. Metrics have none; they are averaged over tokens, or by their maximum where the name ends in
-        `_max`. ConfigurationError: an unknown option or value, or missing proximal log-probs.
+        old_logprobs: what the ratio is taken against, by default the behaviour policy's. importance_weights (B, T):
+        multiply the loss, without gradient. sequence_ids (B, T): the sequence that each token of a packed row belongs to,
+        any numbers in any order (None: a row is a sequence). options: its settings, and what it needs of
+        proximal_logprobs (B, T) and selected (B, T) bool. Only `logprobs` gets a gradient. Metrics have none; they are
+        averaged over tokens, or by their maximum where the name ends in `_max`. ConfigurationError: an unknown option or
+        value, or missing proximal log-probs.
 
         >>> one = torch.ones(1, 1)
         >>> loss, metrics = POLICY_LOSSES["ppo_clip"](one.log() + 1, 0 * one, 2 * one, one)  # ratio e > 1.28
@@ -102,11 +94,8 @@ class PolicyLoss:
             self.needs_proximal and options.get("proximal_logprobs") is None,
             f"the loss {name} needs proximal_logprobs; run a proximal logprob worker or choose another loss",
         )
-        mask = mask.bool()
-        old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
-        logprobs, old_logprobs, advantages = (
-            torch.where(mask, values, 0) for values in (logprobs, old_logprobs, advantages)
-        )
+        mask, given = mask.bool(), (logprobs, old_logprobs.detach(), advantages.detach())
+        logprobs, old_logprobs, advantages = (torch.where(mask, values, 0) for values in given)
         batch = LossBatch(logprobs, old_logprobs, advantages, mask, sequence_ids)
         for key in TENSOR_INPUTS:
             if options.get(key) is not None:

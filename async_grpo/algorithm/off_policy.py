@@ -1,14 +1,10 @@
 """Tokens that another policy sampled: weigh them, leave them out, and say how far that policy is.
 
-With x = log pi(token) - log mu(token), pi the policy that is trained and mu the behaviour policy, which sampled,
-`importance_weights` gives e^x within bounds, and `rejection_mask` says which tokens or sequences to keep. They are
-independent: a weight of 0 leaves its token in the mask, and with it in the loss's denominator. Two programs that compute
-the same model should give x = 0: `mismatch_sums` and `ratio_histogram` of a micro-batch, both additive over micro-batches
-and ranks (each holds whole sequences), say how far they are from it.
-
-Everything here is without gradient, computed in float64, and the same whether sequences are rows or packed
-(`sequence_ids`, as in `losses`). Masked positions may hold anything. At an unmasked position a NaN is neither
-weighed away nor rejected: it stays, for the trainer to refuse the step.
+x = log pi(token) - log mu(token), pi the policy that is trained and mu the behaviour policy, which sampled. Weights and
+rejection are independent: a weight of 0 leaves its token in the mask, and with it in the loss's denominator. Two programs
+that compute the same model should give x = 0; how far they are from it is summed over micro-batches and ranks (each holds
+whole sequences). Everything is without gradient, in float64, and the same whether sequences are rows or packed. Masked
+positions may hold anything. At an unmasked one a NaN is neither weighed away nor rejected: the trainer refuses the step.
 """
 
 import math
@@ -58,14 +54,12 @@ def importance_weights(
 ) -> Tensor:
     """Weights (B, T) in the dtype of `logprobs`, zero where the mask is False.
 
-    level "token": w = e^x. "sequence": w = e^(sum of x over the unmasked tokens), the same for each of them.
-    mode "truncate": min(w, high), and max(w, low) if there is a low (Ionides 2008, "Truncated importance
-    sampling"). "mask": w inside [low, high], 0 outside (IcePop; Ling Team 2025, "Every Step Evolves").
-    x and its sum are held at +-20.
-    normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over
-    sequences. `mean` takes the place of that of this batch: the sum over the count of `weight_totals`, each
-    summed over all the parts. Weights that are all 0 stay 0. ConfigurationError: an unknown level or mode, or bounds
-    between which no weight can lie.
+    level "token": w = e^x. "sequence": w = e^(sum of x over the unmasked tokens), the same for each of them. mode
+    "truncate": min(w, high), and max(w, low) if there is a low (Ionides 2008, "Truncated importance sampling"). "mask": w
+    inside [low, high], 0 outside (IcePop; Ling Team 2025, "Every Step Evolves"). x and its sum are held at +-20.
+    normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over sequences.
+    `mean` takes the place of that of this batch: the sum over the count of `weight_totals`, each summed over all the
+    parts. Weights that are all 0 stay 0. ConfigurationError: an unknown level or mode, or impossible bounds.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9, .1]]).log(), torch.tensor([[.5, .3, .2]]).log()
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3)).tolist()  # ratios 1, 3, 1/2
@@ -106,10 +100,6 @@ def weight_totals(
     """(sum, count) of weights (B, T) over tokens or over sequences, 0-dim float64, additive over parts.
 
     A part holds whole sequences. The weights are those of `importance_weights` at that level, not normalised.
-
-    >>> weights, mask = torch.tensor([[2., 2.], [1., 0.]]), torch.tensor([[1, 1], [1, 0]])
-    >>> [total.item() for total in weight_totals(weights, mask, level="sequence")]
-    [3.0, 2.0]
     """
     mask = mask.bool()
     weights = torch.where(mask, weights.detach().double(), 0)
@@ -134,12 +124,10 @@ def rejection_mask(
 
     `token_*` judges each token by itself, `sequence_sum_*`, `sequence_mean_*` and `sequence_max_*` a sequence
     by its unmasked tokens. x is held at +-20.
-
     k1: x, and the bounds are on its exponential, the ratio pi / mu: that of a token, of a sequence
     (`sequence_sum_k1`) or its geometric mean per token (`sequence_mean_k1`). Kept: low <= ratio <= high.
     k2: x^2 / 2. k3: e^x - 1 - x. Never negative, small where the policies agree. Kept: low <= it <= high.
     A bound that is None is none at all (verl takes 1 / high for the lower one of k1, and bounds mu / pi).
-
     From "When Speed Kills Stability" (Liu et al. 2025). ConfigurationError: an unknown statistic, or bounds that reject
     nothing or everything.
 
@@ -165,12 +153,9 @@ def rejection_mask(
         values = (sums / lengths.clamp(min=1) if scope == "sequence_mean" else sums)[ids]
     if kind == "k1":  # in log space, where the ratio of a long sequence does not overflow
         low, high = (None if bound is None else math.log(bound) for bound in (low, high))
-    keep = mask
     if high is not None:
-        keep = keep & ~(values > high)
-    if low is not None:
-        keep = keep & ~(values < low)
-    return keep
+        mask = mask & ~(values > high)
+    return mask if low is None else mask & ~(values < low)
 
 
 def _check_rejection(statistic: str, low: float | None, high: float | None) -> None:

@@ -29,11 +29,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_ids: Tensor, candidates: Tensor) -> "Groups":
-        """From any integer id per row (B,) and the rows that could teach (B,).
-
-        >>> Groups.of(torch.tensor([7, 7, 3, 7, 3]), torch.tensor([1, 0, 1, 1, 0]).bool()).participates.flatten()
-        tensor([ True, False, False,  True, False])
-        """
+        """From any integer id per row (B,) and the rows that could teach (B,)."""
         distinct, index = torch.unique(group_ids, return_inverse=True)
         sizes = torch.zeros(len(distinct), dtype=torch.int64, device=index.device)
         sizes = sizes.index_add(0, index, candidates.long())
@@ -114,13 +110,7 @@ def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Ten
     """(value - mean) / sqrt(variance + 1e-8) of the used values (B, T), in their dtype; zero where not used.
 
     used: as in `whitening_moments`. The variance has ddof 1. A pool of equal values, or of one, gives exact zeros. Unused
-    values may be NaN. moments (3,): those of the whole pool, where the values are only a part of it:
-
-    >>> ours, theirs = torch.tensor([[1.0, 3.0]]), torch.tensor([[5.0, 7.0]])
-    >>> parts = torch.stack([whitening_moments(part, part > 0) for part in (ours, theirs)])  # an all-gather
-    >>> whitened(ours, ours > 0, merge_moments(parts)).tolist() == whitened(
-    ...     torch.cat([ours, theirs]), torch.ones(2, 2).bool())[:1].tolist()
-    True
+    values may be NaN. moments (3,): those of the whole pool (`merge_moments`), where the values are only a part of it.
     """
     count, mean, squares = (whitening_moments(values, used) if moments is None else moments).double()
     deviation = (squares / (count - 1).clamp(min=1) + WHITENING_EPS).sqrt()

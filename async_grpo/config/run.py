@@ -94,7 +94,7 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
     @property
     def logprob_roles(self) -> tuple[str, ...]:
         """The kinds of logprob worker that the run needs; usually none."""
-        return ("reference",) * self.needs_reference + ("proximal",) * self.needs_proximal
+        return ("reference",) * (self.kl_coef > 0) + ("proximal",) * self.needs_proximal
 
     @property
     def output_path(self) -> Path:

@@ -43,7 +43,8 @@ def closest(advantages, expected, atol):
 @given(rows=batches())
 @settings(max_examples=60, deadline=None)
 def test_any_ragged_batch_equals_the_definition(name, rows):
-    assert closest(call(ADVANTAGE_ESTIMATORS, name, rows), definition(name, rows), atol=1e-10)
+    advantages = call(ADVANTAGE_ESTIMATORS, name, rows)
+    assert closest(advantages, definition(name, rows), atol=1e-10) and not advantages.requires_grad
 
 
 @given(rows=batches())
@@ -87,33 +88,6 @@ def test_a_deviation_over_the_samples_of_the_batch_counts_a_long_one_once():
         rewards, mask, torch.tensor([0, 0, 1, 1])
     )
     assert over_tokens[:2, 0].tolist() == pytest.approx([1.58, -0.63], abs=0.01)
-
-
-def test_grpo_divides_by_the_sample_standard_deviation():
-    # scores 1, 0, 0, 1: mean 1/2, variance with ddof 1 = 4 * (1/4) / 3 = 1/3
-    rewards, mask = outcome([1, 0, 0, 1], [4, 4, 4, 4])
-    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    advantages = GRPO(rewards, mask, one_group(4))
-    assert advantages[:, 0].tolist() == pytest.approx([expected, -expected, -expected, expected], abs=1e-12)
-
-
-def test_a_reward_reaches_the_tokens_before_a_masked_span_undiscounted_by_it():
-    # tokens 1 and 2 are a tool's answer; token 3 is one step from token 0
-    rewards = torch.tensor([[0.0, 5, 5, 4], [0, 0, 0, 0]], dtype=torch.float64)
-    mask = torch.tensor([[1, 0, 0, 1], [1, 0, 0, 1]])
-    advantages = ADVANTAGE_ESTIMATORS["reinforce_plus_plus"](rewards, mask, one_group(2), gamma=0.5)
-    # returns 2, 4, 0, 0: mean 3/2, variance (1/4 + 25/4 + 9/4 + 9/4)/3 = 11/3
-    expected = [x / math.sqrt(11 / 3 + 1e-8) for x in (0.5, 0, 0, 2.5)]
-    assert advantages[0].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_bare_tensor_is_a_single_source_with_a_single_mask():
-    rewards = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mask, steps = torch.ones(4, 3), torch.tensor([[0, 0, 1], [1, 0, 1], [0, 0, 0], [1, 1, 1]])
-    prime = ADVANTAGE_ESTIMATORS["prime_rloo"]
-    bare = prime(rewards, mask, one_group(4), masks=steps)
-    assert torch.equal(bare, prime({"steps": rewards}, mask, one_group(4), masks={"steps": steps}))
-    assert not torch.equal(bare, prime(rewards, mask, one_group(4)))
 
 
 def test_a_source_without_a_mask_counts_on_all_tokens():
@@ -179,19 +153,6 @@ def test_a_batch_coupled_estimator_is_moved_by_another_group(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_participants_gives_zeros(name):
-    inputs = {"values": torch.full((2, 3), math.nan), "baselines": torch.full((2,), math.nan)}
-    inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].needs}
-    unmasked = torch.ones(2, 3), torch.tensor([False, False])
-    masked = torch.zeros(2, 3), torch.tensor([True, True])
-    for mask, valid in (unmasked, masked):
-        advantages = ADVANTAGE_ESTIMATORS[name](
-            torch.full((2, 3), math.nan), mask, one_group(2), valid=valid, **inputs
-        )
-        assert torch.equal(advantages, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name):
     for shape in ((0, 3), (2, 0), (0, 0)):
         inputs = {"values": torch.zeros(shape), "baselines": torch.zeros(shape[0])}
@@ -200,16 +161,6 @@ def test_a_batch_of_no_rows_or_of_empty_responses_has_no_advantages(name):
             torch.zeros(shape), torch.zeros(shape), one_group(shape[0]), **inputs
         )
         assert advantages.shape == shape
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_carries_a_gradient(name):
-    rewards, mask = outcome([1, 0, 3], [2, 3, 1])
-    inputs = {"values": torch.ones(3, 4, requires_grad=True), "baselines": torch.ones(3, requires_grad=True)}
-    inputs = {option: inputs[option] for option in ADVANTAGE_ESTIMATORS[name].needs}
-    assert not ADVANTAGE_ESTIMATORS[name](
-        rewards.requires_grad_(), mask, one_group(3), **inputs
-    ).requires_grad
 
 
 # --------------------------------------------------------------------------------------------- equal rewards
@@ -242,12 +193,6 @@ def test_a_pool_of_equal_returns_is_whitened_to_exactly_zero(name, size):
     rewards, mask = outcome([0.1] * size, [1 + i % 4 for i in range(size)])
     inputs = {"values": torch.zeros(size, 4)} if name == "gae" else {}
     assert ADVANTAGE_ESTIMATORS[name](rewards, mask, one_group(size), **inputs).count_nonzero() == 0
-
-
-@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "grpo_process", "gdpo"])
-def test_without_eps_equal_rewards_still_give_zero(name):
-    rewards, mask = outcome([0.1] * 7, [1] * 7)
-    assert ADVANTAGE_ESTIMATORS[name](rewards, mask, one_group(7), eps=0.0).count_nonzero() == 0
 
 
 def test_statistics_are_float64_whatever_the_rewards_are():

@@ -13,7 +13,6 @@ from async_grpo.algorithm.process_advantages import gae_returns
 from async_grpo.algorithm.statistics import (
     merge_moments,
     returns_to_go,
-    reverse_scan,
     whitened,
     whitening_moments,
 )
@@ -57,11 +56,6 @@ def test_equal_values_on_all_ranks_are_whitened_to_exactly_zero(sizes, value):
     )
 
 
-def test_a_pool_of_one_has_no_deviation():
-    assert whitened(torch.tensor([[5.0, math.nan]]), torch.tensor([[True, False]])).tolist() == [[0.0, 0.0]]
-    assert whitening_moments(torch.zeros(2, 3), torch.zeros(2, 3).bool()).tolist() == [0, 0, 0]
-
-
 def test_a_mean_that_dwarfs_the_deviation_costs_no_digits():
     pool = [
         2.0**40,
@@ -92,25 +86,6 @@ def test_advantages_and_returns_are_what_the_recursion_says(rows, gamma, lam):
             advantage, worth_ahead = delta + gamma * lam * advantage, row.values[t]
             assert advantages[i, t].item() == pytest.approx(advantage, abs=1e-12)
             assert returns[i, t].item() == pytest.approx(advantage + row.values[t], abs=1e-12)
-
-
-def test_the_target_of_a_critic_does_not_carry_its_gradient():
-    # or (values - returns)^2 would have none: the values would cancel
-    values = torch.rand(2, 3, requires_grad=True)
-    advantages, returns = gae_returns(torch.ones(2, 3), values, torch.ones(2, 3))
-    assert not advantages.requires_grad and not returns.requires_grad
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 8, 13])
-def test_a_scan_in_doubling_windows_equals_the_loop(width):
-    random = torch.Generator().manual_seed(width)
-    terms = torch.randn(4, width, dtype=torch.float64, generator=random)
-    decay = torch.rand(4, width, dtype=torch.float64, generator=random)
-    expected, carried = torch.zeros_like(terms), torch.zeros(4, dtype=torch.float64)
-    for t in reversed(range(width)):
-        carried = terms[:, t] + decay[:, t] * carried
-        expected[:, t] = carried
-    assert torch.allclose(reverse_scan(terms, decay), expected, atol=1e-14)
 
 
 def test_a_long_discounted_return_neither_over_nor_underflows():

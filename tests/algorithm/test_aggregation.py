@@ -11,7 +11,6 @@ from async_grpo.algorithm.aggregation import (
     AGGREGATIONS,
     aggregate_loss,
     compact_ids,
-    count_units,
     get_aggregation,
     tokens_of_group,
 )
@@ -21,38 +20,10 @@ LOSS = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]])
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
 
 
-@pytest.mark.parametrize(
-    ("mode", "scale", "value", "value_of_a_part"),
-    [
-        ("token_mean", None, 10 / 3, 10 / 10),
-        ("token_sum", None, 10, 10),
-        ("sequence_mean_token_sum", None, 10 / 2, 10 / 4),
-        ("sequence_mean_token_mean", None, (1.5 + 7) / 2, (1.5 + 7) / 4),
-        ("constant_length", 3, 10 / 3 / 2, 10 / 3 / 4),
-        ("constant_length", 5, 10 / 5 / 2, 10 / 5 / 4),
-        ("prompt_mean", None, 10 / 3, 10 / 3 / 6),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_three_row_example_alone_and_as_part_of_10_tokens_4_sequences_and_6_groups(
-    mode, scale, value, value_of_a_part, dtype
-):
-    counts = {"global_tokens": 10, "global_sequences": 4, "global_groups": 6}
-    group = torch.tensor([8, 8, 8])
-    alone = aggregate_loss(LOSS.to(dtype), MASK, mode, scale=scale, group_ids=group)
-    part = aggregate_loss(LOSS.to(dtype), MASK, mode, scale=scale, group_ids=group, **counts)
-    assert (alone.item(), part.item()) == pytest.approx((value, value_of_a_part))
-    assert alone.dtype == part.dtype == dtype
-
-
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_nothing_unmasked_gives_zero_not_nan(mode):
     nothing = {"group_ids": torch.tensor([1, 2, 3]), "scale": 5}
     assert aggregate_loss(LOSS * math.nan, torch.zeros(3, 3), mode, **nothing).item() == 0
-
-
-def test_counts_do_not_speak_of_groups_unless_they_are_told_of_them():
-    assert set(count_units(MASK.bool(), compact_ids(None, MASK))) == {"tokens", "sequences"}
 
 
 def test_constant_length_without_its_length_is_refused():

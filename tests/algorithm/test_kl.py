@@ -40,13 +40,6 @@ def test_values_and_gradients_are_the_closed_forms_and_a_plus_takes_the_gradient
         assert evaluate(difference, kind + "+") == (evaluate(difference, kind)[0], difference)
 
 
-def test_the_gradient_of_a_plus_reaches_both_sides():
-    logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
-    ref = torch.tensor([-2.0, -1.0], requires_grad=True)
-    kl_penalty(logprobs, ref, "k1+").sum().backward()
-    assert logprobs.grad.tolist() == [1.0, -3.0] and ref.grad.tolist() == [-1.0, 3.0]
-
-
 def two_distributions(scale):
     """Logits (requiring grad), log-probs p of them, and log-probs q of another distribution; 50 tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -70,14 +63,6 @@ def test_on_policy_the_expected_gradient_of_k2_and_of_every_plus_is_that_of_the_
     sampled = (p.exp().detach() * kl_penalty(p, q, kind)).sum()  # samples carry no gradient, log-probs do
     (got,) = torch.autograd.grad(sampled, logits)
     torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["k1", "k3", "abs"])
-def test_on_policy_the_expected_gradient_of_the_others_is_not_that_of_the_kl(kind):
-    logits, p, q = two_distributions(2.0)
-    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
-    (got,) = torch.autograd.grad((p.exp().detach() * kl_penalty(p, q, kind)).sum(), logits)
-    assert (got - exact).norm() > 0.3 * exact.norm()
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 79.8), (torch.float64, 638.8)])

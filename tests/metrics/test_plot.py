@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import reader as metrics_files
-from async_grpo.metrics.figures import draw, moving_average, plot_runs
+from async_grpo.metrics.figures import draw, plot_runs
 from async_grpo.metrics.reader import (
     DEFAULT_X_KEY,
     FetchFailed,
@@ -130,13 +130,6 @@ def test_dashes_and_underscores_are_alike_in_option_names(metrics: Path, tmp_pat
     assert dashes == underscores == short
 
 
-def test_nothing_is_smoothed_unless_asked(metrics: Path, tmp_path: Path) -> None:
-    raw = picture(tmp_path / "raw.png", metrics)
-    assert raw == picture(tmp_path / "window.png", metrics, "--smooth-window", 4)
-    ten = picture(tmp_path / "ten.png", metrics, "-s")
-    assert ten != raw and ten == picture(tmp_path / "again.png", metrics, "-s", "--smooth-window", 10)
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -235,15 +228,6 @@ def test_what_cannot_be_drawn_is_refused_with_the_keys_that_can(
     assert not (tmp_path / "a.png").exists()
 
 
-def test_a_run_without_the_x_key_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    files = [
-        write(tmp_path / "a.jsonl", [{"x": 1, "y": 2}]),
-        write(tmp_path / "b.jsonl", [{"step": 1, "y": 2}]),
-    ]
-    with pytest.raises(ConfigurationError, match=r"'x' for the x axis of .*b\.jsonl is unknown.*: step, y"):
-        plot_runs(files, ["y"], "x", tmp_path / "a.png")
-
-
 def test_keys_that_never_meet_are_an_error_and_not_an_empty_picture(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"x": 1}, {"y": 2}, {"x": None, "y": 3}])
     with pytest.raises(ConfigurationError, match="no step has numbers for both 'y' and 'x'"):
@@ -319,15 +303,6 @@ def test_a_number_between_two_gaps_is_marked_so_that_it_can_be_seen() -> None:
     assert axes.lines[0].get_markevery() == [0, 5]
 
 
-def test_a_run_of_one_step_leaves_ink(tmp_path: Path) -> None:
-    from matplotlib.image import imread
-
-    file = write(tmp_path / "a.jsonl", [{"x": 1, "y": 2}])
-    plot_runs([file], ["y"], "x", tmp_path / "a.png")
-    red, _, blue = np.moveaxis(imread(tmp_path / "a.png")[..., :3], -1, 0)
-    assert (blue - red > 0.3).sum() > 10  # axes and text are grey, only the run is blue
-
-
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_subplots_fill_up_to_two_columns_and_no_empty_frame_remains(count: int) -> None:
     keys = [f"k{i}" for i in range(count)]
@@ -378,21 +353,6 @@ def test_dollars_underscores_and_brackets_in_names_are_drawn_as_they_are(tmp_pat
 
 
 # Smoothing ----------------------------------------------------------------------------------------
-
-
-@given(
-    values=st.lists(NUMBERS | st.just(float("nan")), max_size=12),
-    window=st.integers(min_value=1, max_value=30),
-)
-def test_the_moving_average_is_that_of_a_plain_loop(values: list[float], window: int) -> None:
-    width = min(window, len(values))
-    expected = []
-    for t, value in enumerate(values):
-        near = [
-            v for i, v in enumerate(values) if t - width // 2 <= i <= t + (width - 1) // 2 and not np.isnan(v)
-        ]
-        expected.append(float("nan") if np.isnan(value) else sum(near) / len(near))
-    np.testing.assert_allclose(moving_average(np.array(values), window), expected, rtol=1e-9, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [0, -3])
@@ -447,17 +407,6 @@ def test_a_failing_scp_ends_with_exit_code_1_and_its_own_words(scp: Path, tmp_pa
     assert not (tmp_path / "a.png").exists()
 
 
-def test_an_scp_that_delivers_nothing_is_a_failure_and_an_empty_file_an_error(
-    scp: Path, tmp_path: Path
-) -> None:
-    (scp / "scp.sh").write_text("exit 0")
-    with pytest.raises(FetchFailed, match="exit code 0"):
-        load_runs([Path("m.jsonl")], remote="host")
-    (scp / "scp.sh").write_text(': > "$7"')
-    with pytest.raises(ConfigurationError, match=r"host:m\.jsonl holds no finished step"):
-        load_runs([Path("m.jsonl")], remote="host")
-
-
 def test_an_scp_that_hangs_is_stopped(scp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_files, "FETCH_TIMEOUT_S", 0.3)
     (scp / "scp.sh").write_text("exec sleep 60")
@@ -469,14 +418,6 @@ def test_a_missing_scp_program_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FetchFailed, match="scp did not start"):
         fetch("host", "m.jsonl", tmp_path / "copy")
-
-
-@pytest.mark.parametrize(
-    "remote", ["host", "me@host.example.org", "me@10.0.0.1", "[::1]", "a_b@[fe80::1%eth0]"]
-)
-def test_hosts_that_scp_can_reach_are_accepted(scp: Path, tmp_path: Path, remote: str) -> None:
-    (scp / "scp.sh").write_text('echo "{}" > "$7"')
-    assert fetch(remote, "~/my runs/m.jsonl", tmp_path / "copy").read_text() == "{}\n"
 
 
 DOUBTFUL_HOSTS = ["", "-oProxyCommand=x", "me@-host", "a b", "host\n", "h;ls", "$(ls)", "::1", "h:p", "a@b@c"]
