@@ -166,32 +166,45 @@ def test_what_a_late_timer_loses_is_caught_up_at_little_more_than_the_rate():
     assert sum(at < 180 for at in starts) >= 1799
 
 
-def test_tokens_and_requests_hold_together_and_the_scarcer_one_rules():
-    """60 calls per minute but 600 tokens: of calls of 60 tokens 10 start per minute, 6.05 s apart with the slack."""
-    limits = Limits(requests_per_minute=60, tokens_per_minute=600, burst_s=0)
-    callers = virtually(lambda: Callers(limits).calls(*[dict(tokens=60)] * 11))
-    assert callers.moments == pytest.approx([6.05 * i for i in range(11)])
+EXACT = {  # limits, calls, and when they start
+    # 60 calls per minute but 600 tokens: of calls of 60 tokens 10 start per minute, 6.05 s apart with the slack
+    "the scarcer one of requests and tokens rules": (
+        dict(requests_per_minute=60, tokens_per_minute=600, slack_s=0.5), [dict(tokens=60)] * 4, [0, 6.05, 12.1, 18.15]
+    ),
+    # 10 per second: 300 tokens start at once on an idle key; the next 30 s later, less the burst
+    "a call larger than a burst waits its turn and no longer, and what follows waits for it": (
+        dict(tokens_per_minute=600, burst_s=0.1), [dict(tokens=n) for n in (300, 10, 10)], [0.0, 29.9, 30.9]
+    ),
+    # 250 tokens take 150 s at 100 per minute; the minute that they waited for is caught up as far as any lost time is
+    "a call larger than the limit starts alone": (
+        dict(tokens_per_minute=100), [dict(tokens=n) for n in (10, 250, 10)], [0.0, 60.0, 210.0 - CATCH_UP_S]
+    ),
+    # after an idle minute 4 of 10 start at once: one now, three from the burst
+    "a lull saves up no more than the burst": (
+        dict(requests_per_minute=60, burst_s=3), [{}, *[dict(at=120)] * 10], [0, *[120] * 4, 121, 122, 123, 124, 125, 126]
+    ),
+    "tokens that were not used may be used at once": (
+        dict(concurrency=1, tokens_per_minute=600), [dict(tokens=100, used=10, lasts=0.25)] * 6, [0, 1, 2, 3, 4, 5]
+    ),
+    # 300 are used by the end of the first second: 30 s of debt from there
+    "tokens that were not foreseen are waited for": (
+        dict(concurrency=1, tokens_per_minute=600), [dict(used=300, lasts=1.0), dict(tokens=5)], [0.0, 31.0]
+    ),
+    "without a word on its use a call cost its estimate": (
+        dict(concurrency=1, tokens_per_minute=600), [dict(tokens=100)] * 3, [0, 10, 20]
+    ),
+    "small calls do not overtake a large one": (
+        dict(tokens_per_minute=600), [dict(tokens=n) for n in (500, 1, 1)], [0, 50, 50.1]
+    ),
+    "without limits nothing waits": ({}, [dict(tokens=1e9, lasts=1.0)] * 100, [0] * 100),
+}  # fmt: skip
 
 
-def test_a_call_larger_than_a_burst_waits_its_turn_and_no_longer_and_what_follows_waits_for_it():
-    """600 tokens per minute, no slack: 10 per second. 300 tokens start at once on an idle key; the next 30 s later."""
-    limits = Limits(tokens_per_minute=600, burst_s=0.1, slack_s=0)
-    callers = virtually(lambda: Callers(limits).calls(*(dict(tokens=n) for n in (300, 10, 10))))
-    assert callers.moments == pytest.approx([0.0, 29.9, 30.9])
-
-
-def test_a_call_larger_than_the_limit_starts_alone():
-    """250 tokens take 150 s at 100 per minute; the minute that they waited for is caught up as far as any lost time is."""
-    limits = Limits(tokens_per_minute=100, burst_s=0, slack_s=0)
-    callers = virtually(lambda: Callers(limits).calls(*(dict(tokens=n) for n in (10, 250, 10))))
-    assert callers.moments == pytest.approx([0.0, 60.0, 60.0 + 150.0 - CATCH_UP_S])
-
-
-def test_a_lull_saves_up_no_more_than_the_burst():
-    """60 per minute, bursts of 3 s: after an idle minute 4 of 10 start at once (one now, three from the burst)."""
-    limits = Limits(requests_per_minute=60, burst_s=3, slack_s=0)
-    callers = virtually(lambda: Callers(limits).calls({}, *[dict(at=120)] * 10))
-    assert [round(at - 120) for at in callers.moments[1:]] == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize("kind", EXACT)
+def test_calls_start_when_the_arithmetic_says(kind):
+    limits, plan, moments = EXACT[kind]
+    callers = virtually(lambda: Callers(Limits(**{"burst_s": 0, "slack_s": 0, **limits})).calls(*plan))
+    assert callers.moments == pytest.approx(moments)
 
 
 def test_a_queue_behind_a_busy_slot_does_not_fire_as_a_burst():
@@ -230,13 +243,6 @@ def test_never_more_calls_at_once_than_slots_and_never_an_idle_slot_with_a_queue
     assert sorted(callers.moments) == pytest.approx(sorted(expected), abs=1e-6)
 
 
-def test_small_calls_do_not_overtake_a_large_one():
-    limits = Limits(tokens_per_minute=600)
-    sizes = [10, 10, 500, 1, 1, 1]
-    callers = virtually(lambda: Callers(limits).calls(*(dict(name=i, tokens=n) for i, n in enumerate(sizes))))
-    assert callers.names == [0, 1, 2, 3, 4, 5]
-
-
 def test_lanes_take_turns_whatever_their_backlogs():
     async def scenario() -> Callers:
         callers = Callers(Limits(requests_per_minute=60, burst_s=0, slack_s=0))
@@ -247,45 +253,6 @@ def test_lanes_take_turns_whatever_their_backlogs():
     assert names[:11] == ["t"] * 11
     assert names[11:21] == ["t", "e"] * 5  # 100 calls wait before the first "e", and it is the next but one
     assert names[21:] == ["t"] * 84
-
-
-def test_keys_do_not_share_limits():
-    async def scenario() -> float:
-        limiter, limits = Limiter(), Limits(concurrency=1)
-        await limiter.acquire("one", limits)
-        await limiter.acquire("other", limits)
-        return now()
-
-    assert virtually(scenario) == 0.0
-
-
-def test_without_limits_nothing_waits():
-    callers = virtually(lambda: Callers(Limits()).calls(*[dict(tokens=1e9, lasts=1.0)] * 1000))
-    assert callers.most_running == 1000 and set(callers.moments) == {0.0}
-
-
-# Reconciliation
-
-
-def test_tokens_that_were_not_used_may_be_used_at_once():
-    """100 tokens each are reserved and 10 used: at 600 per minute that is one call per second, not one in ten."""
-    limits = Limits(concurrency=1, tokens_per_minute=600, burst_s=0, slack_s=0)
-    plan = [dict(tokens=100, used=10, lasts=0.25)] * 6
-    callers = virtually(lambda: Callers(limits).calls(*plan))
-    assert callers.moments == pytest.approx([0, 1, 2, 3, 4, 5])
-
-
-def test_tokens_that_were_not_foreseen_are_waited_for():
-    """Nothing is reserved and 300 are used by the end of the first second: 30 s of debt from there, at 10 per second."""
-    limits = Limits(concurrency=1, tokens_per_minute=600, burst_s=0, slack_s=0)
-    callers = virtually(lambda: Callers(limits).calls(dict(used=300, lasts=1.0), dict(tokens=5)))
-    assert callers.moments == pytest.approx([0.0, 31.0])
-
-
-def test_without_a_word_on_its_use_a_call_cost_its_estimate():
-    limits = Limits(concurrency=1, tokens_per_minute=600, burst_s=0, slack_s=0)
-    callers = virtually(lambda: Callers(limits).calls(*[dict(tokens=100)] * 3))
-    assert callers.moments == pytest.approx([0, 10, 20])
 
 
 # Cancellation and misuse
@@ -358,22 +325,6 @@ def test_permits_that_are_handed_back_late_are_not_given_again_all_at_once():
     virtually(scenario)
 
 
-def test_the_withdrawal_of_the_first_in_line_lets_the_next_one_go():
-    """The large one would wait for a minute, the small one behind it need not."""
-
-    async def scenario() -> list[float]:
-        callers = Callers(Limits(tokens_per_minute=60, burst_s=0, slack_s=0))
-        await callers.call(tokens=2)
-        large = asyncio.ensure_future(callers.call(tokens=60))
-        small = asyncio.ensure_future(callers.call(tokens=1))
-        await asyncio.sleep(5)
-        large.cancel()
-        await small
-        return callers.moments
-
-    assert virtually(scenario) == [0.0, 5.0]
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(
@@ -408,41 +359,25 @@ def test_whatever_is_cancelled_whenever_every_slot_comes_back(calls):
     virtually(scenario)
 
 
-def test_releasing_twice_is_an_error_that_names_the_permit():
+def test_keys_have_limits_of_their_own_and_permits_are_released_once():
     async def scenario() -> None:
-        limiter, limits = Limiter(), Limits(concurrency=2)
+        limiter, limits = Limiter(), Limits(concurrency=1)
         permit = await limiter.acquire("judge", limits)
-        await limiter.release("judge", permit)
-        with pytest.raises(ValueError, match=f"permit {permit} of 'judge' is not out"):
-            await limiter.release("judge", permit)
-        with pytest.raises(ValueError, match="permit 7 of 'nobody' is not out"):
-            await limiter.release("nobody", 7)
-
-    virtually(scenario)
-
-
-def test_a_key_in_use_cannot_have_other_limits_but_an_idle_one_can():
-    async def scenario() -> None:
-        limiter = Limiter()
-        permit = await limiter.acquire("judge", Limits(concurrency=1))
+        await limiter.acquire("other", limits)
         with pytest.raises(ConfigurationError, match=r"concurrency=1.*concurrency=2"):
             await limiter.acquire("judge", Limits(concurrency=2))
         await limiter.release("judge", permit)
+        for key, number in (("judge", permit), ("nobody", 7)):
+            with pytest.raises(ValueError, match=f"permit {number} of '{key}' is not out"):
+                await limiter.release(key, number)
         for _ in range(2):
             await limiter.acquire("judge", Limits(concurrency=2))
         assert now() == 0.0
+        # What another limiter let through is not known: 6 per minute are 10 s apart, also across the change
+        callers = Callers(Limits(requests_per_minute=6, slack_s=0), Limiter(resumed=True))
+        assert (await callers.calls({}, {})).moments == pytest.approx([10.0, 20.0])
 
     virtually(scenario)
-
-
-def test_a_limiter_that_follows_another_begins_with_an_interval():
-    """What the other one let through is not known: 6 per minute are 10 s apart, also across the change."""
-
-    async def scenario() -> list[float]:
-        callers = Callers(Limits(requests_per_minute=6, slack_s=0), Limiter(resumed=True))
-        return (await callers.calls({}, {})).moments
-
-    assert virtually(scenario) == pytest.approx([10.0, 20.0])
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ import math
 import pickle
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.result import read_answer
 from async_grpo.rewards.http.endpoint import (
     BadReply,
+    Endpoint,
     JudgeError,
     JudgeRefused,
     JudgeTimeout,
@@ -154,19 +153,18 @@ def test_a_template_names_columns_and_nothing_else(template):
         llm(template=template)
 
 
-def test_braces_in_a_sample_are_text():
-    sample = {"completion": "{answer} {0} {{x}} {", "answer": "{completion}"}
-    text = Template("{{{answer}}} {completion}").render(sample, fence=False)
-    assert text == "{{completion}} {answer} {0} {{x}} {"
-
-
-def test_the_prompt_is_the_best_there_is():
+def test_a_template_shows_the_best_prompt_there_is_fences_what_the_policy_wrote_and_leaves_braces_alone():
     template = Template("{prompt}")
     assert template.render({"prompt": "p", "input": "i"}) == "p"
     assert template.render({"messages": SAMPLE["messages"], "input": "i"}) == "3+4?"
     assert template.render({"input": "i", "prompt": None}) == "i"
     both = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
     assert template.render({"messages": both}) == "system: Be brief.\n\nuser: 3+4?"
+    sample = {"completion": "{answer} {0} {{x}} {", "answer": "{completion}"}
+    text = Template("{{{answer}}} {completion}").render(sample, fence=False)
+    assert text == "{{completion}} {answer} {0} {{x}} {"
+    text = Template("{sample_text} | {answer}").render({"sample_text": "a", "answer": "b", "completion": "c"})
+    assert fenced(text)[1] == "a" and text.endswith("| b")
 
 
 # A completion that wants to write its own score
@@ -201,17 +199,12 @@ async def test_a_completion_cannot_close_its_fence_nor_open_another():
     assert text.count("<<<BEGIN") == 1 and text.count("<<<END") == 1
 
 
-def test_the_text_with_the_prompt_is_fenced_too_and_a_column_is_not():
-    text = Template("{sample_text} | {answer}").render({"sample_text": "a", "answer": "b", "completion": "c"})
-    assert fenced(text)[1] == "a" and text.endswith("| b")
-
-
 pieces = st.sampled_from(
     ["<", ">", "|", "<<<BEGIN", "<<<end", "<<<END ", ">>>", "\n", " ", "[INST]", *CONTROL_TOKENS]
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(pieces | st.text(max_size=5), max_size=12).map("".join))
 def test_whatever_the_completion_holds_it_stays_inside_and_loses_nothing(completion):
     inside = fenced(Template("{completion}").render({"completion": completion}))[1]
@@ -227,13 +220,7 @@ def test_whatever_the_completion_holds_it_stays_inside_and_loses_nothing(complet
 @pytest.mark.parametrize("token", CONTROL_TOKENS)
 def test_a_control_token_in_any_column_is_broken(token):
     text = Template("{completion}{note}").render({"completion": f"a{token}b", "note": f"c{token}d"})
-    assert (
-        token not in text
-        and text.count(f"{token[0]} {token[1:]}")
-        + text.count(f"<< {token[2:]}")
-        + text.count(f"< {token[1:]}")
-        >= 2
-    )
+    assert token not in text and text.replace(" ", "").count(token.replace(" ", "")) == 2
 
 
 @pytest.mark.parametrize(
@@ -267,17 +254,12 @@ def test_ordinary_text_is_left_alone():
         ("score = 3/10", 3),
         ("Score: 8, since 2", 8),
         ('"score": 4.', 4),
+        ("Score: -2", -2),
     ],
 )
-async def test_the_last_score_counts(text, score):
-    answer = await scored(llm(), Scripted(chat(text)))
-    assert answer["judge_score"] == score and answer["reward"] == pytest.approx(score / 10)
-
-
-async def test_the_scale_is_mapped_to_0_to_1():
-    for text, reward in (("Score: -2", 0.0), ("Score: 0", 0.5), ("Score: 1.5", 0.875)):
-        answer = await scored(llm(scale=(-2, 2)), Scripted(chat(text)))
-        assert answer["reward"] == reward
+async def test_the_last_score_counts_on_its_scale(text, score):
+    answer = await scored(llm(scale=(-2, 10)), Scripted(chat(text)))
+    assert answer["judge_score"] == score and answer["reward"] == pytest.approx((score + 2) / 12)
 
 
 @pytest.mark.parametrize(
@@ -306,12 +288,6 @@ async def test_a_reply_without_a_score_is_asked_for_once_more_and_then_a_failure
     with pytest.raises(BadReply, match=reason) as failure:
         await scored(llm(), client)
     assert len(client.calls) == 2 and len(str(failure.value)) < 500
-
-
-async def test_a_score_that_is_no_number_is_a_failure():
-    for text in ("Score: <nan>", "Score: <1e999>", "Score: <ten>"):
-        with pytest.raises(BadReply, match="is no score"):
-            await scored(llm(pattern=r"Score: <(.+)>"), Scripted(chat(text), chat(text)))
 
 
 async def test_a_schema_is_sent_and_enforced_and_other_numbers_are_extras():
@@ -372,34 +348,28 @@ async def test_a_reply_with_several_json_objects_or_endless_braces_has_failed_so
 # Votes
 
 
-@pytest.mark.parametrize(
-    ("aggregate", "reward"), [("mean", (1 + 2 + 2 + 9) / 40), ("median", 0.2), ("majority", 0.2)]
-)
 @pytest.mark.parametrize("one_request", [False, True])
-async def test_votes_are_asked_for_and_put_together(aggregate, reward, one_request):
-    texts = [f"Score: {score}" for score in (1, 2, 2, 9)]
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 10), min_size=2, max_size=9), st.sampled_from(["mean", "median", "majority"]))
+def test_votes_are_asked_for_and_put_together_as_by_a_plain_loop(one_request, scores, aggregate):
+    texts = [f"Score: {score}" for score in scores]
     client = Scripted(chat(*texts)) if one_request else Scripted(*map(chat, texts))
-    judge = llm(votes=4, aggregate=aggregate, one_request=one_request, temperature=0.7)
-    answer = await scored(judge, client)
-    assert answer["reward"] == pytest.approx(reward)
-    assert answer["judge_votes"] == 4 and answer["judge_spread"] == 8.0
-    assert [call["payload"].get("n") for call in client.calls] == ([4] if one_request else [None] * 4)
-    assert answer["judge_tokens"] == 120.0 * len(client.calls)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 10), min_size=1, max_size=9), st.sampled_from(["mean", "median", "majority"]))
-def test_the_aggregate_is_that_of_a_plain_loop(scores, aggregate):
-    judge = llm(votes=len(scores), aggregate=aggregate, temperature=1.0)
-    answer = asyncio.run(scored(judge, Scripted(*(chat(f"Score: {score}") for score in scores))))
+    judge = llm(votes=len(scores), aggregate=aggregate, one_request=one_request, temperature=0.7)
+    answer = asyncio.run(scored(judge, client))
     if aggregate == "mean":
         expected = sum(scores) / len(scores)
     elif aggregate == "median":
         ordered, middle = sorted(scores), len(scores) // 2
         expected = ordered[middle] if len(scores) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
     else:
-        expected = statistics.fmean(statistics.multimode(scores))
+        most = max(scores.count(score) for score in scores)
+        winners = {score for score in scores if scores.count(score) == most}
+        expected = sum(winners) / len(winners)
     assert answer["reward"] * 10 == pytest.approx(expected)
+    assert answer["judge_votes"] == len(scores) and answer["judge_spread"] == max(scores) - min(scores)
+    asked = [call["payload"].get("n") for call in client.calls]
+    assert asked == ([len(scores)] if one_request else [None] * len(scores))
+    assert answer["judge_tokens"] == 120.0 * len(client.calls)
 
 
 async def test_only_the_unread_votes_are_asked_for_again():
@@ -694,12 +664,12 @@ def test_a_judge_is_settings_that_travel(judge):
 
 
 def test_all_the_settings_of_the_endpoint_arrive():
-    judge = llm(url=["http://a", "http://b"], limits=Limits(concurrency=4), api_key_env="KEY", attempts=2,
-                hedge_quantile=0.9, endpoint_options={"breaker_failures": 7})  # fmt: skip
-    endpoint = judge.endpoint()
-    assert endpoint.urls == ("http://a", "http://b") and endpoint.limits.concurrency == 4
-    assert (endpoint.api_key_env, endpoint.attempts, endpoint.hedge_quantile) == ("KEY", 2, 0.9)
-    assert endpoint.breaker_failures == 7
+    given = dict(
+        limits=Limits(concurrency=4), api_key_env="KEY", timeout_s=9.0, attempts=2, hedge_quantile=0.9
+    )
+    endpoint = llm(url=["http://a", "http://b"], endpoint_options={"breaker_failures": 7}, **given).endpoint()
+    assert dataclasses.asdict(endpoint).items() >= (dataclasses.asdict(Endpoint(("http://x",), **given)) | {
+        "urls": ("http://a", "http://b"), "breaker_failures": 7}).items()  # fmt: skip
 
 
 def test_a_page_with_a_judge_loads_no_http_library():
@@ -712,33 +682,6 @@ def test_a_page_with_a_judge_loads_no_http_library():
 # Real HTTP
 
 
-@contextlib.contextmanager
-def served(reply: Callable[[dict], tuple[int, dict]]) -> Iterator[str]:
-    """A server of JSON on a port of its own."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            status, answer = reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @contextlib.asynccontextmanager
 async def client_of(judge: Any):
     client = EndpointClient("judge", judge.endpoint(), Limiter())
@@ -749,55 +692,41 @@ async def client_of(judge: Any):
 
 
 async def test_votes_over_http_share_the_limit():
-    inside, most = [0], [0]
-
-    def reply(body: dict) -> tuple[int, dict]:
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
-        time.sleep(0.02)
-        inside[0] -= 1
-        return 200, chat(f"Score: {len(body['messages'])}")
-
-    with served(reply) as url:
-        judge = llm(url=url, votes=8, temperature=1.0, limits=Limits(concurrency=3))
+    async with HostileServer(hostile.after(0.02, hostile.reply(chat("Score: 2")))) as server:
+        judge = llm(url=server.url, votes=8, temperature=1.0, limits=Limits(concurrency=3))
         async with client_of(judge) as client:
             answer = await scored(judge, client)
-            assert answer["judge_score"] == 2.0 and answer["judge_votes"] == 8
-            assert client.stats()["requests"] == 8 and most[0] <= 3
+        assert answer["judge_score"] == 2.0 and answer["judge_votes"] == 8
+        assert len(server.requests) == 8 and server.most_running <= 3
 
 
-async def test_the_clients_errors_arrive_by_their_names():
-    with served(lambda _: (400, {"error": "prompt too long"})) as url:
-        judge = llm(url=url, endpoint_options=QUICK)
+@pytest.mark.parametrize(
+    ("make", "behaviour", "error", "said"),
+    [
+        (llm, hostile.status(400, b"prompt too long"), JudgeRefused, "prompt too long"),
+        (partial(HTTPScorer, attempts=2), hostile.status(500), JudgeUnavailable, "attempt 2 of 2"),
+        (partial(RewardModelJudge, model="m"), hostile.silence(), JudgeTimeout, "did not answer"),
+    ],
+)
+async def test_the_clients_errors_arrive_by_their_names(make, behaviour, error, said):
+    async with HostileServer(behaviour) as server:
+        judge = make(url=server.url, endpoint_options=QUICK)
         async with client_of(judge) as client:
-            with pytest.raises(JudgeRefused, match="prompt too long"):
-                await scored(judge, client)
-    with served(lambda _: (500, {})) as url:
-        judge = HTTPScorer(url=url, attempts=2, endpoint_options=QUICK)
-        async with client_of(judge) as client:
-            with pytest.raises(JudgeUnavailable, match="attempt 2 of 2"):
-                await scored(judge, client)
-    with served(lambda _: (time.sleep(0.5), (200, {}))[1]) as url:
-        judge = RewardModelJudge(url=url, model="m")
-        async with client_of(judge) as client:
-            with pytest.raises(JudgeTimeout):
-                await judge.score(SAMPLE, client, phase="train", deadline=time.monotonic() + 0.1)
+            with pytest.raises(error, match=said):
+                await judge.score(SAMPLE, client, phase="train", deadline=time.monotonic() + 0.5)
 
 
-@pytest.fixture(scope="module")
-def example_server() -> Iterator[str]:
+@pytest.fixture
+def example_server() -> Iterator[tuple[str, subprocess.Popen]]:
     command = [sys.executable, str(ROOT / "examples" / "http_scorer_server.py"), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process.stdout.readline().split()[-1]
-    finally:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process.stdout.readline().split()[-1], process
         process.send_signal(signal.SIGINT)
-        process.wait(10)
-        process.stdout.close()
 
 
-async def test_the_example_server_scores_end_to_end(example_server):
-    judge = HTTPScorer(url=example_server, limits=Limits(concurrency=32))
+async def test_the_example_server_scores_end_to_end_and_calls_fail_by_name_when_it_is_killed(example_server):
+    url, process = example_server
+    judge = HTTPScorer(url=url, attempts=2, limits=Limits(concurrency=32), endpoint_options=QUICK)
     async with client_of(judge) as client:
         samples = [{"prompt": "3+4?", "completion": f"It is {n}.", "answer": 7} for n in range(100)]
         answers = await asyncio.gather(*(scored(judge, client, sample) for sample in samples))
@@ -806,30 +735,15 @@ async def test_the_example_server_scores_end_to_end(example_server):
         assert "abstain" in await scored(judge, client, {"prompt": "x", "completion": "y"})
         with pytest.raises(BadReply, match="the scorer failed: AttributeError"):
             await scored(judge, client, {"prompt": "x", "completion": 5, "answer": 5})
-        with pytest.raises(JudgeRefused, match="protocol 1"):
-            await client.post("/score", {"protocol": 2}, deadline=time.monotonic() + 5)
-        with pytest.raises(JudgeRefused, match="only /score"):
-            await client.post("/", {}, deadline=time.monotonic() + 5)
-
-
-async def test_a_scorer_that_is_killed_during_calls_fails_them_by_name():
-    command = [sys.executable, str(ROOT / "examples" / "http_scorer_server.py"), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    url = process.stdout.readline().split()[-1]
-    judge = HTTPScorer(url=url, attempts=2, endpoint_options=QUICK)
-    async with client_of(judge) as client:
-        sample = {"prompt": "3+4?", "completion": "7", "answer": 7}
-        assert (await scored(judge, client, sample))["reward"] == 1.0
+        for path, said in (("/score", "protocol 1"), ("/", "only /score")):
+            with pytest.raises(JudgeRefused, match=said):
+                await client.post(path, {"protocol": 2}, deadline=time.monotonic() + 5)
         process.kill()
         process.wait(10)
-        process.stdout.close()
-        began = time.monotonic()
         outcomes = await asyncio.gather(
-            *(scored(judge, client, sample) for _ in range(20)), return_exceptions=True
+            *(scored(judge, client, samples[0]) for _ in range(20)), return_exceptions=True
         )
-        assert (
-            all(isinstance(outcome, JudgeError) for outcome in outcomes) and time.monotonic() - began < 20.0
-        )
+        assert all(isinstance(outcome, JudgeError) for outcome in outcomes)
 
 
 async def test_what_a_judges_requests_went_through_is_in_the_pools_statistics():
