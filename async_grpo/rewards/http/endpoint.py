@@ -1,11 +1,5 @@
 """`Endpoint`: where a remote judge answers, within which `Limits`, until which `Deadline`; and the errors of asking it.
 
-    JudgeError (RuntimeError)
-    |- JudgeTimeout (TimeoutError)   the deadline passed, in the queue for a permit or on the wire
-    |- JudgeUnavailable              attempts used up, or every replica is out of order until after the deadline
-    |- BadReply (ValueError)         an answer that is no JSON object, is too large or breaks off; twice
-    `- JudgeRefused                  the request itself was refused (4xx, redirect): the same again would be, too
-
 No error, and no text of one, holds the API key.
 """
 
@@ -29,19 +23,19 @@ class JudgeError(AsyncGrpoError, RuntimeError):
 
 
 class JudgeTimeout(JudgeError, TimeoutError):
-    """The deadline passed before an answer came."""
+    """The deadline passed before an answer came, in the queue for a permit or on the wire."""
 
 
 class JudgeUnavailable(JudgeError):
-    """The judge fails or is overloaded; another one, or later, may work."""
+    """Attempts are used up, or every replica is out of order until after the deadline; later may work."""
 
 
 class BadReply(JudgeError, ValueError):
-    """The judge answered, but not with a JSON object of bearable size."""
+    """The judge answered, but not with a JSON object of bearable size; twice."""
 
 
 class JudgeRefused(JudgeError):
-    """The judge will not take this request, however often it is sent."""
+    """The judge will not take this request (4xx, redirect), however often it is sent."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +63,13 @@ class Limits:
         if slots is not None and (slots != int(slots) or slots < 1):
             raise ConfigurationError(f"concurrency must be 1 or more, or None for no limit: {slots}")
         for name in ("requests_per_minute", "tokens_per_minute"):
-            rate = getattr(self, name)
-            if rate is not None and not 0 < rate < math.inf:
+            if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
                 raise ConfigurationError(f"{name} must be above 0 and finite, or None for no limit: {rate}")
-        if not (0 <= self.burst_s < WINDOW_S and 0 <= self.slack_s < WINDOW_S):
-            raise ConfigurationError(
-                f"burst_s and slack_s must lie in [0, {WINDOW_S:g}) seconds: {self.burst_s}, {self.slack_s}"
-            )
+        for name in ("burst_s", "slack_s"):
+            if not 0 <= getattr(self, name) < WINDOW_S:
+                raise ConfigurationError(
+                    f"{name} must lie in [0, {WINDOW_S:g}) seconds: {getattr(self, name)}"
+                )
 
     def over(self, others: "Limits") -> "Limits":
         """These, and the others where these say nothing.
@@ -90,10 +84,7 @@ class Limits:
 
 
 class Deadline:
-    """A moment of `time.monotonic`, put off by every wait in a queue but never beyond `latest`.
-
-    Requests of one call that run at once share it: it stands still as long as any of them waits for its turn.
-    """
+    """A moment of `time.monotonic`, put off by waits in a queue up to `latest`; concurrent requests of a call share it."""
 
     def __init__(self, at: float, latest: float | None = None) -> None:
         self._at, self.latest = at, at if latest is None else latest
@@ -184,11 +175,7 @@ class Endpoint:
             raise ConfigurationError(f"hedge_quantile must lie between 0 and 1: {self.hedge_quantile}")
 
     def api_key(self) -> str | None:
-        """The key, read from the environment now.
-
-        Raises:
-            ConfigurationError: the variable is not set, or its value cannot stand in a header.
-        """
+        """The key, from the environment. Raises ConfigurationError if it is not there, or cannot stand in a header."""
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env, "").strip()

@@ -33,10 +33,9 @@ HEADERS = {
 
 
 class RequestFailed(Exception):
-    """One request came to nothing.
+    """One request came to nothing, by one of OUTCOMES.
 
     Args:
-        outcome: how, one of OUTCOMES.
         pause_s: for how long the server wants to be left alone.
         worked: whether the server may have done the work all the same, and used tokens.
     """
@@ -62,9 +61,7 @@ class Exchange:
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
         """The JSON object of a reply with status 200.
 
-        Raises:
-            RequestFailed: anything else came, or nothing within `allowed_s`.
-            JudgeUnavailable: `close` was called.
+        Raises RequestFailed if anything else came, or nothing within `allowed_s`; JudgeUnavailable after `close`.
         """
         shown, began, body = url.partition("?")[0], False, b""
         if self._closed:

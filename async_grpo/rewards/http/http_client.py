@@ -73,12 +73,7 @@ class _Call:
 
 
 class EndpointClient:
-    """See the module. For one event loop; `close` it.
-
-    Args:
-        name: of the judge, in messages. Clients of the same name and addresses share its limits.
-        endpoint: its settings.
-        rate_limiter: where permits come from.
+    """See the module. For one event loop; `close` it. Clients of the same name and addresses share their limits.
 
     Raises:
         ConfigurationError: the key is not in the environment.
@@ -113,11 +108,10 @@ class EndpointClient:
 
         Args:
             path: appended to the address of a replica; begins with a slash.
-            payload: sent as JSON.
             tokens: estimate for the limits; of a request that is done, `used_tokens(reply)` takes its place.
             phase: "train" or "eval": they share the limits fairly.
-            deadline: the moment of `time.monotonic` by which this returns or raises; a `Deadline` is put off while
-                this waits for a permit, or for a replica that asked to be left alone.
+            deadline: a moment of `time.monotonic`; a `Deadline` is put off while this waits for a permit, or for a replica
+                that asked to be left alone.
             unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
             lane: the old name of `phase`, accepted for one release.
 

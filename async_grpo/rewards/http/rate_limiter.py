@@ -60,9 +60,8 @@ class Limiter:
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """See `RateLimiter`. Cancelling it leaves no trace.
 
-        Raises:
-            ConfigurationError: other limits than those under which the key is in use now.
-            ValueError: a negative or infinite number of tokens.
+        Raises ConfigurationError for other limits than those under which the key is in use now, ValueError for a negative
+        or infinite number of tokens.
         """
         if not 0 <= tokens < math.inf:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
@@ -78,11 +77,7 @@ class Limiter:
             raise
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
-        """See `RateLimiter`.
-
-        Raises:
-            ValueError: the permit is not out: never given, or released already; a senseless `used_tokens`.
-        """
+        """See `RateLimiter`. Raises ValueError if the permit is not out, or for a senseless `used_tokens`."""
         if used_tokens is not None and not 0 <= used_tokens < math.inf:
             raise ValueError(f"permit {permit} of {key!r} cannot have used {used_tokens} tokens")
         self._end(key, permit, used_tokens)
@@ -243,10 +238,9 @@ class Meter:
         return start
 
     def correct(self, start: Start, cost: float, now: float, *, refunded: bool = False) -> None:
-        """That call was of another cost. What it lacked is waited for from now on; what it did not use is free.
+        """That call was of another cost: what it lacked is waited for, what it did not use is free.
 
-        Args:
-            refunded: it did not start; the time that has passed since is not for others to start in all at once.
+        If it is `refunded` (it did not start), the time that has passed since is not for others to start in all at once.
         """
         self._forget(now)
         more, start.cost = cost - start.cost, cost

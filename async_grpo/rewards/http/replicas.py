@@ -1,11 +1,7 @@
 """`Replicas`: which of several equal addresses gets the next request; `first_answer`: when a second one gets it, too.
 
-Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it. (Of the
-libraries that were looked at, aiobreaker and purgatory know one address: they neither choose among several, nor let
-callers wait for a probe, nor obey a `Retry-After`.)
-
-    closed --- `failures` in a row ---> open --- a pause later ---> one probe
-      ^----------- it succeeds --------------------------------------'  (it fails: open, for half as long again)
+Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it. (aiobreaker
+and purgatory neither choose among several addresses, nor let callers wait for a probe, nor obey a `Retry-After`.)
 """
 
 import asyncio
@@ -77,10 +73,8 @@ class Replicas:
         """Wait until a request may be sent to some replica, be it a probe.
 
         Where a replica asked to be left alone (`Retry-After`), the wait puts the deadline off; where all are out of order
-        it does not, or a judge that is gone would be heard of too late.
-
-        Raises:
-            JudgeUnavailable: none may be before the deadline, with the last failure of each.
+        it does not, or a judge that is gone would be heard of too late. Raises JudgeUnavailable if none may be before the
+        deadline.
         """
         while not self.usable():
             now, first = time.monotonic(), min(self._replicas, key=Replica.ready_at)
@@ -170,12 +164,8 @@ async def first_answer(
 ) -> Any:
     """Hedged requests (Dean and Barroso, "The Tail at Scale", 2013): the slow few get a rival, and the first answer wins.
 
-    What `start` returns, or its `rival`, which is started when `start` goes on for longer than `patience_s`; the other is
-    cancelled. One that fails leaves it to the other; if both fail, the error is that of `start`.
-
-    Args:
-        start: gets a future to set when its request leaves (patience begins there), to where it went.
-        rival: gets where that was.
+    `start` gets a future to set when its request leaves, to where it went; `rival` gets that, once `patience_s` are over
+    since. One that fails leaves it to the other; if both fail, the error is that of `start`.
     """
     sent: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(start(sent))]

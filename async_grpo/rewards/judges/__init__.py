@@ -2,17 +2,9 @@
 
     REWARD_ADAPTERS = {..., RewardType.JUDGE: LLMJudge(url="http://127.0.0.1:8000", model="judge")}
 
-Without a `url` it is asked where the run says: `--judge-urls`, or the servers of `--judge-model`.
-
-    LLMJudge           a language model writes a score              llm, judge_prompts, judge_replies
-    GenerativeRM       the same, or the probability of its "Yes"    llm
-    RewardModelJudge   a discriminative reward model of vLLM        scorers
-    HTTPScorer         whatever speaks our JSON protocol            scorers
-    JudgeServer        starts vLLM for the first three              server (import it from there)
-
-A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and
-balancing are its client's business (`async_grpo.rewards.http.http_client`). A call either gives an answer or raises; no
-trouble ever becomes a reward of 0.
+A judge is settings and no more: it holds no connection, and can be compared and pickled. Limits, retries and balancing
+are its client's business (`rewards.http`). A call either gives an answer or raises; no trouble becomes a reward of 0.
+`JudgeServer` (in `server`) starts vLLM for those that ask a model.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable

@@ -44,11 +44,7 @@ def harmless(text: str) -> str:
 
 
 def completion_of(sample: Mapping[str, Any]) -> str:
-    """The completion without the end tokens that it may carry, and harmless.
-
-    >>> completion_of({"completion": "7 </s> is it<|im_end|>"})
-    '7 < /s> is it'
-    """
+    """The completion without the end tokens that it may carry, and harmless."""
     text = str(column(sample, "completion"))
     end = first = len(text.rstrip())
     # From the end: one expression for all of it would take quadratic time for a text made of them
@@ -60,11 +56,7 @@ def completion_of(sample: Mapping[str, Any]) -> str:
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
-    """A value of the sample. `prompt` is the best there is of `prompt`, `messages` and `input`.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """A value of the sample, as `prompt` the best there is. Raises ConfigurationError if there is none."""
     for known in ("prompt", "messages", "input") if name == "prompt" else (name,):
         if sample.get(known) is not None:
             return sample[known]
@@ -75,11 +67,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A column as a judge reads it: text as it is, messages one below the other, all else as JSON.
-
-    >>> as_text([{"role": "user", "content": "3+4?"}]), as_text([{"role": "user", "content": "a"}] * 2), as_text([3])
-    ('3+4?', 'user: a\\n\\nuser: a', '[3]')
-    """
+    """A column as a judge reads it: text as it is, messages one below the other, all else as JSON."""
     if isinstance(value, str):
         return value
     if is_conversation(value):
@@ -105,9 +93,6 @@ class Template:
 
     Raises:
         ConfigurationError: anything but plain names in the braces.
-
-    >>> Template("Q: {question}{{}} {low}").render({"question": "{answer}?"}, low=0)
-    'Q: {answer}?{} 0'
     """
 
     text: str
@@ -136,8 +121,7 @@ class Template:
     def render(self, sample: Mapping[str, Any], *, fence: bool = True, **given: Any) -> str:
         """The text for one sample. `given` goes before the columns; a new key fences what the policy wrote.
 
-        Raises:
-            ConfigurationError: a column is missing.
+        Raises ConfigurationError if a column is missing.
         """
         parts, key = [], secrets.token_hex(8)
         for literal, name, _, _ in Formatter().parse(self.text):

@@ -62,11 +62,7 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
 
 
 def by_pattern(text: str, pattern: str) -> Vote:
-    """The number in the group of the pattern's last match.
-
-    >>> by_pattern("Score: 10 would be too much. Score: 7", r"Score: (\\d+)").score
-    7.0
-    """
+    """The number in the group of the pattern's last match. Raises Unreadable if there is none."""
     found = [match[1] for match in re.finditer(pattern, text)]
     if not found or found[-1] is None:
         raise Unreadable(f"nothing in the reply matches {pattern!r}: {quote(text)}")
@@ -83,9 +79,6 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
     """The score of a JSON reply that satisfies the schema; its other numbers are extras.
 
     A thought before it (`<think>...</think>`) is left out, and so is text around a single JSON object.
-
-    >>> by_schema('{"score": 4, "style": 2, "why": "terse"}', {"required": ["score"]}, "score")
-    Vote(score=4.0, extra={'style': 2.0})
     """
     import jsonschema
 
@@ -146,12 +139,6 @@ def yes_probability(
     """(p_yes / (p_yes + p_no), p_yes + p_no) of the reply's first token, by its top log-probs.
 
     Tokens that differ in case or in spaces around them count together; what is not among the top counts as 0.
-
-    >>> top = [{"token": "Yes", "logprob": math.log(0.5)}, {"token": " yes", "logprob": math.log(0.1)},
-    ...        {"token": "No", "logprob": math.log(0.2)}]
-    >>> share, mass = yes_probability({"logprobs": {"content": [{"top_logprobs": top}]}}, ["yes"], ["no"])
-    >>> round(share, 6), round(mass, 6)
-    (0.75, 0.8)
     """
     try:
         shown = choice["logprobs"]["content"][0]["top_logprobs"]
@@ -167,11 +154,7 @@ def yes_probability(
 
 
 def quote(value: Any) -> str:
-    """The beginning of a reply, for a reason.
-
-    >>> quote("no " * 1000)[-12:]
-    "o no no' ..."
-    """
+    """The beginning of a reply, for a reason."""
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
     return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
 
@@ -186,11 +169,7 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 def verdict(
     votes: Sequence[Vote], aggregate: str, scale: tuple[float, float], asked: int
 ) -> dict[str, float]:
-    """The answer of at least one vote: `reward` in [0, 1], and the judge's numbers.
-
-    >>> verdict([Vote(4.0), Vote(5.0, {"style": 2.0})], "mean", (1.0, 5.0), asked=3)
-    {'reward': 0.875, 'judge_score': 4.5, 'judge_votes': 2, 'judge_spread': 1.0, 'judge_style': 2.0}
-    """
+    """The answer of at least one vote: `reward` in [0, 1], and the judge's numbers."""
     scores = [vote.score for vote in votes]
     score = AGGREGATES[aggregate](scores)
     low, high = scale

@@ -1,8 +1,7 @@
 """`LLMJudge`: a language model reads the completion and writes a score; `GenerativeRM`: one that was trained to verify.
 
     LLMJudge(url="http://127.0.0.1:8000", model="judge", rubric="Is the proof complete?")
-    LLMJudge(url=..., model=..., votes=5, aggregate="median", temperature=0.7)
-    LLMJudge(url=..., model=..., json_schema={...}, score_key="score", scale=(1, 5))
+    LLMJudge(url=..., model=..., json_schema={...}, score_key="score", scale=(1, 5), votes=5, temperature=0.7)
 
 Any server that speaks OpenAI's chat completions will do. The completion is data: see `judge_prompts` for what keeps it
 from posing as instructions.
@@ -53,7 +52,6 @@ class LLMJudge(ModelJudge):
     """A score from the reply of a language model, mapped from `scale` to [0, 1].
 
     Args:
-        model: the name under which the server knows it.
         template: of the user's message: any column of the sample in braces, `prompt`, `rubric`, `low`, `high`, and
             `score_key`; the default shows the columns prompt, answer and completion.
         system: the system message; None for models that have no such role.
@@ -69,8 +67,6 @@ class LLMJudge(ModelJudge):
         min_votes: how many must be readable; more than half of them if not given.
         temperature, max_tokens: of the reply; a temperature of None leaves it to the server.
         max_tokens_name: some servers want `max_completion_tokens`.
-        extra_body: further fields of the request.
-        price_per_million_tokens: (prompt, completion), in any currency.
 
     Extras: `judge_score` (on its scale), `judge_tokens` and, with prices, `judge_cost`; with several votes
     `judge_votes` (readable ones) and `judge_spread` (largest - smallest score).

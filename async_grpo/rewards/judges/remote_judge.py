@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
+COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # in the `usage` of a reply
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
 log = logging.getLogger(__name__)
@@ -43,10 +44,7 @@ class JudgeAddresses:
 
     @classmethod
     def of(cls, judge_urls: str = "", scorer_urls: str = "", **known: Any) -> "JudgeAddresses":
-        """From settings: comma lists of addresses, and the other arguments as they are.
-
-        Lists that are empty are read from the environment, with a warning, for one release.
-        """
+        """From comma lists (if empty, from the environment, with a warning, for one release) and the other arguments."""
         found = []
         for option, text in (("judge-urls", judge_urls), ("http-scorer-urls", scorer_urls)):
             variable = option.upper().replace("-", "_")
@@ -74,9 +72,7 @@ class Usage:
 
     price_per_million_tokens: tuple[float, float] | None = None  # of (prompt, completion)
     known: bool = True
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    total_tokens: float = 0.0
+    counts: tuple[float, ...] = (0.0, 0.0, 0.0)  # as COUNTED
 
     async def post(
         self,
@@ -95,25 +91,23 @@ class Usage:
             unanswered=lambda: self._add(*tokens, sum(tokens)),
             **asked,
         )
-        total = _tokens(reply, "total_tokens")
-        self.known = self.known and total is not None
-        prompt, completion = _tokens(reply, "prompt_tokens"), _tokens(reply, "completion_tokens")
-        self._add(prompt or 0.0, completion or 0.0, total or 0.0)
+        counts = [_tokens(reply, name) for name in COUNTED]
+        self.known = self.known and counts[-1] is not None
+        self._add(*(count or 0.0 for count in counts))
         return reply
 
-    def _add(self, prompt: float, completion: float, total: float) -> None:
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        self.total_tokens += total
+    def _add(self, *counts: float) -> None:
+        self.counts = tuple(map(sum, zip(self.counts, counts, strict=True)))
 
     def extras(self) -> dict[str, float]:
         """`judge_tokens` and, with a price, `judge_cost`; nothing if a reply left it out."""
         if not self.known:
             return {}
-        extras = {"judge_tokens": self.total_tokens}
+        prompt, completion, total = self.counts
+        extras = {"judge_tokens": total}
         if self.price_per_million_tokens is not None:
             price_in, price_out = self.price_per_million_tokens
-            extras["judge_cost"] = (self.prompt_tokens * price_in + self.completion_tokens * price_out) / 1e6
+            extras["judge_cost"] = (prompt * price_in + completion * price_out) / 1e6
         return extras
 
 
@@ -252,22 +246,14 @@ def require(condition: bool, message: str) -> None:
 
 
 def _tokens(reply: Mapping[str, Any], name: str) -> float | None:
-    """Of a reply's `usage`, None if it is not said.
-
-    >>> _tokens({"usage": {"total_tokens": 12}}, "total_tokens"), _tokens({"usage": None}, "total_tokens")
-    (12.0, None)
-    """
+    """Of a reply's `usage`, None if it is not said."""
     usage = reply.get("usage")
     value: Any = usage.get(name) if isinstance(usage, dict) else None
     return float(value) if fits(value) and value >= 0 else None
 
 
 def fits(value: Any) -> bool:
-    """Whether it is a number of JSON that a float can hold.
-
-    >>> fits(3), fits(True), fits(10**400), fits("3")
-    (True, False, False, False)
-    """
+    """Whether it is a number of JSON that a float can hold."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and is_finite_number(value)
     except OverflowError:  # JSON's integers have no end

@@ -7,14 +7,13 @@ The request is POSTed to `path`, one sample at a time:
      "samples": [{"prompt": ..., "completion": ..., "answer": ..., and the chosen columns}],
      "images": [["<base64>", ...]]}                        only if a column of images is named; a list per sample
 
-The reply is a 200 with one score per sample, in their order:
+The reply is a 200 with one score per sample, in their order; the id may be left out, another one is refused:
 
-    {"protocol": 1, "id": "9f86d081884c7d65",                 the id may be left out; another one is refused
+    {"protocol": 1, "id": "9f86d081884c7d65",
      "scores": [{"reward": 0.5, and any further finite numbers} | {"abstain": "why"} | {"error": "why"}]}
 
-An `error` is a failed call, and the sample is left out of training; so is a reply of another version or id, of
-another length, or with a number that is none. Everything is JSON and base64: nothing of a reply can be run.
-`examples/http_scorer_server.py` is a server to begin with.
+An `error` is a failed call, and so is a reply of another version, id or length, or with a number that is none. Nothing of
+a reply can be run. `examples/http_scorer_server.py` is a server to begin with.
 """
 
 import base64
@@ -58,12 +57,9 @@ class RewardModelJudge(ModelJudge):
     Control tokens within the texts are broken (see `judge_prompts`), so that a completion cannot add a turn.
 
     Args:
-        model: the name under which the server knows it.
         task: "classify", or "pooling" for models that only have that.
         activation: whether the model's sigmoid or softmax is applied; None leaves it to the server.
         template: a text with columns in braces to send instead of the conversation, without chat template.
-        extra_body: further fields of the request.
-        price_per_million_tokens: in any currency.
 
     The reward is what the model says and has no fixed scale. Extras: `judge_tokens` and, with a price, `judge_cost`.
 
@@ -108,11 +104,7 @@ class RewardModelJudge(ModelJudge):
 
 
 def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of the prompt, and the completion as the assistant's.
-
-    >>> conversation({"input": "3+4?", "completion": "7<|im_end|>"})
-    [{'role': 'user', 'content': '3+4?'}, {'role': 'assistant', 'content': '7'}]
-    """
+    """The messages of the prompt, and the completion as the assistant's."""
     prompt = next(
         (sample[name] for name in ("messages", "prompt") if is_conversation(sample.get(name))), None
     )
@@ -123,15 +115,7 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:
-    """The last number of the only item's field, however deep it lies.
-
-    Raises:
-        BadReply: there is none; or the reply holds another number of items than the one sample that was sent, or
-            one of another index.
-
-    >>> last_number({"data": [{"data": [[0.5], [0.25]]}]}, "data")
-    0.25
-    """
+    """The last number of the only item's field, however deep it lies. Raises BadReply if there is none, or another item."""
     items = reply.get("data")
     if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):
         raise BadReply(f"the reward model's reply must hold one item for one sample: {quote(reply)}")
@@ -192,11 +176,7 @@ class HTTPScorer(RemoteJudge):
 
 
 def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The one score of a reply. Raises BadReply for an error, and for whatever breaks the protocol.
-
-    >>> score_of({"protocol": 1, "scores": [{"reward": 1, "style": 0.5}]})
-    {'reward': 1.0, 'style': 0.5}
-    """
+    """The one score of a reply. Raises BadReply for an error, and for whatever breaks the protocol."""
     if reply.get("protocol") != PROTOCOL:
         raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
     scores = reply.get("scores")
@@ -208,9 +188,8 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
     if "abstain" in score:
         return {"abstain": str(score["abstain"])[:MAX_QUOTE]}
     if "reward" not in score or len(score) > MAX_EXTRAS:
-        raise BadReply(
-            f"the scorer's score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}"
-        )
+        wanted = f"the scorer's score must hold `reward` and at most {MAX_EXTRAS} numbers"
+        raise BadReply(f"{wanted}: {quote(score)}")
     wrong = {name: value for name, value in score.items() if not fits(value)}
     if wrong:
         raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")

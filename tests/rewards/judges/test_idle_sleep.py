@@ -1,15 +1,14 @@
 """Judge servers that sleep between calls, against a server that says in which order it was told and asked."""
 
 import asyncio
+import contextlib
 import json
 import random
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hostile_server import Connection, HostileServer, Request, message
 
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
@@ -27,54 +26,40 @@ SAMPLE = {"input": "y", "answer": "x", "completion": "x", "sample_text": "y x"}
 MODEL = Path(__file__).parents[3] / "sample-data" / "tiny-model"
 
 
-class Server(ThreadingHTTPServer):
-    """Speaks vLLM's sleeping and chatting; an error when it is asked in its sleep."""
-
-    daemon_threads = True
-    request_queue_size = 64
+class Server:
+    """Speaks vLLM's sleeping and chatting; an error when it is asked in its sleep. A behaviour of HostileServer."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asleep, self.told, self.obeys, self.wake_s = True, [], True, 0.0
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.asleep, self.told, self.obeys, self.wake_s, self.url = True, [], True, 0.0, ""
+
+    async def __call__(self, request: Request, connection: Connection) -> bool:
+        answer = {"choices": [{"message": {"content": "Score: 10"}, "finish_reason": "stop"}], "usage": {}}
+        code = 200
+        if request.path == "/is_sleeping":
+            answer = {"is_sleeping": self.asleep}
+        else:
+            self.told.append(request.path)
+            if request.path.startswith(("/sleep", "/wake_up")):
+                await asyncio.sleep(self.wake_s if request.path == "/wake_up" else 0.0)
+                self.asleep = request.path.startswith("/sleep") if self.obeys else self.asleep
+                code = 200 if self.obeys else 500
+            elif self.asleep:
+                code = 400
+        await connection.write(message(code, json.dumps(answer).encode()))
+        return True
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.say({"is_sleeping": self.server.asleep})
-
-    def do_POST(self) -> None:
-        server = self.server
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        server.told.append(self.path)
-        if self.path == "/wake_up":
-            time.sleep(server.wake_s)
-        if self.path.startswith(("/sleep", "/wake_up")):
-            if not server.obeys:
-                return self.send_error(500)
-            server.asleep = self.path.startswith("/sleep")
-        elif server.asleep:
-            return self.send_error(400, "asked in its sleep")
-        self.say({"choices": [{"message": {"content": "Score: 10"}, "finish_reason": "stop"}], "usage": {}})
-
-    def say(self, answer: dict) -> None:
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Server]:
     server = Server()
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    async with HostileServer(server) as listening:
+        server.url = listening.url
+        yield server
+
+
+def worker_of(server: Server, idle_sleep: IdleSleep, **settings) -> JudgeWorker:
+    judge = LLMJudge(url=server.url, model="judge", **settings)
+    return JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep)
 
 
 def soon() -> Deadline:
@@ -87,86 +72,77 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_first_call_wakes_and_a_lull_after_the_last_one_lets_sleep(server):
-    idle_sleep = IdleSleep([server.url], after_s=0.3)
-    async with idle_sleep.keep_awake(soon()):
+async def test_the_first_call_wakes_and_a_lull_after_the_last_one_lets_sleep():
+    async with serving() as server:
+        idle_sleep = IdleSleep([server.url], after_s=0.3)
+        async with idle_sleep.keep_awake(soon()):
+            async with idle_sleep.keep_awake(soon()):
+                assert not server.asleep
+            await asyncio.sleep(0.6)
+            assert not server.asleep  # one still asks
+        await until(lambda: server.asleep)
         async with idle_sleep.keep_awake(soon()):
             assert not server.asleep
-        await asyncio.sleep(0.6)
-        assert not server.asleep  # one still asks
-    await until(lambda: server.asleep)
-    async with idle_sleep.keep_awake(soon()):
-        assert not server.asleep
-    assert server.told == ["/wake_up", "/sleep?level=1", "/wake_up"]
-    await idle_sleep.close()
+        for _ in range(10):  # calls that follow each other closely never let it sleep
+            await asyncio.sleep(0.05)
+            async with idle_sleep.keep_awake(soon()):
+                pass
+        assert server.told == ["/wake_up", "/sleep?level=1", "/wake_up"]
+        await idle_sleep.close()
 
 
-async def test_calls_that_follow_each_other_closely_never_let_it_sleep(server):
-    idle_sleep = IdleSleep([server.url], after_s=0.5)
-    for _ in range(20):
-        async with idle_sleep.keep_awake(soon()):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.03)
-    assert server.told == ["/wake_up"]
-    await idle_sleep.close()
-
-
-async def test_calls_from_all_sides_are_never_asked_of_a_sleeper(server):
+async def test_calls_from_all_sides_are_never_asked_of_a_sleeper():
     """Two judges of the same servers, with lulls about as long as the patience: every score arrives."""
-    idle_sleep = IdleSleep([server.url], after_s=0.02)
-    judges = [
-        LLMJudge(url=server.url, model="judge"),
-        LLMJudge(url=server.url, model="judge", rubric="Short."),
-    ]
-    workers = [
-        JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep) for judge in judges
-    ]
+    async with serving() as server:
+        idle_sleep = IdleSleep([server.url], after_s=0.02)
+        workers = [worker_of(server, idle_sleep), worker_of(server, idle_sleep, rubric="Short.")]
+        moments = [random.Random(number).uniform(0, 2) for number in range(40)]
 
-    moments = [random.Random(number).uniform(0, 2) for number in range(40)]
+        async def ask(number: int) -> RewardStatus:
+            await asyncio.sleep(moments[number])
+            result = await workers[number % 2].score(SAMPLE, 10)
+            return result.status
 
-    async def ask(number: int) -> RewardStatus:
-        await asyncio.sleep(moments[number])
-        result = await workers[number % 2].score(SAMPLE, 10)
-        return result.status
+        assert set(await asyncio.gather(*map(ask, range(40)))) == {RewardStatus.OK}
+        assert server.told.count("/sleep?level=1") >= 2
+        for worker in workers:
+            await worker.close()
+        await idle_sleep.close()
 
-    assert set(await asyncio.gather(*map(ask, range(40)))) == {RewardStatus.OK}
-    assert server.told.count("/sleep?level=1") >= 2
-    for worker in workers:
+
+async def test_a_server_that_cannot_be_woken_fails_the_call_and_the_next_one_tries_again():
+    async with serving() as server:
+        idle_sleep = IdleSleep([server.url], after_s=60)
+        server.obeys = False
+        worker = worker_of(server, idle_sleep)
+        result = await worker.score(SAMPLE, 10)
+        assert result.status is RewardStatus.FAILED and "cannot be woken" in result.reason
+        server.obeys = True
+        assert (await worker.score(SAMPLE, 10)).status is RewardStatus.OK
         await worker.close()
-    await idle_sleep.close()
+        await idle_sleep.close()
 
 
-async def test_a_server_that_cannot_be_woken_fails_the_call_and_the_next_one_tries_again(server):
-    idle_sleep = IdleSleep([server.url], after_s=60)
-    server.obeys = False
-    judge = LLMJudge(url=server.url, model="judge")
-    worker = JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep)
-    result = await worker.score(SAMPLE, 10)
-    assert result.status is RewardStatus.FAILED and "cannot be woken" in result.reason
-    server.obeys = True
-    assert (await worker.score(SAMPLE, 10)).status is RewardStatus.OK
-    await worker.close()
-    await idle_sleep.close()
-
-
-async def test_waking_longer_than_a_sample_may_take_costs_no_sample(server):
+async def test_waking_longer_than_a_sample_may_take_costs_no_sample():
     """Nobody gives up on a wake-up that is under way, and nobody is told to sleep or to wake meanwhile."""
-    idle_sleep = IdleSleep([server.url], after_s=0.05)
-    server.wake_s = 2.0
-    judge = LLMJudge(url=server.url, model="judge")
-    worker = JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep)
-    results = await asyncio.gather(*(worker.score(SAMPLE, 1.0) for _ in range(8)))
-    assert {result.status for result in results} == {RewardStatus.OK}
-    assert all(1.5 < result.queue_s < 8 for result in results)
-    await until(lambda: server.asleep)
-    assert server.told.count("/wake_up") == server.told.count("/sleep?level=1") == 1
-    impatient = asyncio.create_task(worker.score(SAMPLE, 0.3))
-    await until(lambda: server.told[-1] == "/wake_up")
-    impatient.cancel()
-    await asyncio.sleep(3.0)
-    assert server.told[-2:] == ["/wake_up", "/sleep?level=1"] and server.asleep  # woken, and then for nobody
-    await worker.close()
-    await idle_sleep.close()
+    async with serving() as server:
+        idle_sleep = IdleSleep([server.url], after_s=0.05)
+        server.wake_s = 1.5
+        worker = worker_of(server, idle_sleep)
+        results = await asyncio.gather(*(worker.score(SAMPLE, 1.0) for _ in range(8)))
+        assert {result.status for result in results} == {RewardStatus.OK}
+        assert all(1.0 < result.queue_s < 8 for result in results)
+        await until(lambda: server.asleep)
+        assert server.told.count("/wake_up") == server.told.count("/sleep?level=1") == 1
+        impatient = asyncio.create_task(worker.score(SAMPLE, 0.3))
+        await until(lambda: server.told[-1] == "/wake_up")
+        impatient.cancel()
+        await asyncio.sleep(2.0)
+        assert (
+            server.told[-2:] == ["/wake_up", "/sleep?level=1"] and server.asleep
+        )  # woken, and then for nobody
+        await worker.close()
+        await idle_sleep.close()
 
 
 def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(tmp_path):
