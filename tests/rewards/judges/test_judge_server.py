@@ -94,7 +94,7 @@ def keepers(owner: int | None = None) -> list[psutil.Process]:
 
 
 def server_of(model: Path, **settings) -> JudgeServer:
-    return JudgeServer(model, log_folder=model.parent / "logs", **settings)
+    return JudgeServer(**{"model": model, "log_folder": model.parent / "logs", **settings})
 
 
 def port_of(url: str) -> str:
@@ -225,17 +225,10 @@ def test_sleep_and_wake_are_proven(model, program, monkeypatch):
         server.sleep()
 
 
-def test_sleep_is_refused_where_it_frees_nothing(model, monkeypatch):
-    monkeypatch.setattr(server_module, "on_the_cpu", lambda: True)
-    with pytest.raises(ConfigurationError, match="needs a GPU"):
-        server_of(model, sleep_mode=True)
-    with pytest.raises(ConfigurationError, match="without sleep_mode"):
-        server_of(model).sleep()
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        ({"model": "/nothing"}, r"no config\.json"),
         ({"replicas": 0}, "replicas=0"),
         ({"restarts": -1}, "restarts=-1"),
         ({"replicas": 2, "devices": ["0"]}, "devices=.*2 replicas"),
@@ -252,22 +245,18 @@ def test_impossible_settings_are_refused_with_their_values(model, settings, reas
         server_of(model, **settings)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"no config\.json"):
-        server_of(tmp_path / "nothing")
-
-
-def test_each_replica_sees_its_own_gpus(model):
-    server = server_of(model, replicas=2, devices=["4,5", "6,7"])
-    assert [server._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
-
-
-def test_the_options_of_vllm_become_its_arguments(model):
+def test_the_command_and_the_environment_of_a_server(model, monkeypatch):
     options = {"max-model-len": 512, "enforce_eager": True, "async-scheduling": False, "config": {"a": [1]}}
     given = ["--max-model-len=512", "--enforce-eager", "--no-async-scheduling", '--config={"a": [1]}']
-    assert server_of(model, options=options)._command(8000)[3:] == [
-        f"--model={model}", "--host=127.0.0.1", "--port=8000", "--served-model-name=judge", "--runner=auto", *given
-    ]  # fmt: skip
+    server = server_of(model, replicas=2, devices=["4,5", "6,7"], options=options)
+    assert [server._environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["4,5", "6,7"]
+    fixed = f"--model={model} --host=127.0.0.1 --port=8000 --served-model-name=judge --runner=auto".split()
+    assert server._command(8000)[3:] == [*fixed, *given]
+    with pytest.raises(ConfigurationError, match="without sleep_mode"):
+        server.sleep()
+    monkeypatch.setattr(server_module, "on_the_cpu", lambda: True)
+    with pytest.raises(ConfigurationError, match="needs a GPU"):
+        server_of(model, sleep_mode=True)
 
 
 def test_the_keeper_can_be_told_to_end(model, program):
