@@ -93,8 +93,8 @@ def keepers(owner: int | None = None) -> list[psutil.Process]:
     return [one for one in alive if server_module.KEEP in one.cmdline()]
 
 
-def server_of(model: Path, **settings) -> JudgeServer:
-    return JudgeServer(**{"model": model, "log_folder": model.parent / "logs", **settings})
+def server_of(folder: Path, **settings) -> JudgeServer:
+    return JudgeServer(**{"model": folder, "log_folder": folder.parent / "logs", **settings})
 
 
 def port_of(url: str) -> str:
