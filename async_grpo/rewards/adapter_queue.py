@@ -45,7 +45,7 @@ from async_grpo.types import AdapterResult, RewardStatus
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2  # at a sample, by processes that die over it or workers that are lost
-TAKE_BACK_S = 10 * PREFETCH_S  # by then the sample before it clearly takes longer than the others did
+TAKE_BACK_S = 2 * PREFETCH_S  # by then the sample before it clearly takes longer than the others did
 
 
 class AdapterQueue:
@@ -169,7 +169,9 @@ class AdapterQueue:
         if slot.is_ahead(job):
             await _either(call, job.outcome, TAKE_BACK_S)
         taken_back = slot.is_ahead(job) and not (call.done() or job.outcome.done())
-        if not taken_back:
+        if taken_back:
+            job.queue_s += time.monotonic() - given_at
+        else:
             await _either(call, job.outcome, answer_s)
         lost = ""
         if not call.done():

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from async_grpo.errors import WorkerLost
 from async_grpo.types import AdapterResult, RewardStatus
 
-PREFETCH_S, MAX_PREFETCH = 0.02, 8  # longer, and samples would wait while another worker is idle
+PREFETCH_S, MAX_PREFETCH = 0.1, 64  # longer, and samples would wait while another worker is idle
 MAX_LATENCIES = 10_000  # of the most recent samples: quantiles must not cost ever more memory
 QUEUE_S = 1800.0  # that a call may wait inside a worker with `max_queue_s`, for permits and the like
 

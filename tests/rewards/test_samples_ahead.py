@@ -218,9 +218,9 @@ async def verify_all(workers: list[Counting], count: int) -> None:
 
 
 async def test_only_quick_workers_that_want_it_are_given_samples_ahead():
-    quick, slow, strict = Counting(0.0005, True), Counting(0.05, True), Counting(0.0005, False)
+    quick, slow, strict = Counting(0.0005, True), Counting(0.2, True), Counting(0.0005, False)
     await verify_all([quick], 200)
-    await verify_all([slow], 10)
+    await verify_all([slow], 5)
     await verify_all([strict], 200)
     assert 1 < quick.most <= 1 + MAX_PREFETCH and slow.most == 1 and strict.most == 1
 
