@@ -93,7 +93,9 @@ class AdapterQueue:
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
         job = Job(next(self._tickets), lambda answer: checked(answer, sample), "score", sample)
-        answer = await self._outcome(job)
+        self._enqueue(job)
+        self._dispatch()
+        answer = await job.outcome
         if isinstance(answer, WorkerLost):
             answer = AdapterResult(self.adapter, RewardStatus.FAILED, reason=str(answer), attempts=0)
         result = replace(
@@ -113,7 +115,10 @@ class AdapterQueue:
         def read(answers: list[AdapterResult]) -> list[AdapterResult]:
             return [checked(answer, sample) for answer, sample in zip(answers, samples, strict=True)]
 
-        answer = await self._outcome(Job(next(self._tickets), read, "post_process", samples, results))
+        job = Job(next(self._tickets), read, "post_process", samples, results)
+        self._enqueue(job)
+        self._dispatch()
+        answer = await job.outcome
         if isinstance(answer, WorkerLost):
             answer = [failed(result, str(answer)) for result in results]
         for before, after in zip(results, answer, strict=True):
@@ -132,17 +137,12 @@ class AdapterQueue:
             await asyncio.wait(running, timeout=2 * self._timeouts.grace_s)
         await asyncio.gather(*map(self._close_worker, tuple(self._workers)))
 
-    async def _outcome(self, job: Job) -> Any:
-        if not self._slots and not self._broken_reason:
-            raise RuntimeError(f"the queue of verifier {self.adapter!r} was used before its start")
-        self._enqueue(job)
-        self._dispatch()
-        return await job.outcome
-
     def _enqueue(self, job: Job) -> None:
         job.queued_at = time.monotonic()
         if self._broken_reason:
             job.end(WorkerLost(self._broken_reason))
+        elif not self._slots:
+            raise RuntimeError(f"the queue of verifier {self.adapter!r} was used before its start")
         elif not job.outcome.done():
             heapq.heappush(self._waiting, job)
 
@@ -177,6 +177,7 @@ class AdapterQueue:
         if not call.done():
             if not taken_back and not job.outcome.done():
                 lost = f"no answer within {answer_s:g} s"
+            call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # whoever it reaches
             call.cancel()
             await asyncio.wait({call}, timeout=limits.grace_s)
         slot.calls.remove(job)

@@ -52,8 +52,8 @@ PAGE = textwrap.dedent(
         assert sys.stdin.read() == ""
         return {"reward": float(os.environ["OMP_NUM_THREADS"])}
 
-    def weighs(sample, weight=0.5):
-        return {"reward": weight}
+    def same(sample):
+        return sample["completion"] == "".join(map(chr, sample["points"]))
 
     def verbose(sample):
         return {"reward": 1.0, "x" * sample["length"]: 1.0}
@@ -124,20 +124,9 @@ def test_a_result_carries_reward_components_attempts_and_latency():
 
 
 def test_text_of_every_kind_arrives_unchanged():
-    page = (
-        'def same(sample): return {"reward": sample["completion"] == "".join(map(chr, sample["points"]))}\n'
-        'REWARD_ADAPTERS = {"same": same}'
-    )
     text = '\x00\n"\\ é 漢 🙂 \ud800 end'  # a lone surrogate is what broken decoding leaves behind
-
-    async def main() -> AdapterResult:
-        worker = AdapterProcess(RewardRegistrySource.from_text("same_page", page), "same")
-        try:
-            return await worker.score({"completion": text, "points": [ord(c) for c in text]}, 20)
-        finally:
-            await worker.close()
-
-    assert run(main()).reward == 1.0
+    (result,) = score_all("same", [{"completion": text, "points": [ord(c) for c in text]}])
+    assert result.reward == 1.0
 
 
 def test_a_crash_is_tried_once_more_on_a_fresh_process(tmp_path):
@@ -162,11 +151,6 @@ def test_the_process_sees_a_main_thread_few_variables_no_input_and_dumps_no_core
     (result,) = score_all("looks_around", [{}])
     assert result.reward == 1.0, result.reason
     assert "SECRET_KEY" not in child_environment() and "PATH" in child_environment()
-
-
-def test_the_adapter_receives_only_the_options_that_it_names():
-    assert score_all("weighs", [{}], options={"weight": 2.0, "url": "x"})[0].reward == 2.0
-    assert score_all("echo", [{"value": 1}], options={"weight": 2.0})[0].reward == 1
 
 
 def test_a_sample_or_an_answer_that_is_too_large_is_a_failure():

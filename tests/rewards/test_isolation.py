@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from async_grpo.errors import WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, child_environment
-from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.types import AdapterResult, RewardStatus
 from tests.helpers.one_worker import OneWorker
 
@@ -411,22 +409,6 @@ async def test_what_post_processing_does_costs_its_group(deed, status, reason, m
         assert [result.status for result in changed] == [status] * 2
         assert all(result.reason.startswith(reason) for result in changed)
         assert (await score(process)).reward == 1.0
-
-
-async def test_an_answer_that_crosses_with_the_end_of_its_caller_harms_nobody(mark):
-    child = ChildProcess("plain", 2**20, 8, child_environment())
-    options = {"source": asdict(SOURCE), "adapter": "plain", "options": {}}
-    await child.greet(options | {"memory_limit_bytes": None, "max_message_bytes": 2**20}, 20.0)
-    call = asyncio.create_task(child.ask("sample", b"{}", 20.0, 2.0))
-    await asyncio.sleep(0)
-    (request,) = child._requests.values()
-    request.reply.add_done_callback(lambda _: call.cancel())
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert not child.lost
-    assert (await child.ask("sample", b"{}", 20.0, 2.0))["answers"][0]["reward"] == 1.0
-    await child.end(WorkerLost("the test is over"))
-    assert not marked(mark)
 
 
 async def test_closing_ends_all_calls_in_flight(mark):

@@ -1,7 +1,6 @@
 """Samples that a worker is given ahead: it is never idle, and none of them pays for another one."""
 
 import asyncio
-import os
 import random
 import textwrap
 import time
@@ -290,11 +289,3 @@ async def test_a_process_that_takes_long_to_start_costs_no_worker():
         assert (stats["workers_lost"], stats["retries"]) == (0, 0)
     finally:
         await pool.close()
-
-
-async def test_the_journal_of_a_worker_stays_in_order(tmp_path):
-    """Who comes first is served first, also among those that wait in the pipe."""
-    async with Process(tmp_path) as process:
-        await asyncio.gather(*(process.ask(0.0) for _ in range(30)))
-        assert [number for number, _ in process.served] == list(range(30))
-        assert len({pid for _, pid in process.served}) == 1 and os.getpid() not in process.served[0]

@@ -21,7 +21,7 @@ from async_grpo.types import RewardStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT, WRONG = r"so \boxed{0.5}", r"so \boxed{2}"
-MAX_CALLS, MAX_FILES = 15, 8  # the way of one verdict, the run's messages included
+MAX_CALLS, MAX_FILES = 14, 8  # the way of one verdict, the run's messages included
 RUN_CALLS, RUN_FILES = (
     3,
     2,
