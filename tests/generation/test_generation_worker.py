@@ -1,6 +1,7 @@
 """`GenerationWorker` around a scripted vLLM engine: whose salt a request carries, what the engine is started with."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from safetensors.torch import save
 
 pytest.importorskip("vllm")
 
-from async_grpo.errors import WorkerLost
+from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline, engine_arguments
 from async_grpo.types import SharedRunSettings
@@ -30,8 +31,6 @@ SETTINGS = SharedRunSettings(
     logprob_roles=(),
     seed=0,
 )
-
-
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
 
 
@@ -138,20 +137,31 @@ async def test_an_engine_whose_transfer_did_not_finish_resumes_only_to_refuse():
         await one(engine)
 
 
+def arguments(options="", **changes):
+    config = EngineConfig(model_path=str(MODEL), engine_options=options)
+    return engine_arguments(config, replace(SETTINGS, **changes), "")
+
+
 @pytest.mark.parametrize("float32_head", [True, False])
 def test_a_float32_head_of_the_run_reaches_vllm(float32_head):
-    settings = SharedRunSettings(**{**vars(SETTINGS), "float32_head": float32_head})
-    arguments = engine_arguments(EngineConfig(model_path=str(MODEL)), settings, "")
-    assert arguments.hf_overrides == ({"head_dtype": "float32"} if float32_head else {})
-    assert arguments.logprobs_mode == "processed_logprobs"
+    made = arguments(float32_head=float32_head)
+    assert made.hf_overrides == ({"head_dtype": "float32"} if float32_head else {})
+    assert made.logprobs_mode == "processed_logprobs"
+
+
+def test_further_options_reach_vllm_if_it_has_them_and_the_run_does_not_set_them():
+    assert arguments("block-size=32").block_size == 32
+    for option, why in (
+        ("block_sice=32", "no such argument; did you mean block_size"),
+        ("seed=1", "the run sets seed"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            arguments(option)
 
 
 def test_the_engine_side_of_every_transport_is_known_to_vllm():
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, transport in TRANSPORTS.items():
-        settings = SharedRunSettings(**{**vars(SETTINGS), "transport": name})
-        backend = engine_arguments(
-            EngineConfig(model_path=str(MODEL)), settings, ""
-        ).weight_transfer_config.backend
+        backend = arguments(transport=name).weight_transfer_config.backend
         assert backend == transport.engine_backend and backend in WeightTransferEngineFactory._registry
