@@ -40,8 +40,7 @@ def run_command(
 ) -> None:
     """Parse the command line into `config_class`, call `run` with it, and exit.
 
-    Exit codes: 0, 2 for a `ConfigurationError` (or a usage error), 1 for every other error of the library; its message
-    is one line on stderr.
+    Exit codes: 0, 2 for a `ConfigurationError` (or a usage error), 1 for every other error of the library, in one line.
 
     Args:
         retired: option name (with underscores) -> what replaced it. All of them took a value.
@@ -185,24 +184,22 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
 
 
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
-    """One readable line per event on stderr; in a file, whole lines with a date.
-
-    Args:
-        more: further handlers, which get the same events.
+    """One readable line per event on stderr, in a file whole lines with a date; `more` handlers get the same events.
 
     Raises:
         ConfigurationError: an unknown level.
     """
     if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigurationError(f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")
-    handler: logging.Handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s"))
+    shown: logging.Handler = logging.StreamHandler()
+    form = f"%(asctime)s %(levelname)s {prefix}%(message)s"
     if sys.stderr.isatty():
         console = Console(stderr=True)
-        handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
-        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+        shown = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S")
+        form = f"{prefix}%(message)s"
+    shown.setFormatter(logging.Formatter(form))
     for one in more:
         one.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     root = logging.getLogger("async_grpo")
     root.setLevel(level.upper())
-    root.handlers, root.propagate = [handler, *more], False
+    root.handlers, root.propagate = [shown, *more], False

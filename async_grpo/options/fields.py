@@ -99,36 +99,27 @@ def _check(
 
 def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The names that an option may have; () where it is free."""
-    choices = one.metadata.get("choices", ())
-    return registry_names(choices) if isinstance(choices, str) else choices
+    choices = one.metadata["choices"]
+    return _registry_names(choices) if isinstance(choices, str) else choices
 
 
-def registry_names(reference: str) -> tuple[str, ...]:
-    """The keys of the registry `module:DICT`. A module that is not imported yet is read, not run: it may need torch.
-
-    >>> "dr_grpo" in registry_names("async_grpo.algorithm.advantages:ADVANTAGE_ESTIMATORS")
-    True
-    """
+def _registry_names(reference: str) -> tuple[str, ...]:
+    """The keys of the registry `module:DICT`. A module that is not imported yet is read, not run: it may need torch."""
     module, _, name = reference.partition(":")
     if module in sys.modules and hasattr(sys.modules[module], name):
         return tuple(getattr(sys.modules[module], name))
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no module {module}"
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            value = getattr(node, "value", None)
-            items = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
-            return tuple(str(item.value) for item in items if isinstance(item, ast.Constant))
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id == name and isinstance(node.value, ast.Dict):
+                return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     raise LookupError(f"{module} has no {name}")
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing.
-
-    >>> nearest("learning_rte", ["learning_rate", "batch_size"])
-    '; did you mean learning_rate?'
-    """
+    """`; did you mean ...?`, or nothing."""
     close = difflib.get_close_matches(str(name), list(known))
     return f"; did you mean {', '.join(close)}?" if close else ""
 

@@ -67,15 +67,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     logging.basicConfig(format="note: %(message)s")
     try:
         sys.exit(app(args=arguments, prog_name=program, standalone_mode=False))
-    except typer.TyperException as error:
-        print(f"error: {error.format_message()} (see --help)", file=sys.stderr)
-        sys.exit(2)
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except FetchFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (typer.TyperException, ConfigurationError, FetchFailed) as error:
+        usage = isinstance(error, typer.TyperException) and f"{error.format_message()} (see --help)"
+        print(f"error: {usage or error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, FetchFailed) else 2)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ SMALL = ["--num-layers=1", "--hidden-size=64", "--num-heads=2", "--num-kv-heads=
 SMALL += ["--warmup-steps=3", "--batch-size=4", f"--train={SAMPLE_DATA / 'countdown_train.jsonl'}"]
 
 
-def build_small(outputs: dict[int, Path]) -> None:
+def build_small(outputs: dict[int, Path]):
     """By seed, in a process of its own: determinism and the thread count are settings of the whole process."""
     runs = [[*SMALL, f"--output={output}", f"--seed={seed}"] for seed, output in outputs.items()]
     code = "import create_tiny_model, typer; app = typer.Typer(); app.command()(create_tiny_model.main); "
@@ -82,16 +82,13 @@ def test_the_folder_loads_as_a_tied_float32_chat_model(folder, small_folder):
 
 @settings(max_examples=50, deadline=None)
 @given(st.text())
-def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+def test_any_text_survives_encoding_and_decoding(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
-def test_format_tags_are_single_tokens_that_decoding_keeps() -> None:
-    tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    assert all(
-        len(TOKENIZER.encode(tag)) == 1 for tag in [*tags, "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    )
-    assert len(TOKENIZER.encode("4096")) == 4
+def test_format_tags_are_single_tokens_that_decoding_keeps():
+    tags = ["<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    assert all(len(TOKENIZER.encode(tag)) == 1 for tag in tags) and len(TOKENIZER.encode("4096")) == 4
     text = "</think>\n<answer>1+2</answer>"
     assert TOKENIZER.decode(TOKENIZER.encode(text + "<|im_end|>"), skip_special_tokens=True) == text
 
@@ -128,7 +125,7 @@ def test_warmup_expressions_use_each_number_once_and_mean_what_they_claim(nums, 
     assert set(text) <= set("0123456789()") | set(operators)
 
 
-def test_warmup_expressions_reach_every_value_that_brackets_can_reach() -> None:
+def test_warmup_expressions_reach_every_value_that_brackets_can_reach():
     reached = set()
     for (a, b, c), p, q in itertools.product(itertools.permutations((2, 3, 7)), "+-*", "+-*"):
         reached |= {eval(f"({a}{p}{b}){q}{c}"), eval(f"{a}{p}({b}{q}{c})")}
@@ -138,26 +135,24 @@ def test_warmup_expressions_reach_every_value_that_brackets_can_reach() -> None:
     assert not {"(2-3)+7", "2+(3+7)", "(2*3)+7"} & set(expressions)
 
 
-def test_warmup_answers_are_correct_or_random_as_asked_and_always_well_formed() -> None:
-    problems = [tiny_model.Problem((2, 3, 7), 13), tiny_model.Problem((1, 5, 9), 46)]
-    by_text = {f"{'+'.join(sorted(map(str, p.nums)))}={p.target}": p for p in problems}
-    for fraction in (1.0, 0.0):
-        examples = tiny_model.warmup_examples(problems, TOKENIZER, "+-*", "+-", fraction, random.Random(0))
-        hits, answers = [], ""
-        for _ in range(40):
-            prompt, response = (TOKENIZER.decode(ids) for ids in next(examples))
-            shown, target = re.search(r"user\n([\d ]+)=(\d+)<", prompt).groups()
-            problem = by_text[f"{'+'.join(sorted(shown.split()))}={target}"]
-            answer = RESPONSE.match("<think>" + response.removesuffix("<|im_end|>"))[1]
-            value, nums = plain_grpo.evaluate_expression(ast.parse(answer, mode="eval"))
-            assert sorted(nums) == sorted(problem.nums) and response.endswith("<|im_end|>")
-            hits.append(value == problem.target)
-            answers += answer
-        assert all(hits) if fraction else sum(hits) < 20
-        assert ("*" in answers) == (fraction == 1.0)
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_warmup_answers_are_correct_or_random_as_asked_and_always_well_formed(fraction):
+    problem = tiny_model.Problem((2, 3, 7), 13)
+    examples = tiny_model.warmup_examples([problem], TOKENIZER, "+-*", "+-", fraction, random.Random(0))
+    hits, answers = [], ""
+    for prompt, response in itertools.islice(examples, 40):
+        text = TOKENIZER.decode(response)
+        shown, target = re.search(r"user\n([\d ]+)=(\d+)<", TOKENIZER.decode(prompt)).groups()
+        answer = RESPONSE.match("<think>" + text.removesuffix("<|im_end|>"))[1]
+        value, nums = plain_grpo.evaluate_expression(ast.parse(answer, mode="eval"))
+        assert sorted(nums) == sorted(map(int, shown.split())) == [2, 3, 7] and text.endswith("<|im_end|>")
+        hits.append(value == int(target))
+        answers += answer
+    assert all(hits) if fraction else sum(hits) < 20
+    assert ("*" in answers) == (fraction == 1.0)
 
 
-def test_only_response_tokens_carry_labels() -> None:
+def test_only_response_tokens_carry_labels():
     batch = tiny_model.collate([([1, 2], [3, 4]), ([5], [6])], pad_token_id=9)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -167,15 +162,13 @@ def test_only_response_tokens_carry_labels() -> None:
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("</think>\n<answer>3*4+1</answer>", (1.0, 1.0)),
-        ("</think>\n<answer>4*3-1</answer>", (0.0, 1.0)),
         ("</think> <answer>3*4+1</answer>", (1.0, 0.0)),
-        ("</think>\n<answer>13</answer>", (0.0, 1.0)),
-        ("</think>\n<answer>3**4*1</answer>", (0.0, 1.0)),
-        ("</think>\n<answer>3*4+1*1</answer>", (0.0, 1.0)),
-        ("</think>\n<answer>__import__('os')</answer>", (0.0, 1.0)),
-        ("</think>\n<answer>(3*4</answer>", (0.0, 1.0)),
         ("no answer", (0.0, 0.0)),
+        ("</think>\n<answer>3*4+1</answer>", (1.0, 1.0)),
+        *(
+            (f"</think>\n<answer>{wrong}</answer>", (0.0, 1.0))
+            for wrong in ("4*3-1", "13", "3**4*1", "3*4+1*1", "__import__('os')", "(3*4")
+        ),
     ],
 )
 def test_the_plain_reward_knows_correct_from_well_formed(completion, expected):
@@ -189,26 +182,32 @@ def unpadded_logprobs(model: Any, row: dict[str, Any], rollout: Any, index: int)
     return logits.log_softmax(-1).gather(1, completion[:, None]).squeeze(1)
 
 
-def test_sampled_logprobs_equal_those_of_an_unpadded_forward(small):
+def test_sampled_logprobs_and_the_gradient_of_a_fresh_batch_are_those_of_unpadded_forwards(small):
+    """With old = new log-probs the clipped objective's gradient is REINFORCE's: -sum(A * grad logp) / tokens."""
     model, tokenizer = small
-    rows = [
-        {"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "a much longer prompt: 7 8 9=24")
-    ]
+    texts, advantages = ("1 2 3=6", "a much longer prompt: 7 8 9=24"), (1.5, -0.5)
+    rows = [{"input_token_ids": tokenizer.encode(text)} for text in texts]
     torch.manual_seed(0)
     rollout = plain_grpo.sample(model, tokenizer, rows, max_new_tokens=6)
-    for index, row in enumerate(rows):
+    model.zero_grad()
+    plain_grpo.policy_loss(model, rollout, torch.tensor(advantages)).backward()
+    actual = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    total = torch.zeros(())
+    for index, (row, advantage) in enumerate(zip(rows, advantages, strict=True)):
+        expected = unpadded_logprobs(model, row, rollout, index)
         torch.testing.assert_close(
-            rollout.logprobs[index][rollout.mask[index]],
-            unpadded_logprobs(model, row, rollout, index),
-            atol=1e-5,
-            rtol=1e-5,
+            rollout.logprobs[index][rollout.mask[index]], expected, atol=1e-5, rtol=1e-5
         )
+        total = total - advantage * expected.sum()
+    (total / rollout.mask.sum()).backward()
+    torch.testing.assert_close(actual, model.model.embed_tokens.weight.grad, atol=1e-5, rtol=1e-4)
 
 
 class ScriptedModel:
     """Says the given token of each row at each step, whatever it reads."""
 
-    def __init__(self, like: Any, steps: list[list[int]]) -> None:
+    def __init__(self, like: Any, steps: list[list[int]]):
         self.config, self.generation_config, self.steps = like.config, like.generation_config, iter(steps)
 
     def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
@@ -229,7 +228,7 @@ def test_a_completion_ends_at_its_first_end_token_and_that_token_counts(small):
     assert rollout.texts == ["1", "12"]
 
 
-def test_group_advantages_are_standardised_within_each_group() -> None:
+def test_group_advantages_are_standardised_within_each_group():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5])
     # mean 1/4, ddof-1 deviation sqrt((9/16 + 3/16) / 3) = 1/2
     expected = torch.tensor([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
@@ -249,22 +248,3 @@ def test_the_plain_loop_trains_and_logs_every_step(staleness, small_folder, tmp_
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert ["heldout_accuracy" in record for record in records] == [True, False, False, True]
     assert all(0 <= record["accuracy"] <= 1 and record["seconds"] > 0 for record in records[1:])
-
-
-def test_the_loss_gradient_of_a_fresh_batch_is_reinforce_with_a_token_mean(small):
-    """With old = new log-probs the clipped objective's gradient is -sum(A * grad logp) / tokens."""
-    model, tokenizer = small
-    rows: list[dict[str, Any]] = [
-        {"input_token_ids": tokenizer.encode(text)} for text in ("1 2 3=6", "4 5=9")
-    ]
-    torch.manual_seed(0)
-    rollout = plain_grpo.sample(model, tokenizer, rows, max_new_tokens=5)
-    advantages = torch.tensor([1.5, -0.5])
-    plain_grpo.policy_loss(model, rollout, advantages).backward()
-    actual = model.model.embed_tokens.weight.grad.clone()
-    model.zero_grad()
-    total = torch.zeros(())
-    for index, row in enumerate(rows):
-        total = total - advantages[index] * unpadded_logprobs(model, row, rollout, index).sum()
-    (total / rollout.mask.sum()).backward()
-    torch.testing.assert_close(actual, model.model.embed_tokens.weight.grad, atol=1e-5, rtol=1e-4)
