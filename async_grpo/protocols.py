@@ -24,10 +24,7 @@ class Generation(Protocol):
     """Completes prompts on whichever engine has room."""
 
     def generate(self, prompt: Prompt, count: int, *, greedy: bool = False) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, each as soon as it is finished; closing the iterator aborts the others.
-
-        Greedy ones take the likeliest token at every place: for comparison, not to be trained on.
-        """
+        """Yield `count` completions, each when it is finished; closing aborts the others. Greedy: not to be trained on."""
 
     async def take_stats(self) -> dict[str, Any]:
         """Of `Engine.progress`, for all engines since the last call, and `wait_generation_weights_s`."""
@@ -77,10 +74,7 @@ class WeightPublisher(Protocol):
     """Brings the policy's weights to the engines and proves that they landed."""
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> dict[str, float]:
-        """Publish `model` (a `PolicyModel`) as `version`; returns metrics. A collective, called on every rank.
-
-        With `self_test` every tensor is first changed visibly, to check that the engines notice.
-        """
+        """Publish `model` (a `PolicyModel`) as `version`, after a self-test if asked; a collective of all ranks."""
 
 
 class MetricsSink(Protocol):
@@ -115,9 +109,7 @@ class WeightPackage:
 
     version: int
     manifest: Manifest  # every tensor as sent (a self-test changes a few at a time and leaves the others)
-    chunks: list[
-        Any
-    ]  # references to safetensors images, uint8; empty where weights travel outside the package
+    chunks: list[Any]  # references to safetensors images, uint8; empty where weights travel elsewhere
     canary_ids: np.ndarray  # (N,) int32, a fixed text
     canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
     tolerance: float  # root mean square of canary differences that rounding explains, nats
@@ -137,8 +129,7 @@ class EngineLink(Protocol):
 
 
 class EngineControl(Protocol):
-    """All engines at once, where the trainer's own transfer engine drives them step by step (NCCL); also vLLM's
-    `VLLMWeightSyncClient`."""
+    """All engines at once, driven by the trainer's transfer engine (NCCL); also vLLM's `VLLMWeightSyncClient`."""
 
     address: str  # of this node, as the engines reach it
 
@@ -184,15 +175,11 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Completion]:
         """Yield `count` completions of one prompt (L,) int32, each as soon as it is finished; closing aborts the rest.
 
-        Every token carries the policy version that produced it. WorkerLost: the engine died, or its last weight update
-        failed.
+        Every token carries the version that produced it. WorkerLost: the engine died, or its last update failed.
         """
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Replace the weights by `chunks` (safetensors images) while requests are paused, not aborted.
-
-        Returns what arrived, as the engine saw it.
-        """
+        """Replace the weights by `chunks` (safetensors images), requests paused, not aborted; returns what arrived."""
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) float32 log-probs of a fixed text under the current weights, at temperature 1; the first is 0."""

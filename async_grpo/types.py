@@ -198,11 +198,7 @@ def dummy_micro_batch(token_id: int) -> MicroBatch:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """Closes one optimizer step on every rank, after the last micro-batch of the step.
-
-    `stats` are the rollout side's sums and means of the step (rewards, lengths, staleness, waits), the same on
-    every rank; rank 0 writes them into the metrics line.
-    """
+    """Closes one optimizer step on every rank, after its last micro-batch; `stats` go into the metrics line."""
 
     step: int
     num_groups: int

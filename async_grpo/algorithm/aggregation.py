@@ -76,9 +76,6 @@ def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
     """(B, T) the ids, numbered from 0; ids (B, T), one per row (B,), or None: a row is a sequence.
 
     Those at masked positions mean nothing.
-
-    >>> compact_ids(torch.tensor([[7, 10**12, 7, -1]]), torch.tensor([[True, True, True, False]])).tolist()
-    [[0, 1, 0, 0]]
     """
     if ids is None:
         return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
@@ -100,11 +97,7 @@ def tokens_per_sequence(mask: Tensor, ids: Tensor) -> Tensor:
 
 
 def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """(B, T) int64: at every unmasked token the number of those of its group, (B, T) or (B,), in this tensor, else 0.
-
-    >>> tokens_of_group(torch.tensor([[True, True], [True, False]]), torch.tensor([5, 5])).tolist()
-    [[3, 3], [3, 0]]
-    """
+    """(B, T) int64: at every unmasked token the number of those of its group, (B, T) or (B,), in this tensor, else 0."""
     ids = compact_ids(group_ids, mask)
     return torch.where(mask, tokens_per_sequence(mask, ids)[ids], 0)
 
@@ -113,11 +106,6 @@ def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None 
     """The additive counts of every unit, 0-dim: unmasked tokens, and sequences that have one, int64.
 
     With group_tokens (B, T) also "groups", float64: the shares of their groups that the unmasked tokens are.
-
-    >>> mask = torch.tensor([[True, True, False], [False, False, False]])
-    >>> counts = count_units(mask, compact_ids(None, mask), group_tokens=torch.full((2, 3), 4))
-    >>> {unit: count.item() for unit, count in counts.items()}
-    {'tokens': 2, 'sequences': 1, 'groups': 0.5}
     """
     lengths = tokens_per_sequence(mask, sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}

@@ -1,7 +1,6 @@
 """Rewards -> advantages: what an estimator is, and the rules that hold for every one.
 
-A reward that is missing or not a number must never move a baseline, and a sample without a rival teaches nothing. So,
-for each estimator alike:
+A reward that is missing or not a number must never move a baseline, and a sample without a rival teaches nothing:
 
 - *Participants* are the valid rows with an unmasked token that have at least one other such row in their group. The
   rest enters no statistic, of the group or of the batch, and gets zeros. This holds for `reinforce_plus_plus` and `gae`
@@ -10,9 +9,7 @@ for each estimator alike:
   outside a `step_mask` or `masks`. A valid row that is not finite where it counts is an error.
 - The advantages are zero wherever the mask is False or the row does not participate.
 - Statistics are float64, whatever the rewards are. Equal rewards give exactly zero, not rounding noise.
-- A deviation has ddof 1; of fewer than two values there is none, and the advantages are zero.
-
-Nothing here carries a gradient.
+- A deviation has ddof 1; of fewer than two values there is none, and the advantages are zero. Nothing has a gradient.
 """
 
 import inspect

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.algorithm.kl import KL_KINDS, kl_penalty
+from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import ConfigurationError
 
 # name -> (value, gradient with respect to logprobs), of the difference d = logprobs - ref_logprobs
@@ -107,16 +107,16 @@ def test_k2_k3_and_abs_are_never_negative_in_float32_and_any_shape_is_kept(diffe
     assert penalty.shape == logprobs.shape and (penalty >= 0).all()
 
 
-@pytest.mark.parametrize("kind", ["k4", "k3++", "", "K1"])
-def test_an_unknown_estimator_is_answered_with_the_known_ones(kind):
-    assert list(KL_KINDS) == ["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
-    with pytest.raises(
-        ConfigurationError, match=re.escape(f"{kind!r}; choose one of " + ", ".join(KL_KINDS))
-    ):
-        kl_penalty(torch.zeros(1), torch.zeros(1), kind)
-
-
-@pytest.mark.parametrize("clamp", [0.0, -10.0, math.nan])
-def test_a_clamp_that_is_not_positive_is_refused(clamp):
-    with pytest.raises(ConfigurationError, match=f"must be positive, not {clamp}"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k3", clamp=clamp)
+@pytest.mark.parametrize(
+    ("kind", "clamp", "message"),
+    [
+        *(
+            (kind, None, f"{kind!r}; choose one of k1, k2, k3, abs, k1+, k2+, k3+, abs+")
+            for kind in ("k4", "k3++", "")
+        ),
+        *(("k3", clamp, f"must be positive, not {clamp}") for clamp in (0.0, -10.0, math.nan)),
+    ],
+)
+def test_an_unknown_estimator_and_a_clamp_that_is_not_positive_are_refused(kind, clamp, message):
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        kl_penalty(torch.zeros(1), torch.zeros(1), kind, clamp=clamp)

@@ -70,17 +70,6 @@ def test_clip_cov_takes_its_quota_of_the_candidates_at_random():
     assert (times - 300 * p).abs().max() < 5 * math.sqrt(300 * p * (1 - p))
 
 
-def test_the_draw_of_clip_cov_does_not_depend_on_padding():
-    inputs = random_inputs(2, rows=12)
-    mask = inputs["mask"]
-    packed = {name: values[mask][None] for name, values in inputs.items()}
-    options = CLIP_COV | {"ratio": 0.05, "seed": 3}
-    padded_choice, packed_choice = (
-        POLICY_LOSSES["clip_cov"](**batch, **options)[1]["selected_frac"].bool() for batch in (inputs, packed)
-    )
-    assert padded_choice.any() and torch.equal(padded_choice[mask], packed_choice[0])
-
-
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_given_selection_is_obeyed(name):
     inputs = random_inputs(4)

@@ -190,31 +190,32 @@ def test_a_nan_where_it_counts_is_neither_weighed_away_nor_rejected(statistic):
 
 
 @pytest.mark.parametrize(
-    ("level", "mode", "low", "high", "named"),
+    ("function", "options", "named"),
     [
-        ("tokens", "truncate", None, 2.0, "'tokens'; choose one of token, sequence"),
-        ("token", "mask", 3.0, 2.0, "[3.0, 2.0]"),
-        ("sequence", "truncate", None, 0.0, "[None, 0.0]"),
-        ("sequence", "truncate", None, None, "[None, None]"),
+        (importance_weights, {"level": "tokens"}, "'tokens'; choose one of token, sequence"),
+        (importance_weights, {"mode": "clip"}, "'clip'; choose one of truncate, mask"),
+        (importance_weights, {"low": 3.0}, "[3.0, 2.0]"),
+        (importance_weights, {"low": -1.0}, "[-1.0, 2.0]"),
+        (importance_weights, {"high": 0.0}, "[None, 0.0]"),
+        (importance_weights, {"high": math.nan}, "[None, nan]"),
+        (importance_weights, {"high": None}, "[None, None]"),
+        (rejection_mask, {"statistic": "token_k4", "high": 2.0}, "'token_k4'; choose one of token_k1"),
+        (rejection_mask, {"statistic": "token_k1"}, "token_k1 without a bound"),
+        (rejection_mask, {"statistic": "token_k3", "low": 2.0, "high": 1.0}, "[2.0, 1.0]"),
+        (
+            rejection_mask,
+            {"statistic": "token_k1", "low": 0.0, "high": 2.0},
+            "[0.0, 2.0]; give a positive high and 0 < low",
+        ),
+        (
+            rejection_mask,
+            {"statistic": "token_k2", "low": -0.5},
+            "[-0.5, None]; give a positive high and 0 <= low",
+        ),
+        (rejection_mask, {"statistic": "token_k2", "high": 0.0}, "[None, 0.0]"),
+        (rejection_mask, {"statistic": "token_k1", "high": math.nan}, "[None, nan]"),
     ],
 )
-def test_impossible_weights_are_refused_with_their_values(level, mode, low, high, named):
+def test_impossible_settings_are_refused_with_their_values(function, options, named):
     with pytest.raises(ConfigurationError, match=re.escape(named)):
-        importance_weights(*ragged(0, 2, 2), level=level, mode=mode, low=low, high=high)
-
-
-@pytest.mark.parametrize(
-    ("statistic", "low", "high", "named"),
-    [
-        ("token_k4", None, 2.0, "'token_k4'; choose one of token_k1"),
-        ("token_k1", None, None, "token_k1 without a bound"),
-        ("token_k3", 2.0, 1.0, "[2.0, 1.0]"),
-        ("sequence_mean_k1", 0.0, 2.0, "[0.0, 2.0]"),
-        ("token_k2", -0.5, None, "[-0.5, None]; give a positive high and 0 <= low"),
-        ("token_k2", None, 0.0, "[None, 0.0]"),
-        ("token_k1", None, math.nan, "[None, nan]"),
-    ],
-)
-def test_impossible_rejections_are_refused_with_their_values(statistic, low, high, named):
-    with pytest.raises(ConfigurationError, match=re.escape(named)):
-        rejection_mask(*ragged(0, 2, 2), statistic=statistic, low=low, high=high)
+        function(*ragged(0, 2, 2), **options)

@@ -78,53 +78,33 @@ def batches(draw, max_rows=10, width=5):
 def call(estimators, name, rows, dtype=torch.float64, garbage=math.nan, **options):
     """The library's answer. Whatever must not be read holds `garbage`."""
 
-    def tokens(values, counts):
-        return torch.tensor(
-            [
-                [value if row.valid and kept else garbage for value, kept in zip(v, c, strict=True)]
-                for row, v, c in zip(rows, values, counts, strict=True)
-            ],
-            dtype=dtype,
-            requires_grad=True,
-        )
+    def stack(read, dtype=None):
+        return torch.tensor([read(row) for row in rows], dtype=dtype)
 
-    mask = [row.mask for row in rows]
-    steps_a, steps_b = (
-        [[m and s for m, s in zip(row.mask, steps, strict=True)] for row, steps in pairs]
-        for pairs in ([(r, r.steps_a) for r in rows], [(r, r.steps_b) for r in rows])
-    )
-    rewards = tokens([row.a for row in rows], mask)
-    inputs = dict(SCALARS.get(name, {}))
+    def tokens(name, counted="mask"):
+        places = stack(
+            lambda row: [row.valid and m and c for m, c in zip(row.mask, getattr(row, counted), strict=True)]
+        )
+        values = stack(lambda row: getattr(row, name), dtype)
+        return torch.where(places, values, garbage).requires_grad_()
+
+    rewards, inputs = tokens("a"), dict(SCALARS.get(name, {}))
+    valid = stack(lambda row: row.valid)
     match name:
         case "remax":
-            inputs["baselines"] = torch.tensor(
-                [row.baseline if row.valid else garbage for row in rows], dtype=dtype
-            )
+            inputs["baselines"] = torch.where(valid, stack(lambda row: row.baseline, dtype), garbage)
         case "gae":
-            inputs["values"] = tokens([row.values for row in rows], mask)
+            inputs["values"] = tokens("values")
         case "gdpo":
-            rewards = {"a": rewards, "b": tokens([row.b for row in rows], mask)}
-            inputs["weights"] = WEIGHTS
+            rewards, inputs["weights"] = {"a": rewards, "b": tokens("b")}, WEIGHTS
         case "grpo_process":
-            rewards = tokens([row.a for row in rows], steps_a)
-            inputs["step_mask"] = torch.tensor([row.steps_a for row in rows])
+            rewards, inputs["step_mask"] = tokens("a", "steps_a"), stack(lambda row: row.steps_a)
         case "prime_rloo":
-            rewards = {
-                "a": tokens([row.a for row in rows], steps_a),
-                "b": tokens([row.b for row in rows], steps_b),
-            }
-            inputs["weights"] = WEIGHTS
-            inputs["masks"] = {
-                "a": torch.tensor([row.steps_a for row in rows]),
-                "b": torch.tensor([row.steps_b for row in rows]),
-            }
-    return estimators[name](
-        rewards,
-        torch.tensor(mask),
-        torch.tensor([row.group for row in rows]),
-        valid=torch.tensor([row.valid for row in rows]),
-        **{**inputs, **options},
-    )
+            rewards = {"a": tokens("a", "steps_a"), "b": tokens("b", "steps_b")}
+            masks = {"a": stack(lambda row: row.steps_a), "b": stack(lambda row: row.steps_b)}
+            inputs |= {"weights": WEIGHTS, "masks": masks}
+    mask, groups = stack(lambda row: row.mask), stack(lambda row: row.group)
+    return estimators[name](rewards, mask, groups, valid=valid, **{**inputs, **options})
 
 
 def participants(rows):
@@ -275,13 +255,9 @@ WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "prim
 
 def with_equal_rewards(rows, reward):
     """The same batch with that reward on the last unmasked token of every row, and no holes among the steps."""
-    return [
-        replace(
-            row,
-            a=[reward if row.used and t == row.used[-1] else 0.0 for t in range(len(row.mask))],
-            b=[reward if row.used and t == row.used[-1] else 0.0 for t in range(len(row.mask))],
-            steps_a=[bool(row.used) and t == row.used[-1] for t in range(len(row.mask))],
-            steps_b=[bool(row.used) and t == row.used[-1] for t in range(len(row.mask))],
-        )
-        for row in rows
-    ]
+    changed = []
+    for row in rows:
+        last = [bool(row.used) and t == row.used[-1] for t in range(len(row.mask))]
+        rewards = [reward if on_last else 0.0 for on_last in last]
+        changed.append(replace(row, a=rewards, b=rewards, steps_a=last, steps_b=last))
+    return changed

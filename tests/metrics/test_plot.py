@@ -24,7 +24,6 @@ from async_grpo.metrics.reader import (
     DEFAULT_X_KEY,
     FetchFailed,
     Run,
-    default_names,
     fetch,
     info_table,
     load_runs,
@@ -82,20 +81,6 @@ def xy(axes: Axes) -> list[list[tuple[float, float]]]:
 
 
 # The command line ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("plots.gif", r"plots\.gif: the name must end in \.svg, \.png, \.pdf"),
-        ("absent/x.png", r"absent/x\.png: No such file"),
-    ],
-)
-def test_an_output_that_cannot_be_written_is_named(
-    metrics: Path, tmp_path: Path, output: str, message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"cannot write .*{message}"):
-        plot_runs([metrics], ["avg_reward"], DEFAULT_X_KEY, tmp_path / output)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])
@@ -175,23 +160,6 @@ def test_without_output_a_window_is_shown_if_the_backend_has_one(
 # Which keys are drawn -----------------------------------------------------------------------------
 
 
-def test_default_variables_that_no_file_has_are_skipped_with_a_note(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = write(tmp_path / "a.jsonl", [{DEFAULT_X_KEY: 1, "avg_reward": 0.5, "avg_kl_div": None}])
-    plot_runs([file], None, DEFAULT_X_KEY, tmp_path / "a.svg")
-    assert caplog.messages == [
-        "skipped, not in any file: avg_max_reward_in_group, avg_output_tokens, avg_kl_div"
-    ]
-    assert "<!-- avg_kl_div -->" not in (tmp_path / "a.svg").read_text()
-
-
-def test_a_file_without_any_default_variable_is_an_error_that_lists_its_keys(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{DEFAULT_X_KEY: 1, "loss": 0.5}])
-    with pytest.raises(ConfigurationError, match=f"-v KEY, one of: loss, {DEFAULT_X_KEY}"):
-        plot_runs([file], None, DEFAULT_X_KEY, tmp_path / "a.svg")
-
-
 def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,31 +175,49 @@ def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(
 
 
 @pytest.mark.parametrize(
-    ("variable", "x_key", "names", "message"),
+    ("steps", "variables", "more", "message"),
     [
+        ([], ["y"], {}, "no finished step"),
         (
-            "note",
-            DEFAULT_X_KEY,
-            None,
-            "'note' for a variable holds no number; keys with numbers: avg_kl_div, ",
+            [{"x": 1, "y": 2}],
+            ["y"],
+            {"output": "a.gif"},
+            r"cannot write .*a\.gif: the name must end in \.svg, \.png, \.pdf",
         ),
-        ("avg_reward", "steps", None, "'steps' for the x axis of .* is unknown; keys with numbers: avg_kl"),
-        ("avg_reward", "note", None, "'note' for the x axis of .* holds no number"),
-        ("avg_reward", DEFAULT_X_KEY, ["a", "b"], "2 names for 1 files"),
+        ([{"x": 1, "y": 2}], ["y"], {"output": "absent/a.png"}, r"cannot write .*a\.png: No such file"),
+        ([{"x": 1, "y": 2}], ["y"], {"smooth_window": 0}, "at least 1 step, not 0"),
+        ([{"x": 1, "y": 2}], ["y"], {"names": ["a", "b"]}, "2 names for 1 files"),
+        ([{"x": 1, "y": "text"}], ["y"], {}, "'y' for a variable holds no number; keys with numbers: x"),
+        (
+            [{"step": 1, "y": 2}],
+            ["y"],
+            {},
+            r"'x' for the x axis of .*m\.jsonl is unknown; keys with numbers: step, y",
+        ),
+        ([{"x": "text", "y": 2}], ["y"], {}, "'x' for the x axis of .* holds no number"),
+        ([{"x": 1}, {"y": 2}, {"x": None, "y": 3}], ["y"], {}, "no step has numbers for both 'y' and 'x'"),
+        ([{"x": 1, "loss": 0.5}], None, {}, "none of the default keys .* -v KEY, one of: loss, x"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_with_the_keys_that_can(
-    metrics: Path, tmp_path: Path, variable: str, x_key: str, names: list[str] | None, message: str
-) -> None:
+def test_what_cannot_be_drawn_is_refused_with_what_can(tmp_path, steps, variables, more, message) -> None:
+    file, output = write(tmp_path / "m.jsonl", steps), tmp_path / more.pop("output", "a.png")
     with pytest.raises(ConfigurationError, match=message):
-        plot_runs([metrics], [variable], x_key, tmp_path / "a.png", names)
-    assert not (tmp_path / "a.png").exists()
+        plot_runs([file], variables, "x", output, **more)
+    assert not output.exists()
 
 
-def test_keys_that_never_meet_are_an_error_and_not_an_empty_picture(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"x": 1}, {"y": 2}, {"x": None, "y": 3}])
-    with pytest.raises(ConfigurationError, match="no step has numbers for both 'y' and 'x'"):
-        plot_runs([file], ["y"], "x", tmp_path / "a.png")
+def test_default_variables_that_no_file_has_and_an_unfinished_last_line_are_skipped_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(
+        tmp_path / "a.jsonl", [{"x": 1, "avg_reward": 0.5, "avg_kl_div": None}], end='\n{"x": 3, "avg_re'
+    )
+    plot_runs([file], None, "x", tmp_path / "a.svg")
+    assert caplog.messages == [
+        f"{file}: the last line (2) is unfinished and was skipped",
+        "skipped, not in any file: avg_max_reward_in_group, avg_output_tokens, avg_kl_div",
+    ]
+    assert "<!-- avg_kl_div -->" not in (tmp_path / "a.svg").read_text()
 
 
 # Reading ------------------------------------------------------------------------------------------
@@ -260,30 +246,6 @@ def test_a_file_that_is_still_written_gives_exactly_its_finished_steps(
     assert [step["x"] for step in read_run(file).steps] == list(range(int((ends <= cut).sum())))
 
 
-def test_an_unfinished_last_line_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"x": 1}\n{"x": 2}\n{"x": 3, "avg_re')
-    assert len(read_run(file).steps) == 2
-    assert caplog.messages == [f"{file}: the last line (3) is unfinished and was skipped"]
-
-
-@pytest.mark.parametrize("content", ["", "\n \n", '{"x": 1'])
-def test_a_file_without_a_finished_step_is_an_error(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(content)
-    with pytest.raises(ConfigurationError, match="no finished step"):
-        read_run(file)
-
-
-def test_names_are_the_shortest_path_endings_that_differ() -> None:
-    assert default_names([Path("/runs/a/m.jsonl")]) == ["m.jsonl"]
-    assert default_names([Path("r/a/m.jsonl"), Path("s/a/m.jsonl"), Path("k.jsonl")]) == [
-        "r/a/m.jsonl",
-        "s/a/m.jsonl",
-        "k.jsonl",
-    ]
-
-
 # Drawing ------------------------------------------------------------------------------------------
 
 
@@ -297,21 +259,13 @@ def test_what_is_no_number_makes_a_gap_and_an_absent_key_does_not() -> None:
     assert np.isnan(y_T[1::2]).all()
 
 
-def test_a_number_between_two_gaps_is_marked_so_that_it_can_be_seen() -> None:
-    steps: list[dict[str, object]] = [{"x": i, "y": y} for i, y in enumerate([1, None, 2, 3, None, 4])]
-    (axes,) = drawn([Run("a", "a", steps)], ["y"]).axes
-    assert axes.lines[0].get_markevery() == [0, 5]
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_subplots_fill_up_to_two_columns_and_no_empty_frame_remains(count: int) -> None:
-    keys = [f"k{i}" for i in range(count)]
-    steps: list[dict[str, object]] = [{"x": x, **dict.fromkeys(keys, x)} for x in range(3)]
-    figure = drawn([Run("a", "a", steps)], keys)
-    assert [axes.get_title() for axes in figure.axes] == keys
-    assert {axes.get_xlabel() for axes in figure.axes} == {"x"}
-    assert len({round(axes.get_position().x0, 2) for axes in figure.axes}) == min(2, count)
-    assert all(axes.get_xscale() == axes.get_yscale() == "linear" for axes in figure.axes)
+def test_a_lone_number_is_marked_and_smoothing_draws_the_average_over_the_faded_line() -> None:
+    steps: list[dict[str, object]] = [{"x": i, "y": y} for i, y in enumerate([1, None, 0, 3, 9, None, 4])]
+    (axes,) = drawn([Run("a", "a", steps)], ["y"], window=3).axes
+    raw, smooth = axes.lines
+    assert raw.get_markevery() == [0, 6] and raw.get_alpha() < 0.5 and smooth.get_alpha() is None
+    np.testing.assert_array_equal(raw.get_ydata(), [1, np.nan, 0, 3, 9, np.nan, 4])
+    np.testing.assert_array_equal(smooth.get_ydata(), [1, np.nan, 1.5, 4, 6, np.nan, 4])
 
 
 @pytest.mark.parametrize(("names", "files", "legend"), [([], 1, False), (["run"], 1, True), ([], 2, True)])
@@ -334,16 +288,6 @@ def test_every_run_keeps_one_colour_of_its_own(count: int) -> None:
     assert len(set(legend)) == count
 
 
-def test_smoothing_fades_the_raw_line_and_draws_the_average_over_it() -> None:
-    steps: list[dict[str, object]] = [{"x": i, "y": y} for i, y in enumerate([0, 3, 9])]
-    (axes,) = drawn([Run("a", "a", steps)], ["y"], window=3).axes
-    raw, smooth = axes.lines
-    assert raw.get_alpha() < 0.5 and smooth.get_alpha() is None
-    assert smooth.get_linewidth() > raw.get_linewidth()
-    assert raw.get_ydata().tolist() == [0, 3, 9]
-    assert smooth.get_ydata().tolist() == [1.5, 4, 6]
-
-
 def test_dollars_underscores_and_brackets_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     x_key, key, names = r"a $x^$", r"_y $\frac$", [r"_$\sqrt$", "[b]"]  # none of them is a valid formula
     file = write(tmp_path / "a.jsonl", [{x_key: 1, key: 2}] * 2)
@@ -353,12 +297,6 @@ def test_dollars_underscores_and_brackets_in_names_are_drawn_as_they_are(tmp_pat
 
 
 # Smoothing ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [0, -3])
-def test_a_window_below_one_is_refused(metrics: Path, tmp_path: Path, window: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"at least 1 step, not {window}"):
-        plot_runs([metrics], ["avg_reward"], DEFAULT_X_KEY, tmp_path / "a.png", smooth_window=window)
 
 
 # Remote files -------------------------------------------------------------------------------------
@@ -399,25 +337,22 @@ def test_remote_files_are_fetched_by_scp_and_named_by_their_remote_path(
     assert not Path(target).parent.exists()
 
 
+def test_an_scp_that_hangs_or_is_missing_is_named(scp: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(metrics_files, "FETCH_TIMEOUT_S", 0.3)
+    (scp / "scp.sh").write_text("exec sleep 60")
+    with pytest.raises(FetchFailed, match=r"host:m\.jsonl within 0\.3 s"):
+        fetch("host", "m.jsonl", tmp_path / "copy")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FetchFailed, match="scp did not start"):
+        fetch("host", "m.jsonl", tmp_path / "copy")
+
+
 def test_a_failing_scp_ends_with_exit_code_1_and_its_own_words(scp: Path, tmp_path: Path) -> None:
     (scp / "scp.sh").write_text('echo "no route to host" >&2; : > "$7"; exit 255')
     done = cli("plot", "m.jsonl", "-r", "host", "-o", tmp_path / "a.png")
     assert done.returncode == 1
     assert done.stderr == "error: scp could not fetch host:m.jsonl (exit code 255): no route to host\n"
     assert not (tmp_path / "a.png").exists()
-
-
-def test_an_scp_that_hangs_is_stopped(scp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_files, "FETCH_TIMEOUT_S", 0.3)
-    (scp / "scp.sh").write_text("exec sleep 60")
-    with pytest.raises(FetchFailed, match=r"host:m\.jsonl within 0\.3 s"):
-        fetch("host", "m.jsonl", tmp_path / "copy")
-
-
-def test_a_missing_scp_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FetchFailed, match="scp did not start"):
-        fetch("host", "m.jsonl", tmp_path / "copy")
 
 
 DOUBTFUL_HOSTS = ["", "-oProxyCommand=x", "me@-host", "a b", "host\n", "h;ls", "$(ls)", "::1", "h:p", "a@b@c"]
