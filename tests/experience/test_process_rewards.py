@@ -67,13 +67,6 @@ def test_a_character_belongs_to_the_first_token_that_has_written_it(char_end, to
     assert answer(steps((1.0, "char_end", char_end)))["steps"] == [[token, 1.0]]
 
 
-def test_steps_come_in_any_order_and_those_that_end_in_one_token_are_added_up():
-    found = answer(
-        steps((1.0, "token_end", 3), (0.25, "char_end", 1), (0.5, "token_end", 1), (-2.0, "char_end", 3))
-    )
-    assert found["steps"] == [[0, 0.75], [2, -1.0]] and found["reward"] == -0.25
-
-
 def test_token_rewards_are_one_step_for_each_token_also_where_they_are_zero():
     found = answer({"token_rewards": [0, 0.5, True, Fraction(-1, 4)]})
     assert found["steps"] == [[0, 0.0], [1, 0.5], [2, 1.0], [3, -0.25]] and found["reward"] == 1.25
@@ -235,7 +228,6 @@ WRONG = [
     ("</think><answer>3*3*3</answer>", [1, -1, -1]),  # each number is there once
     ("</think><answer>03*(4+5)</answer>", [-1, 1, 1]),
     ("</think><answer>345</answer>", [-1]),
-    ("</think><answer>27</answer>", [-1]),
     ("</think><answer>three</answer>", []),
     ("</think><answer></answer>", []),
     ("</think><answer>3*(4", [1, 1]),  # cut off
@@ -246,7 +238,6 @@ WRONG = [
     ("</think><answer>3</answer>4</answer>", [1]),
     ("</think><answer>" + "7 " * 500, [-1] * 6),  # babble is not judged to its end
     ("", []),
-    ("  \n ", []),
 ]
 
 

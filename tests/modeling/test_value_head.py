@@ -118,8 +118,3 @@ def test_both_learning_rates_follow_the_schedule_and_every_weight_is_in_one_grou
     assert [id(p) for p in groups[1]["params"]] == [id(p) for p in policy.value_head.parameters()]
     assert optimizer_groups(policy)[1][0] == [1e-3, 1e-5]  # a critic has a rate of its own
     assert optimizer_groups(PolicyModel(tiny_model()))[1][0] == [1e-3]
-
-
-def test_a_critic_that_cannot_learn_is_refused():
-    with pytest.raises(ConfigurationError, match=r"--critic-learning-rate must be above 0, not 0"):
-        OptimizerConfig(critic_learning_rate=0.0)

@@ -54,14 +54,6 @@ def test_a_reloaded_checkpoint_gives_the_same_logits(tmp_path, source, ranks, ti
     assert torch.equal(got, expected)
 
 
-def test_tokenizer_template_and_generation_settings_come_along(tmp_path, source, ranks):
-    folder = writer(tmp_path, source, ranks).save(shard_policy(PolicyModel(tiny_model()), ranks), 1)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        assert (folder / name).read_bytes() == (source / name).read_bytes()
-    assert model_fingerprint(folder) == model_fingerprint(source)
-    assert stop_token_ids(folder) == (0, 3, 9)
-
-
 def test_the_saved_dtype_is_the_asked_one_and_the_live_weights_stay_float32(tmp_path, source, ranks):
     policy = shard_policy(PolicyModel(load_causal_lm(source, "float32")), ranks)
     folder = writer(tmp_path, source, ranks, dtype="bfloat16").save(policy, 1)
@@ -72,9 +64,15 @@ def test_the_saved_dtype_is_the_asked_one_and_the_live_weights_stay_float32(tmp_
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
 
 
-def test_whoever_may_read_its_settings_may_read_its_weights(tmp_path, source, ranks):
+def test_tokenizer_template_and_generation_settings_come_along_and_whoever_may_read_them_may_read_all(
+    tmp_path, source, ranks
+):
     policy = shard_policy(PolicyModel(tiny_model(), value_head=True), ranks)
     folder = writer(tmp_path, source, ranks).save(policy, 1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    assert model_fingerprint(folder) == model_fingerprint(source)
+    assert stop_token_ids(folder) == (0, 3, 9)
     modes = {path.stat().st_mode for path in folder.rglob("*") if path.is_file()}
     assert modes == {(folder / "config.json").stat().st_mode}
 

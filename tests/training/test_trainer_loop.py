@@ -80,7 +80,7 @@ def trainer(script, ranks, num_steps, **roles):
     return Trainer(policy="the policy", ranks=ranks, num_steps=num_steps, **(default | roles))
 
 
-def test_two_steps_in_order(ranks):
+def test_two_steps_in_order_and_a_line_of_what_every_room_had_to_say(ranks):
     script = Script([3, 1])
     trainer(script, ranks, 2).run()
     assert script.calls == [
@@ -89,11 +89,6 @@ def test_two_steps_in_order(ranks):
         *["add", "finish", "publish 2", "hook 2", "save if due at 24", "write"],
         "final save at 24",
     ]
-
-
-def test_a_line_joins_what_every_room_had_to_say(ranks):
-    script = Script([1, 1])
-    trainer(script, ranks, 2).run()
     line = script.lines[1]
     expected = {
         "step": 2,

@@ -26,80 +26,41 @@ from async_grpo.training.sharding import shard_policy
 
 SCALE = 40
 
+NORMALIZED = dict(policy_loss="gpg", importance_level="token", importance_normalize=True)
+REJECTED = dict(rejection_statistic="token_k1", rejection_low=0.8, rejection_high=1.25)
+OF_GROUPS = dict(loss_aggregation="prompt_mean")
+WIDE = dict(importance_low=1e-4, importance_high=1e4)
+GAE = dict(advantage_estimator="gae")
 CASES = {
-    **{name: {"policy_loss": name} for name in POLICY_LOSSES},
-    **{f"aggregation {name}": {"loss_aggregation": name} for name in AGGREGATIONS},
-    "kl_cov takes more": {"policy_loss": "kl_cov", "loss_options": "ratio=0.2"},
-    "clip_cov takes more": {
-        "policy_loss": "clip_cov",
-        "loss_options": "ratio=0.1,cov_low=0.01,cov_high=50",
-    },
-    "entropy bonus": {"entropy_coef": 0.3},
-    "straight-through kl": {"kl_coef": 0.2, "kl_kind": "k3+", "kl_clamp": 2.0},
-    "truncated weights": {
-        "policy_loss": "gpg",
-        "importance_level": "token",
-        "importance_high": 1.5,
-        "importance_normalize": True,
-    },
-    "masked weights of sequences": {
-        "policy_loss": "grpo",
-        "loss_aggregation": "prompt_mean",
-        "importance_level": "sequence",
-        "importance_mode": "mask",
-        "importance_normalize": True,
-        "importance_low": 1e-4,
-        "importance_high": 1e4,
-    },
-    "weights beside a ratio of one": {"old_policy": "current", "importance_level": "token"},
-    "weights without a proximal policy": {
-        "policy_loss": "gpg",
-        "importance_level": "token",
-        "importance_high": 3.0,
-        "importance_normalize": True,
-    },
-    "rejected tokens without a proximal policy": {
-        "policy_loss": "grpo",
-        "rejection_statistic": "token_k2",
-        "rejection_high": 2.0,
-    },
-    "rejected tokens": {
-        "loss_aggregation": "sequence_mean_token_mean",
-        "rejection_statistic": "token_k1",
-        "rejection_low": 0.8,
-        "rejection_high": 1.25,
-    },
-    "rejected tokens of groups": {
-        "loss_aggregation": "prompt_mean",
-        "rejection_statistic": "token_k1",
-        "rejection_low": 0.8,
-        "rejection_high": 1.25,
-    },
-    "rejected sequences": {
-        "policy_loss": "gspo",
-        "loss_aggregation": "prompt_mean",
-        "rejection_statistic": "sequence_mean_k3",
-        "rejection_high": 0.045,
-    },
-    "proximal ratio": {"policy_loss": "dual_clip", "old_policy": "proximal"},
-    "critic": {
-        "advantage_estimator": "gae",
-        "estimator_options": "gamma=0.9,lam=0.8",
-        "critic_coef": 0.7,
-        "critic_clip": 0.1,
-    },
-    "critic without whitening": {
-        "advantage_estimator": "gae",
-        "estimator_options": "whiten=false",
-        "loss_aggregation": "sequence_mean_token_sum",
-    },
-    "critic stopped at its head": {"advantage_estimator": "gae", "critic_trunk_gradient": False},
-    "critic and covariance": {
-        "advantage_estimator": "gae",
-        "estimator_options": "lam=0.5",
-        "policy_loss": "kl_cov",
-        "loss_options": "ratio=0.1",
-    },
+    **{name: dict(policy_loss=name) for name in POLICY_LOSSES},
+    **{f"aggregation {name}": dict(loss_aggregation=name) for name in AGGREGATIONS},
+    "kl_cov takes more": dict(policy_loss="kl_cov", loss_options="ratio=0.2"),
+    "clip_cov takes more": dict(policy_loss="clip_cov", loss_options="ratio=0.1,cov_low=0.01,cov_high=50"),
+    "entropy bonus": dict(entropy_coef=0.3),
+    "straight-through kl": dict(kl_coef=0.2, kl_kind="k3+", kl_clamp=2.0),
+    "truncated weights": dict(NORMALIZED, importance_high=1.5),
+    "masked weights of sequences": dict(
+        NORMALIZED | OF_GROUPS | WIDE, policy_loss="grpo", importance_level="sequence", importance_mode="mask"
+    ),
+    "weights beside a ratio of one": dict(old_policy="current", importance_level="token"),
+    "weights without a proximal policy": dict(NORMALIZED, importance_high=3.0),
+    "rejected tokens without a proximal policy": dict(
+        policy_loss="grpo", rejection_statistic="token_k2", rejection_high=2.0
+    ),
+    "rejected tokens": dict(REJECTED, loss_aggregation="sequence_mean_token_mean"),
+    "rejected tokens of groups": REJECTED | OF_GROUPS,
+    "rejected sequences": dict(
+        OF_GROUPS, policy_loss="gspo", rejection_statistic="sequence_mean_k3", rejection_high=0.045
+    ),
+    "proximal ratio": dict(policy_loss="dual_clip", old_policy="proximal"),
+    "critic": dict(GAE, estimator_options="gamma=0.9,lam=0.8", critic_coef=0.7, critic_clip=0.1),
+    "critic without whitening": dict(
+        GAE, estimator_options="whiten=false", loss_aggregation="sequence_mean_token_sum"
+    ),
+    "critic stopped at its head": dict(GAE, critic_trunk_gradient=False),
+    "critic and covariance": dict(
+        GAE, estimator_options="lam=0.5", policy_loss="kl_cov", loss_options="ratio=0.1"
+    ),
 }
 
 
@@ -256,24 +217,12 @@ def test_a_random_choice_of_tokens_does_not_depend_on_ranks_and_packing(two_rank
 
 
 def test_diagnostics_are_reported_whatever_the_loss(two_ranks):
+    names = "mismatch_kl ess ratio_p01 ratio_p50 ratio_p99 clip_frac_low clip_frac_high".split()
     for case, (metrics, _) in two_ranks.items():
-        for name in (
-            "mismatch_kl",
-            "ess",
-            "ratio_p01",
-            "ratio_p50",
-            "ratio_p99",
-            "clip_frac_low",
-            "clip_frac_high",
-        ):
-            assert np.isfinite(metrics[name]), (case, name)
+        assert all(np.isfinite(metrics[name]) for name in names), case
         assert (
             metrics["ratio_p01"] <= metrics["ratio_p50"] <= metrics["ratio_p99"] and 0 < metrics["ess"] <= 1
         )
-    assert (
-        two_ranks["rejected tokens"][0]["rejected_share"]
-        > 0.1
-        < two_ranks["rejected sequences"][0]["rejected_share"]
-    )
-    assert two_ranks["ppo_clip"][0]["rejected_share"] == 0
+    share = {case: metrics["rejected_share"] for case, (metrics, _) in two_ranks.items()}
+    assert share["rejected tokens"] > 0.1 and share["rejected sequences"] > 0.1 and share["ppo_clip"] == 0
     assert two_ranks["critic"][0]["explained_variance"] < 1
