@@ -135,23 +135,14 @@ class BatchConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the rollout side must know of the run's inputs, which other rooms read; made once, at start.
+    """What the rollout side must know of the run's inputs, which other rooms read; made once, at start."""
 
-    Args:
-        max_completion_tokens: for which even the longest prompt leaves room; at most `--max-generation-tokens`.
-        process: the rewards that come step by step.
-        whole_groups: some of them look at a whole group (`post_process_scores`).
-        weights: `--reward-weights` by name.
-        failure_policies: `--on-reward-failure` by name.
-        best_rewards: the highest reward of each, by name.
-    """
-
-    max_completion_tokens: int = 0
-    process: tuple[str, ...] = ()
-    whole_groups: bool = False
-    weights: Mapping[str, float] = field(default_factory=dict)
-    failure_policies: Mapping[str, str] = field(default_factory=dict)
-    best_rewards: Mapping[str, float] = field(default_factory=dict)
+    max_completion_tokens: int = 0  # for which even the longest prompt leaves room
+    process: tuple[str, ...] = ()  # the rewards that come step by step
+    whole_groups: bool = False  # some of them look at a whole group (`post_process_scores`)
+    weights: Mapping[str, float] = field(default_factory=dict)  # `--reward-weights` by name
+    failure_policies: Mapping[str, str] = field(default_factory=dict)  # `--on-reward-failure` by name
+    best_rewards: Mapping[str, float] = field(default_factory=dict)  # the highest reward of each, by name
 
     def weight(self, name: str) -> float:
         return self.weights.get(name, 1.0)

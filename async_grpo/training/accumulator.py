@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from async_grpo.algorithm.off_policy import mismatch_report, mismatch_sums
+from async_grpo.algorithm.off_policy import mismatch_report
 from async_grpo.algorithm.process_advantages import explained_variance
 from async_grpo.errors import NonFiniteGradient
 from async_grpo.modeling import local_shard
@@ -22,11 +22,10 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.whole_step import add_step_terms
-from async_grpo.types import MicroBatch
+from async_grpo.types import MicroBatch, dummy_micro_batch
 
 # Reported by every step, also where the loss in use does not compute them
 ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
-NOTHING_COMPARED = {name: value.item() for name, value in mismatch_sums(*[torch.zeros(0, 0)] * 3).items()}
 
 
 class GradientAccumulator:
@@ -78,6 +77,8 @@ class GradientAccumulator:
         A step without one loss token changes no weight and says so (`update_skipped` 1). NonFiniteGradient:
         on all ranks alike, before anything was changed.
         """
+        if not self._waiting and not self._totals:  # every sample of the step was left out
+            self.add(dummy_micro_batch(token_id=0))
         rows, self._waiting = self._waiting, []
         if rows:
             add_step_terms(self._policy, self._objective, rows, self._ranks, self._steps)
@@ -86,16 +87,16 @@ class GradientAccumulator:
         self._steps += 1
         totals, histogram = self._reduce()
         lr, unit = self._scheduler.get_last_lr()[0], self._objective.unit
-        count = totals.get(unit, 0.0) if unit else float(totals.get("tokens", 0) > 0)
+        count = totals[unit] if unit else float(totals["tokens"] > 0)
         update = self._update(count, totals["backward_loss"]) if count else {"grad_norm": 0.0}
         self._optimizer.zero_grad(set_to_none=True)
         report = _metrics(totals, histogram, count) | update | self._peak_memory()
         return report | {"lr": float(lr), "update_skipped": float(count == 0)}
 
     def _reduce(self) -> tuple[dict[str, float], Tensor]:
-        """This step's totals and histogram over all ranks; forgets them. Nothing, if there was no micro-batch."""
+        """This step's totals and histogram over all ranks; forgets them."""
         totals, self._totals = self._totals, {}
-        histogram = self._ranks.sum(totals.pop("histogram", torch.zeros(1)).tolist())
+        histogram = self._ranks.sum(totals.pop("histogram").tolist())
         sums = [name for name in totals if not name.endswith("_max")]
         maxima = [name for name in totals if name.endswith("_max")]
         reduced = self._ranks.sum([totals[name].item() for name in sums])
@@ -162,16 +163,16 @@ def tensor_norms(tensors: Sequence[Tensor], ranks: Ranks) -> Tensor:
 def _metrics(totals: dict[str, float], histogram: Tensor, count: float) -> dict[str, float]:
     """Token sums -> token means; the losses are divided by what divides their gradient."""
     mismatch = {name: totals.pop(name) for name in list(totals) if name.startswith("mismatch_")}
-    report = mismatch_report(mismatch or NOTHING_COMPARED, histogram)
-    tokens, sequences = totals.pop("tokens", 0.0), totals.pop("sequences", 0.0)
+    report = mismatch_report(mismatch, histogram)
+    tokens, sequences = totals.pop("tokens"), totals.pop("sequences")
     totals.pop("groups", None)
-    losses = {name: totals.pop(name, 0.0) / (count or 1.0) for name in ("avg_loss", "backward_loss")}
+    losses = {name: totals.pop(name) / (count or 1.0) for name in ("avg_loss", "backward_loss")}
     means = dict.fromkeys(ALWAYS_REPORTED, 0.0) | {
         name: total if name.endswith("_max") else total / max(1.0, tokens) for name, total in totals.items()
     }
     if "value_error" in means:
         report["explained_variance"] = explained_variance(means)
-    compared = mismatch.get("mismatch_tokens_sum", 0.0)
+    compared = mismatch["mismatch_tokens_sum"]
     return {
         **losses,
         **means,

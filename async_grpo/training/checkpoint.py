@@ -69,7 +69,9 @@ class CheckpointWriter:
         value_head = value_head_tensors(policy)
         if self._ranks.is_main:
             self._write(policy.model, state, value_head, target)
-            self._prune(target)
+            self._written.append(target)  # other runs' checkpoints are not ours to prune
+            while self._keep_last and len(self._written) > self._keep_last:
+                shutil.rmtree(self._written.pop(0))
         self._last_saved = samples
         return target
 
@@ -95,12 +97,6 @@ class CheckpointWriter:
             os.rename(target, replaced)
         os.rename(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
-
-    def _prune(self, written: Path) -> None:
-        """Remove what this run wrote before the last `keep_last`; other runs' checkpoints are not ours to judge."""
-        self._written.append(written)
-        while self._keep_last and len(self._written) > self._keep_last:
-            shutil.rmtree(self._written.pop(0))
 
 
 def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:

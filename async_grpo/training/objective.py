@@ -66,33 +66,26 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
         self.config, self.loss, self.loss_settings = config, config.loss, config.loss_settings
-        self.has_critic, self._estimator = config.estimator.needs_critic, config.estimator
-        self._estimator_settings = config.estimator_settings
         self._scale = float(max_completion_tokens or config.max_generation_tokens)
         self._aggregation = get_aggregation(config.loss_aggregation, self._scale)
         # The count that divides the loss: "tokens", "sequences", "groups", or nothing
         self.unit = self._aggregation.unit
+        estimator, settings = config.estimator, dict(config.estimator_settings)
+        self.has_critic = estimator.needs_critic
+        # Whether the critic's advantages are whitened over the step: an option of the estimator
+        self.whitens = bool(settings.pop("whiten", estimator.options.get("whiten", False)))
+        self._critic_returns, self._critic_settings = estimator.critic_returns, settings
         # The tokens of a group, which weigh its loss, must be counted anew after rejection
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
         self.averages_weights = config.importance_level != "none" and config.importance_normalize
-
-    @property
-    def needs_whole_step(self) -> bool:
-        """Whether micro-batches must wait for the end of their step, and be looked at together first."""
-        return (
-            self.has_critic or self.loss.needs_selection or self.averages_weights or self.rejects_from_groups
-        )
-
-    @property
-    def whitens(self) -> bool:
-        """Whether the critic's advantages are whitened over the step: an option of the estimator."""
-        return bool((self._estimator.options | self._estimator_settings).get("whiten", False))
+        looks_ahead = self.has_critic or self.loss.needs_selection or self.averages_weights
+        # Micro-batches must wait for the end of their step, and be looked at together first
+        self.needs_whole_step = looks_ahead or self.rejects_from_groups
 
     def critic_returns(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(advantages before any whitening, returns), (S, T) each, by the estimator that has a critic."""
-        options = {name: value for name, value in self._estimator_settings.items() if name != "whiten"}
-        assert self._estimator.critic_returns is not None
-        return self._estimator.critic_returns(rewards, values, mask, **options)
+        assert self._critic_returns is not None
+        return self._critic_returns(rewards, values, mask, **self._critic_settings)
 
     def check_inputs(self, batch: MicroBatch) -> None:
         """ConfigurationError: the batch lacks log-probs that the loss or the KL term needs."""
