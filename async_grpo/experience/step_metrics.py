@@ -167,46 +167,40 @@ class EngineUtilization:
     >>> utilization = EngineUtilization(lambda: next(clock))
     >>> utilization.set(sequences=8, free_slots=0)    # at 1: a free slot until here, from now on work
     >>> utilization.set(sequences=0, free_slots=0)    # at 4: the budget is used up
-    >>> utilization.take(busy=[(1.5, 3.0), (2.0, 4.5)])    # at 6
-    {'engine_busy_s': 2.5, 'engine_allowed_s': 4.0, 'wait_generation_budget_s': 2.0}
+    >>> utilization.take(busy=[(1.5, 3.0), (2.0, 3.5)])    # at 6
+    {'engine_busy_s': 2.0, 'engine_allowed_s': 4.0, 'wait_generation_budget_s': 2.0}
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock, self._taken, self._is_allowed = clock, clock(), True
-        self._since, self._allowed = self._taken, list[Interval]()
+        self._clock, self._since, self._is_allowed = clock, clock(), True
+        self._seconds = {True: 0.0, False: 0.0}  # allowed, and not
 
     def set(self, *, sequences: int, free_slots: int) -> None:
         """The state from now on."""
-        self._note_until(self._clock())
-        self._is_allowed = bool(sequences or free_slots)
+        now = self._clock()
+        self._seconds[self._is_allowed] += now - self._since
+        self._since, self._is_allowed = now, bool(sequences or free_slots)
 
     def take(self, busy: Sequence[Interval] = ()) -> dict[str, float]:
         """Seconds since the last call; `busy`: when any engine held at least one unfinished request."""
-        now, taken = self._clock(), self._taken
-        self._note_until(now)
-        allowed, self._allowed, self._taken = self._allowed, [], now
-        allowed_s = sum(end - start for start, end in allowed)
+        self.set(sequences=int(self._is_allowed), free_slots=0)
+        allowed_s, barred_s = self._seconds.values()
+        self._seconds = {True: 0.0, False: 0.0}
         return {
-            "engine_busy_s": overlap_s(busy, allowed),
+            "engine_busy_s": min(union_s(busy), allowed_s),  # an engine may report late, or by another clock
             "engine_allowed_s": allowed_s,
-            "wait_generation_budget_s": now - taken - allowed_s,
+            "wait_generation_budget_s": barred_s,
         }
 
-    def _note_until(self, now: float) -> None:
-        if self._is_allowed:
-            self._allowed.append((self._since, now))
-        self._since = now
 
+def union_s(intervals: Sequence[Interval]) -> float:
+    """Seconds that lie in any of them.
 
-def overlap_s(several: Sequence[Interval], disjoint: Sequence[Interval]) -> float:
-    """Seconds that lie in any of `several` (which may overlap) and in one of `disjoint`.
-
-    >>> overlap_s([(0, 2), (1, 3), (5, 6)], [(2, 5.5)])
-    1.5
+    >>> union_s([(0, 2), (1, 3), (5, 6)])
+    4.0
     """
     seconds, counted_to = 0.0, -math.inf
-    for start, end in sorted(several):
-        start = max(start, counted_to)
-        seconds += sum(max(0.0, min(end, to) - max(start, since)) for since, to in disjoint)
+    for start, end in sorted(intervals):
+        seconds += max(0.0, end - max(start, counted_to))
         counted_to = max(counted_to, end)
     return seconds
