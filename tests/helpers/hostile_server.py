@@ -38,12 +38,10 @@ class Connection:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self.sent_bytes = 0
 
     async def write(self, data: bytes) -> None:
         self._writer.write(data)
         await self._writer.drain()
-        self.sent_bytes += len(data)
 
     def reset(self) -> None:
         """Close with an RST instead of a FIN."""
@@ -65,7 +63,7 @@ class HostileServer:
     def __init__(self, *behaviours: Behaviour) -> None:
         self._behaviours = behaviours
         self.requests: list[Request] = []
-        self.running = self.most_running = self.sent_bytes = self.connections = 0
+        self.running = self.most_running = self.connections = 0
         self._tasks: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> "HostileServer":
@@ -99,7 +97,6 @@ class HostileServer:
             return await behave(request, connection)
         finally:
             self.running -= 1
-            self.sent_bytes += connection.sent_bytes
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
@@ -229,61 +226,44 @@ def silence() -> Behaviour:
     return after(3600, close())
 
 
-def slow_loris(every_s: float = 0.02) -> Behaviour:
-    """One byte of a promising body at a time: no single wait is long, and the whole never ends."""
+def forever(start: bytes, piece: bytes, every_s: float = 0.0) -> Behaviour:
+    """The start, and then piece after piece without an end: as fast as they are read, or one at a time."""
 
     async def behave(request: Request, connection: Connection) -> None:
-        await connection.write(message(200, b"", content_length="1000000"))
+        await connection.write(start)
         while True:
-            await connection.write(b" ")
+            await connection.write(piece)
             await asyncio.sleep(every_s)
 
     return behave
 
 
-def slow_headers(every_s: float = 0.02) -> Behaviour:
-    async def behave(request: Request, connection: Connection) -> None:
-        await connection.write(b"HTTP/1.1 200 OK\r\n")
-        for i in range(10**6):
-            await connection.write(f"x-{i}: 1\r\n".encode())
-            await asyncio.sleep(every_s)
+def slow_loris() -> Behaviour:
+    """One byte of a promising body at a time: no single wait is long, and the whole never ends."""
+    return forever(message(200, b"", content_length="1000000"), b" ", every_s=0.02)
 
-    return behave
+
+def slow_headers() -> Behaviour:
+    return forever(b"HTTP/1.1 200 OK\r\n", b"x-slow: 1\r\n", every_s=0.02)
+
+
+def endless_headers() -> Behaviour:
+    return forever(b"HTTP/1.1 200 OK\r\n", b"x-filler: " + b"y" * 4096 + b"\r\n")
 
 
 CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def endless(chunk: bytes = b" " * 65536, *, first: bytes = b" ", head: bytes = CHUNKS) -> Behaviour:
-    """A chunked body without an end, as fast as it is read."""
-
-    async def behave(request: Request, connection: Connection) -> None:
-        await connection.write(head + b"%x\r\n%s\r\n" % (len(first), first))
-        while True:
-            await connection.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
-
-    return behave
-
-
-def endless_headers() -> Behaviour:
-    async def behave(request: Request, connection: Connection) -> None:
-        await connection.write(b"HTTP/1.1 200 OK\r\n")
-        while True:
-            await connection.write(b"x-filler: " + b"y" * 4096 + b"\r\n")
-
-    return behave
+def endless(*, first: bytes = b" ", head: bytes = CHUNKS) -> Behaviour:
+    """A chunked body without an end."""
+    return forever(head + b"%x\r\n%s\r\n" % (len(first), first), b"10000\r\n%s\r\n" % (b" " * 2**16))
 
 
 def gzip_bomb(megabytes: int = 512) -> Behaviour:
-    """A small reply that decompresses to `megabytes` of spaces."""
-    return raw(message(200, bomb(megabytes), content_encoding="gzip"))
-
-
-def bomb(megabytes: int) -> bytes:
-    """One compressed stream, made without holding what it stands for."""
+    """A small reply that decompresses to `megabytes` of spaces, made without holding them."""
     compressor = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    block = b" " * 2**20
-    return b"".join([*(compressor.compress(block) for _ in range(megabytes)), compressor.flush()])
+    pieces = [compressor.compress(b" " * 2**20) for _ in range(megabytes)]
+    return raw(message(200, b"".join([*pieces, compressor.flush()]), content_encoding="gzip"))
 
 
 @contextlib.contextmanager

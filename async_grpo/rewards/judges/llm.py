@@ -32,9 +32,8 @@ ROUNDS = 2  # a reply that cannot be read is asked for once more
 MAX_VOTES = 64
 OURS = ("n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
 
-PATTERN = (
-    r"[Ss]core[\s*_:=\"`]{0,8}(-?\d+(?:\.\d+)?)(?!\d|[.,eE]\d)"  # "1,5" and "1e3" are no match, rather than 1
-)
+# "1,5" and "1e3" are no match, rather than 1
+PATTERN = r"[Ss]core[\s*_:=\"`]{0,8}(-?\d+(?:\.\d+)?)(?!\d|[.,eE]\d)"
 SYSTEM = "You are a careful, impartial judge of answers."
 QUESTION = "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nRubric:\n{rubric}\n\nResponse to judge:\n{completion}\n\n"
 CLOSING = "Explain your judgement briefly, then end with one line `Score: x`, x from {low} (worst) to {high} (best)."
@@ -103,14 +102,9 @@ class LLMJudge(ModelJudge):
             self.rubric == RUBRIC or "rubric" in self._template.names,
             f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}",
         )
-        require(
-            self._template.shows_the_policy,
-            "the template shows no {completion}: every score would be the same",
-        )
-        low, high = self.scale
-        require(
-            -math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best) with worst < best"
-        )
+        shown, (low, high) = self._template.shows_the_policy, self.scale
+        require(shown, "the template shows no {completion}: every score would be the same")
+        require(-math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best)")
         check_reading(self.pattern, self.json_schema, self.score_key)
         require(1 <= self.votes <= MAX_VOTES, f"votes={self.votes} is not in 1..{MAX_VOTES}")
         require(
@@ -121,15 +115,11 @@ class LLMJudge(ModelJudge):
             self.min_votes is None or 1 <= self.min_votes <= self.votes,
             f"min_votes={self.min_votes} is not in 1..votes={self.votes}",
         )
-        require(
-            self.aggregate in AGGREGATES,
-            f"aggregate={self.aggregate!r} is unknown: choose of {', '.join(AGGREGATES)}",
-        )
+        known = ", ".join(AGGREGATES)
+        require(self.aggregate in AGGREGATES, f"aggregate={self.aggregate!r} is unknown: choose of {known}")
         require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply")
-        require(
-            self.temperature is None or 0 <= self.temperature < math.inf,
-            f"temperature={self.temperature} is negative",
-        )
+        warmth = self.temperature or 0.0
+        require(0 <= warmth < math.inf, f"temperature={warmth} is negative or infinite")
 
     def default_path(self) -> str:
         """OpenAI's, for base URLs with and without their /v1."""

@@ -206,7 +206,7 @@ class ModelJudge(RemoteJudge):
 
     Args:
         extra_body: further fields of the request.
-        price_per_million_tokens: of the prompt, or (prompt, completion); in any currency.
+        price_per_million_tokens: one price, or (prompt, completion); in any currency.
     """
 
     model: str
@@ -218,22 +218,18 @@ class ModelJudge(RemoteJudge):
         require(bool(self.model), "model is empty: the server serves it under a name")
         taken = sorted({"model", "messages", *ours} & set(self.extra_body))
         require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
+        price = self.price_per_million_tokens
         prices = self._usage().price_per_million_tokens or (0.0, 0.0)
-        require(
-            len(prices) == 2 and all(0 <= price < math.inf for price in prices),
-            f"price_per_million_tokens={self.price_per_million_tokens} must be 0 or more, and finite",
-        )
+        fine = len(prices) == 2 and all(0 <= price < math.inf for price in prices)
+        require(fine, f"price_per_million_tokens={price} must be 0 or more, and finite")
 
     def _usage(self) -> Usage:
         price = self.price_per_million_tokens
-        return Usage((price, 0.0) if isinstance(price, int | float) else price)
+        return Usage((price, price) if isinstance(price, int | float) else price)
 
 
 def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
-    """The old way to write a judge's `url` that the run decides: leave `url` out instead. Accepted for one release.
-
-    The addresses in the environment variable (comma separated), else the default, else None.
-    """
+    """The old way to write a judge's `url` that the run decides: leave `url` out instead. Accepted for one release."""
     warnings.warn("judge_urls() will go: leave the judge's url out", DeprecationWarning, stacklevel=2)
     urls = os.environ.get(variable, default)
     return tuple(urls.split(",")) if urls else None

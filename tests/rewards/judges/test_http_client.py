@@ -425,14 +425,6 @@ async def test_a_probe_that_is_cancelled_leaves_the_next_one_its_place():
         assert await other == {"score": 0.5}
 
 
-async def test_while_every_breaker_is_open_nothing_is_sent_and_callers_fail_by_their_deadline():
-    async with asking(status(500), breaker_failures=2, breaker_reset_s=30, attempts=9) as (server, client):
-        for patience_s in (0.3, 0.3):
-            with pytest.raises(JudgeUnavailable, match=r"no replica may be asked .* open"):
-                await ask(client, patience_s)
-        assert len(server.requests) == 2
-
-
 async def test_a_failure_tells_the_last_true_cause():
     with hostile.dead_address() as dead:
         async with client_of(dead, breaker_failures=1, breaker_reset_s=300) as client:
@@ -551,19 +543,11 @@ async def test_a_slow_request_gets_a_rival_elsewhere_and_the_first_answer_wins()
         assert limiter.stats()[client.key]["granted"] == stats["requests"]
 
 
-async def test_no_rival_without_enough_latencies_or_without_another_replica():
+async def test_no_rival_without_another_replica():
     async with asking(*[GOOD] * 20, hostile.after(0.4, GOOD), hedge_quantile=0.5) as (_server, client):
         await warmed_up(client)
         assert await ask(client) == {"score": 0.5}
         assert client.stats()["hedges"] == 0 and client.stats()["requests"] == 21
-    async with (
-        HostileServer(GOOD, hostile.after(0.3, GOOD)) as one,
-        HostileServer(GOOD, hostile.after(0.3, GOOD)) as other,
-        client_of(one.url, other.url, hedge_quantile=0.5) as client,
-    ):
-        for _ in range(4):
-            await ask(client)
-        assert client.stats()["hedges"] == 0
 
 
 @pytest.mark.parametrize(
