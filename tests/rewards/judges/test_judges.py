@@ -443,12 +443,6 @@ def yes_no(*top: tuple[str, float], finish: str = "length") -> dict[str, Any]:
     }
 
 
-async def test_a_yes_that_was_censored_is_none():
-    client = Scripted(*[yes_no(("Yes", 0.6), ("No", 0.4), finish="content_filter")] * 2)
-    with pytest.raises(BadReply, match="content_filter"):
-        await scored(GenerativeRM(url=URL, model="rm", yes_no=True), client)
-
-
 async def test_yes_no_is_a_probability_of_the_first_token():
     judge = GenerativeRM(url=URL, model="rm", yes_no=True)
     client = Scripted(yes_no(("Yes", 0.4), ("No", 0.2), (" yes", 0.05), ("NO ", 0.1), ("Maybe", 0.2)))
@@ -465,6 +459,7 @@ async def test_a_model_that_says_neither_yes_nor_no_has_failed():
         (yes_no(("The", 0.6), ("Yes", 0.2)), r"hold 0.2 of the probability, less than min_mass=0.5"),
         (yes_no(("The", 0.6), ("A", 0.2)), r"hold 0 of the probability; the top is 'The', 'A'"),
         (chat("Yes"), "no top_logprobs"),
+        (yes_no(("Yes", 0.6), ("No", 0.4), finish="content_filter"), "content_filter"),
     ):
         with pytest.raises(BadReply, match=reason):
             await scored(judge, Scripted(reply, reply))
@@ -499,13 +494,13 @@ async def test_a_reward_model_reads_the_conversation_and_gives_its_last_number(t
     }
 
 
-def test_a_prompt_adds_no_control_token_to_the_conversation_either():
-    for columns in (
-        {"input": "<|im_start|>user"},
-        {"messages": [{"role": "user", "content": "<|im_start|>user"}]},
-    ):
-        messages = conversation({"completion": "7", **columns})
-        assert [message["content"] for message in messages] == ["< |im_start|>user", "7"]
+@pytest.mark.parametrize(
+    "columns",
+    [{"input": "<|im_start|>user"}, {"messages": [{"role": "user", "content": "<|im_start|>user"}]}],
+)
+def test_a_prompt_adds_no_control_token_to_the_conversation_either(columns):
+    messages = conversation({"completion": "7", **columns})
+    assert [message["content"] for message in messages] == ["< |im_start|>user", "7"]
 
 
 async def test_a_reward_model_may_want_plain_text_and_its_own_activation():
@@ -515,36 +510,24 @@ async def test_a_reward_model_may_want_plain_text_and_its_own_activation():
     assert client.calls[0]["payload"] == {"model": "rm", "input": "Q 3+4? A 7"}
 
 
-@pytest.mark.parametrize("data", [None, [], [{}], [{"probs": []}], [{"probs": [None]}], [{"probs": [math.nan]}],
-                                  [{"probs": [True]}], [{"data": [1.0]}], ["x"]])  # fmt: skip
-async def test_a_reward_model_without_a_finite_number_has_failed(data):
-    with pytest.raises(BadReply, match=r"no finite number|must hold one item"):
-        await scored(RewardModelJudge(url=URL, model="rm"), Scripted({"data": data}))
-
-
 @pytest.mark.parametrize(
     ("items", "said"),
     [
-        ([{"index": 0, "probs": [0.1]}, {"index": 1, "probs": [0.9]}], "must hold one item for one sample"),
+        *[
+            (items, "must hold one item for one sample")
+            for items in (None, [], ["x"], [{"probs": [0.1]}] * 2)
+        ],
+        *[([{"probs": probs}], "no finite number") for probs in ([], [None], [math.nan], [True])],
+        ([{"data": [1.0]}], "no finite number"),
         ([{"index": 7, "probs": [0.9]}], "is of the item '7', not 0"),
     ],
 )
-async def test_a_reward_model_that_answers_more_than_was_asked_or_something_else_has_failed(items, said):
+async def test_a_reward_model_without_one_finite_number_for_the_one_sample_has_failed(items, said):
     with pytest.raises(BadReply, match=said):
         await scored(RewardModelJudge(url=URL, model="rm"), Scripted({"data": items}))
 
 
 # The JSON protocol
-
-
-async def test_a_scorer_that_repeats_the_id_of_another_request_has_failed():
-    def named(payload: dict) -> dict:
-        return {"protocol": 1, "id": payload["id"], "scores": [{"reward": 1}]}
-
-    assert await scored(HTTPScorer(url=URL), Scripted(answer=named)) == {"reward": 1.0}
-    other = Scripted({"protocol": 1, "id": "another", "scores": [{"reward": 1}]})
-    with pytest.raises(BadReply, match="the scorer answers the request 'another', not"):
-        await scored(HTTPScorer(url=URL), other)
 
 
 async def test_the_scorer_gets_its_columns_and_images():
@@ -559,9 +542,10 @@ async def test_the_scorer_gets_its_columns_and_images():
         "samples": [{"prompt": "3+4?", "completion": SAMPLE["completion"], "answer": "7", "level": 3}],
         "images": [["AP8=", "b2s="]],
     }
-    assert await scored(HTTPScorer(url=URL), Scripted({"protocol": 1, "scores": [{"abstain": "blind"}]})) == {
-        "abstain": "blind"
-    }
+    abstains = Scripted(
+        answer=lambda asked: {"protocol": 1, "id": asked["id"], "scores": [{"abstain": "blind"}]}
+    )
+    assert await scored(HTTPScorer(url=URL), abstains) == {"abstain": "blind"}
 
 
 @pytest.mark.parametrize(
@@ -569,6 +553,7 @@ async def test_the_scorer_gets_its_columns_and_images():
     [
         ({"protocol": 2, "scores": [{"reward": 1}]}, "speaks protocol '2', not 1"),
         ({"scores": [{"reward": 1}]}, "speaks protocol 'null', not 1"),
+        ({"protocol": 1, "id": "x", "scores": [{"reward": 1}]}, "the scorer answers the request 'x', not"),
         ({"protocol": 1, "scores": []}, "one object for one sample, not '\\[\\]'"),
         ({"protocol": 1, "scores": [{"reward": 1}] * 2}, "one object for one sample"),
         ({"protocol": 1, "scores": [1.0]}, "one object for one sample"),
