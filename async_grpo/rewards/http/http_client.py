@@ -154,19 +154,15 @@ class EndpointClient:
     def _retrying(self, call: _Call) -> AsyncRetrying:
         """Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
         together must not come back together."""
-        most, first_s, longest_s = (
-            self._endpoint.attempts,
-            self._endpoint.backoff_s,
-            self._endpoint.backoff_max_s,
-        )
+        endpoint = self._endpoint
 
         def count(_: RetryCallState) -> None:
             self._retries += 1
 
         return AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
-            wait=wait_random_exponential(multiplier=first_s, max=longest_s),
-            stop=lambda s: s.attempt_number >= most or call.deadline.left_s <= s.upcoming_sleep,
+            wait=wait_random_exponential(multiplier=endpoint.backoff_s, max=endpoint.backoff_max_s),
+            stop=lambda s: s.attempt_number >= endpoint.attempts or call.deadline.left_s <= s.upcoming_sleep,
             before_sleep=count,
             reraise=True,
         )

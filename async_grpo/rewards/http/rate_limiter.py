@@ -190,11 +190,9 @@ class Meter:
 
     The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
     The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371): each call moves a virtual clock on by
-    cost / rate, and that clock may run `burst_s` ahead. The first in line waits for what came before it, and what comes
-    after it waits for its cost, so that a call larger than a burst waits no longer than any other.
-
-    Time that is lost while somebody waits (a late timer, a permit that was handed back) would be lost for good, a per
-    cent here and there on a busy machine: it is caught up, at no more than `CATCH_UP_FACTOR` times the rate.
+    cost / rate, which may run `burst_s` ahead. What comes after the first in line waits for its cost, so that a call
+    larger than a burst waits no longer than any other. Time that is lost while somebody waits (a late timer, a permit that
+    was handed back) is caught up, at no more than `CATCH_UP_FACTOR` times the rate.
 
     Args:
         resumed: what started before is not known: begin with an interval and no burst.

@@ -16,10 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class IdleSleep:
-    """For all who ask the same servers from this process; plain asyncio, one event loop.
-
-        async with idle_sleep.keep_awake(deadline):
-            ... ask ...
+    """For all who ask the same servers from this process, in one event loop.
 
     Args:
         urls: base addresses of vLLM servers started with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
@@ -36,11 +33,7 @@ class IdleSleep:
 
     @asynccontextmanager
     async def keep_awake(self, deadline: Deadline) -> AsyncIterator[None]:
-        """The servers are awake inside; waking them is not on the caller's time.
-
-        Raises:
-            JudgeUnavailable: one of them cannot be woken.
-        """
+        """The servers are awake inside; waking them is not on the caller's time. Raises JudgeUnavailable if it fails."""
         self._callers += 1
         try:
             if self._day is None or self._day.done():

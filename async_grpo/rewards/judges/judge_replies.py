@@ -46,8 +46,7 @@ def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
     """The text of a finished reply, or with `cut_off` of one that was cut off at max_tokens.
 
-    Raises Unreadable if there is none, or if it is not whole by its `finish_reason`. A server that has no such field
-    cannot be checked; null says that the reply goes on.
+    Raises Unreadable if there is none, or if it is not whole by its `finish_reason` (null says that it goes on).
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None

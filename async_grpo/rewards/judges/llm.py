@@ -148,8 +148,7 @@ class LLMJudge(ModelJudge):
                     raise reply
                 else:
                     self._read(reply, count, votes, unread)
-            wanted = len(unread)
-            if not wanted:
+            if not (wanted := len(unread)):
                 break
         needed = self.min_votes or self.votes // 2 + 1
         if len(votes) >= needed:

@@ -136,9 +136,6 @@ class HTTPScorer(RemoteJudge):
     Args:
         columns: of the sample to send beside prompt, completion and answer (which is sent if there is one).
         images: the column with the sample's images: a list of bytes or of base64.
-
-    Raises:
-        ConfigurationError: the settings cannot work.
     """
 
     columns: Sequence[str] = ()
