@@ -409,14 +409,6 @@ async def test_post_processing_may_be_async_and_add_numbers_but_lose_no_sample()
     assert results[0].reason.startswith("post_process_scores: ValueError: a group of 2 came to 0 answers")
 
 
-async def test_without_post_processing_a_group_stays_as_it_is():
-    worker = AdapterProcess(SOURCE, "number")
-    results = [AdapterResult("number", OK, 1.0), AdapterResult("number", TIMED_OUT, reason="late")]
-    assert await worker.post_process([{}, {}], results, 20.0) == results
-    assert not worker.has_post_process
-    await worker.close()
-
-
 @pytest.mark.parametrize(
     ("change", "status", "reward", "extra", "reason"),
     [

@@ -406,22 +406,6 @@ async def test_a_full_disk_is_no_reason_to_stop(tmp_path, caplog):
     await cache.close()
 
 
-async def test_a_run_starts_with_a_locked_cache(tmp_path, caplog):
-    path = tmp_path / "c.sqlite"
-    filled(path, 3)
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        connection.execute("BEGIN EXCLUSIVE")
-        connection.execute("DELETE FROM verdicts WHERE key = 'a:0'")
-        cache = VerdictCache(path, busy_s=0.05, retry_s=0.2)
-        assert "the run goes on without it" in caplog.text
-        assert await cache.get_or_call("a:2", caller(answer(9))) == answer(9)
-        connection.execute("ROLLBACK")
-    await asyncio.sleep(0.25)
-    assert await cache.get_or_call("a:1", caller(None)) == answer(1 / 7)
-    await cache.close()
-
-
 async def test_a_hanging_disk_delays_one_look_up_and_blocks_no_loop(tmp_path, monkeypatch, caplog, request):
     cache = VerdictCache(tmp_path / "c.sqlite", timeout_s=0.1)
     released = threading.Event()

@@ -27,13 +27,8 @@ _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True,
 _INTEGER = re.compile(r"-?\d+")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
-_ENDLESS = (
-    sympy.Sum,
-    sympy.Product,
-    sympy.Integral,
-    sympy.Derivative,
-    sympy.Limit,
-)  # short texts, endless work
+# Short texts, endless work
+_ENDLESS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
 _SYMPY_ERRORS = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
