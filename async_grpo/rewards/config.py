@@ -200,15 +200,9 @@ class RewardConfig(Section):
     @property
     def failure_constants(self) -> dict[str, Any]:
         """By name: the reward that stands in for a failure."""
-        return {
-            name: _as_number(policy.removeprefix("constant:"))
+        constants = [
+            f"{name}={policy.removeprefix('constant:') or '?'}"
             for name, policy in self.failure_policies.items()
             if policy.startswith("constant:")
-        }
-
-
-def _as_number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+        ]
+        return parse_assignments(",".join(constants), "on-reward-failure")

@@ -130,8 +130,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def test_all_adapters_score_each_sample_at_the_same_time():
-    workshop = Workshop()
-    async with scripted_pool(workshop, ("a", "b", "c")) as pool:
+    async with scripted_pool(workshop := Workshop(), ("a", "b", "c")) as pool:
         gate = asyncio.Event()
         verification = asyncio.create_task(pool.verify(sample(1, gate)))
         await until(lambda: len(workshop.journal) == 3)  # nobody answered yet
@@ -142,8 +141,7 @@ async def test_all_adapters_score_each_sample_at_the_same_time():
 
 
 async def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
-    workshop = Workshop()
-    async with scripted_pool(workshop, ("slow", "quick")) as pool:
+    async with scripted_pool(workshop := Workshop(), ("slow", "quick")) as pool:
         gate = asyncio.Event()
         acts = {"slow": [gate], "quick": [1.0]}
         verifications = [
@@ -156,8 +154,7 @@ async def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
 
 
 async def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
-    workshop = Workshop()
-    async with scripted_pool(workshop, timeout_s=0.1, grace_s=5.0) as pool:
+    async with scripted_pool(workshop := Workshop(), timeout_s=0.1, grace_s=5.0) as pool:
         gate = asyncio.Event()
         first = asyncio.create_task(pool.verify(sample(1, gate)))
         await until(lambda: workshop.journal)
@@ -171,8 +168,7 @@ async def test_queueing_is_measured_apart_and_does_not_count_against_the_deadlin
 
 @pytest.mark.parametrize("failure_reason", [WorkerLost("gone"), OSError("no route"), SILENT, DEAF])
 async def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_another(failure_reason):
-    workshop = Workshop()
-    async with scripted_pool(workshop, timeout_s=0.05, grace_s=0.05) as pool:
+    async with scripted_pool(workshop := Workshop(), timeout_s=0.05, grace_s=0.05) as pool:
         verdict = await pool.verify(sample(1, failure_reason, 0.5))
         assert (verdict.status, verdict.reward, verdict.results[0].attempts) == (OK, 0.5, 2)
         assert len(workshop.made) == 2
@@ -183,8 +179,7 @@ async def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_ano
 
 
 async def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored():
-    workshop = Workshop()
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop()) as pool:
         poison, good = await asyncio.gather(
             pool.verify(sample(1, WorkerLost("gone"))), pool.verify(sample(2, 1.0))
         )
@@ -196,8 +191,7 @@ async def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_sc
 
 
 async def test_a_retried_sample_keeps_its_place_at_the_head_of_the_queue():
-    workshop = Workshop()
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop()) as pool:
         await asyncio.gather(
             pool.verify(sample(1, WorkerLost("gone"), 1.0)), *(pool.verify(sample(n, 1.0)) for n in (2, 3))
         )
@@ -205,8 +199,7 @@ async def test_a_retried_sample_keeps_its_place_at_the_head_of_the_queue():
 
 
 async def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_reason_and_nobody_hangs():
-    workshop = Workshop(healthy=1, mishap=OSError("the node is gone"))
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop(healthy=1, mishap=OSError("the node is gone"))) as pool:
         verdicts = await asyncio.gather(*(pool.verify(sample(n, WorkerLost("gone"), 1.0)) for n in range(5)))
         late = await pool.verify(sample(9, 1.0))
         for verdict in (*verdicts, late):
@@ -221,8 +214,9 @@ async def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_rea
 
 
 async def test_a_pool_goes_on_with_the_workers_that_are_left():
-    workshop = Workshop(healthy=2, mishap=OSError("the node is gone"))
-    async with scripted_pool(workshop, workers=2) as pool:
+    async with scripted_pool(
+        workshop := Workshop(healthy=2, mishap=OSError("the node is gone")), workers=2
+    ) as pool:
         verdicts = await asyncio.gather(
             pool.verify(sample(0, WorkerLost("gone"), 1.0)),
             *(pool.verify(sample(n, 1.0)) for n in range(1, 9)),
@@ -254,8 +248,9 @@ async def test_a_start_that_fails_leaves_no_worker_behind():
 
 
 async def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_only_what_is_missing():
-    workshop = Workshop(healthy=2, mishap=OSError("the node is full"))
-    async with scripted_pool(workshop, evaluation_workers=3) as pool:
+    async with scripted_pool(
+        workshop := Workshop(healthy=2, mishap=OSError("the node is full")), evaluation_workers=3
+    ) as pool:
         for _ in range(2):
             with pytest.raises(OSError, match="the node is full"):
                 await pool.verify(sample(1, 1.0), evaluation=True)
@@ -286,8 +281,7 @@ async def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_samp
 
 
 async def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_worker():
-    workshop = Workshop()
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop()) as pool:
         for number in range(0, 10, 2):
             stuck = asyncio.create_task(pool.verify(sample(number, SILENT)))
             await until(lambda number=number: ("a", number) in workshop.journal)
@@ -299,8 +293,7 @@ async def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_wor
 
 
 async def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker():
-    workshop = Workshop()
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop()) as pool:
         gate = asyncio.Event()
         first, second, third = (asyncio.create_task(pool.verify(sample(n, gate))) for n in (1, 2, 3))
         await until(lambda: workshop.journal)
@@ -371,8 +364,7 @@ async def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation
 
 
 async def test_closing_fails_what_waits_and_ends_what_runs():
-    workshop = Workshop()
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop()) as pool:
         verifications = [asyncio.create_task(pool.verify(sample(n, SILENT))) for n in range(3)]
         await until(lambda: workshop.journal)
         await pool.close()
@@ -419,8 +411,7 @@ def test_impossible_settings_are_refused_with_their_values(adapters, workers, me
 
 
 async def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
-    workshop = Workshop()
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop()) as pool:
         for act in (1.0, 0.0, FAILED, TIMED_OUT, ABSTAINED, 1.0):
             verdict = await pool.verify(sample(1, act))
             assert (
@@ -496,8 +487,7 @@ class Roomy(ScriptedWorker):
 
 
 async def test_a_worker_with_room_for_many_gets_many_at_once_and_if_it_breaks_is_replaced_once():
-    workshop = Workshop(kind=Roomy)
-    async with scripted_pool(workshop) as pool:
+    async with scripted_pool(workshop := Workshop(kind=Roomy)) as pool:
         gate = asyncio.Event()
         lost = [asyncio.create_task(pool.verify(sample(n, WorkerLost("gone"), float(n)))) for n in range(4)]
         verdicts = await asyncio.gather(*lost)
@@ -510,8 +500,7 @@ async def test_a_worker_with_room_for_many_gets_many_at_once_and_if_it_breaks_is
 
 
 async def test_evaluation_has_its_own_workers_and_does_not_wait_behind_training():
-    workshop = Workshop()
-    async with scripted_pool(workshop, evaluation_workers=2) as pool:
+    async with scripted_pool(workshop := Workshop(), evaluation_workers=2) as pool:
         gate = asyncio.Event()
         training = [asyncio.create_task(pool.verify(sample(n, gate))) for n in range(50)]
         await asyncio.sleep(0)
@@ -523,8 +512,9 @@ async def test_evaluation_has_its_own_workers_and_does_not_wait_behind_training(
 
 
 async def test_workers_that_could_not_be_made_come_back_when_they_can_be():
-    workshop = Workshop(healthy=1, mishap=OSError("no machine"))
-    async with scripted_pool(workshop, regrow_s=0.05) as pool:
+    async with scripted_pool(
+        workshop := Workshop(healthy=1, mishap=OSError("no machine")), regrow_s=0.05
+    ) as pool:
         assert (await pool.verify(sample(1, WorkerLost("gone")))).status is FAILED
         workshop.healthy = 2
         await until(lambda: len(workshop.made) == 2)
