@@ -168,10 +168,6 @@ class MicroBatch:
     is_dummy: bool = False  # nothing to learn: keeps the collectives of an idle rank aligned
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
-    @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 

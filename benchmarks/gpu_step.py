@@ -182,7 +182,7 @@ def timed_steps(
         metrics = accumulator.finish()
         ranks.synchronize()
         seconds.append(time.perf_counter() - begun)
-    tokens = sum(batch.num_tokens for batch in micro_batches)
+    tokens = sum(len(batch.input_ids) for batch in micro_batches)
     median = float(np.median(seconds[1:]))
     return {
         "tokens_per_step": tokens,

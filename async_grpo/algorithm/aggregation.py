@@ -37,7 +37,7 @@ class Aggregation:
     ) -> Tensor:
         """The un-normalised sum; sequence_ids (B, T) from 0 without large gaps (`compact_ids` makes them so)."""
         if self.per == "sequence":
-            loss = loss / tokens_per_sequence(mask, sequence_ids).clamp(min=1)[sequence_ids].to(loss.dtype)
+            loss = loss / sequence_sums(mask.long(), sequence_ids).clamp(min=1)[sequence_ids].to(loss.dtype)
         elif self.per == "group":
             if group_tokens is None:
                 raise ConfigurationError(
@@ -86,20 +86,15 @@ def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, ids: Tensor) -> Tensor:
-    """(max id + 1,): the sum of `values` (B, T), which are 0 where masked, over each sequence id."""
+    """(max id + 1,): the sum of `values` (B, T), which are 0 where masked, over each id; of a mask: the lengths."""
     num_sequences = int(ids.max()) + 1 if ids.numel() else 0
     return values.new_zeros(num_sequences).index_add(0, ids.flatten(), values.flatten())
-
-
-def tokens_per_sequence(mask: Tensor, ids: Tensor) -> Tensor:
-    """(max id + 1,) int64: the number of unmasked tokens of each sequence id."""
-    return sequence_sums(mask.long(), ids)
 
 
 def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
     """(B, T) int64: at every unmasked token the number of those of its group, (B, T) or (B,), in this tensor, else 0."""
     ids = compact_ids(group_ids, mask)
-    return torch.where(mask, tokens_per_sequence(mask, ids)[ids], 0)
+    return torch.where(mask, sequence_sums(mask.long(), ids)[ids], 0)
 
 
 def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None) -> dict[str, Tensor]:
@@ -107,7 +102,7 @@ def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None 
 
     With group_tokens (B, T) also "groups", float64: the shares of their groups that the unmasked tokens are.
     """
-    lengths = tokens_per_sequence(mask, sequence_ids)
+    lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
     if group_tokens is not None:
         shares = torch.where(mask, group_tokens, 1).double().reciprocal()

@@ -19,7 +19,7 @@ from async_grpo.options.fields import (
     refuse,
     typed_options,
 )
-from async_grpo.options.source_file import absolute
+from async_grpo.options.source_file import absolute, find_entry
 
 if TYPE_CHECKING:
     from async_grpo.algorithm.estimator import Estimator
@@ -149,9 +149,9 @@ class AlgorithmConfig(Section):
     @property
     def loss(self) -> "PolicyLoss":
         """The registry's entry of `--policy-loss`, or the user's own."""
-        from async_grpo.algorithm.losses import get_policy_loss
+        from async_grpo.algorithm.losses import POLICY_LOSSES, PolicyLoss
 
-        return get_policy_loss(self.policy_loss)
+        return find_entry(self.policy_loss, POLICY_LOSSES, PolicyLoss, "policy-loss")
 
     @staticmethod
     def estimators_for(*, process: bool) -> list[str]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from async_grpo.algorithm import covariance, policy_losses
 from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch
 from async_grpo.options.fields import refuse
-from async_grpo.options.source_file import find_entry
 
 TENSOR_INPUTS = ("proximal_logprobs", "selected")  # given per batch, (B, T), so they are no settings
 
@@ -130,8 +129,3 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": PolicyLoss(covariance.clip_cov, scores=covariance.clip_cov_scores),
     "kl_cov": PolicyLoss(covariance.kl_cov, idle_at_ratio_one=True, scores=covariance.kl_cov_scores),
 }
-
-
-def get_policy_loss(name: str) -> PolicyLoss:
-    """The loss of that name, or the user's own that `FILE.py:NAME` names. ConfigurationError: there is none."""
-    return find_entry(name, POLICY_LOSSES, PolicyLoss, "policy-loss")

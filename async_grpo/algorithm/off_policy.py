@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.aggregation import compact_ids, sequence_sums, tokens_per_sequence
+from async_grpo.algorithm.aggregation import compact_ids, sequence_sums
 from async_grpo.algorithm.config import REJECTION_STATISTICS
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.options.fields import refuse
@@ -106,7 +106,7 @@ def weight_totals(
     if level == "token":
         return weights.sum(), mask.sum().double()
     ids = compact_ids(sequence_ids, mask)
-    lengths = tokens_per_sequence(mask, ids)
+    lengths = sequence_sums(mask.long(), ids)
     return (sequence_sums(weights, ids) / lengths.clamp(min=1)).sum(), (lengths > 0).sum().double()
 
 
@@ -145,7 +145,7 @@ def rejection_mask(
     values = x if kind == "k1" else KL_KINDS[kind](-x)
     if scope != "token":
         ids = compact_ids(sequence_ids, mask)
-        sums, lengths = sequence_sums(values, ids), tokens_per_sequence(mask, ids)
+        sums, lengths = sequence_sums(values, ids), sequence_sums(mask.long(), ids)
         if (
             scope == "sequence_max"
         ):  # of what is never negative, so that the 0 of masked positions is harmless
@@ -185,7 +185,7 @@ def mismatch_sums(
     mask = mask.bool()
     x = log_ratio(logprobs, behaviour_logprobs, mask)
     ids = compact_ids(sequence_ids, mask)
-    has_tokens = tokens_per_sequence(mask, ids) > 0
+    has_tokens = sequence_sums(mask.long(), ids) > 0
     weights = torch.where(mask, held(x).exp(), 0)
     sequence_weights = torch.where(has_tokens, held(sequence_sums(held(x), ids)).exp(), 0)
     sums = {

@@ -71,7 +71,7 @@ def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(
     rounds = [micro_batches for micro_batches in rounds if micro_batches]
     assert all(len(micro_batches) == num_ranks for micro_batches in rounds)
     batches = [batch for micro_batches in rounds for batch in micro_batches]
-    assert all(batch.num_tokens <= max_tokens for batch in batches)
+    assert all(len(batch.input_ids) <= max_tokens for batch in batches)
     real = [batch for batch in batches if not batch.is_dummy]
     assert sorted(i for batch in real for i in batch.group_ids) == list(range(len(lengths)))
     assert sum(int(batch.loss_mask.sum()) for batch in batches) == sum(lengths)
