@@ -23,10 +23,7 @@ def test_the_first_reward_works_on_the_page_and_from_a_file(tmp_path, capsys):
     page, rows, results = (tmp_path / name for name in ("page.py", "rows.jsonl", "results.jsonl"))
     page.write_text("from enum import Enum\n\n\n" + code_under("Your first reward, in ten lines"))
     rows.write_text('{"completion": "HELLO", "answer": ""}\n{"completion": "Hello you", "answer": ""}\n')
-    for name in (
-        ["--reward-fns", "shout", "--reward-registry", str(page)],
-        ["--reward-fns", f"{page}:shout"],
-    ):
+    for name in (["--reward-fns=shout", f"--reward-registry={page}"], [f"--reward-fns={page}:shout"]):
         with pytest.raises(SystemExit) as ended:
             main(["verify", str(rows), *name, "--output", str(results)])
         assert ended.value.code == 0
@@ -42,16 +39,7 @@ def test_the_decorators_are_imported_and_used_as_the_page_says(tmp_path):
         "".join(json.dumps({"completion": text, "group_id": 1}) + "\n" for text in ("a" * 100, "a" * 300))
     )
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "verify",
-                str(rows),
-                "--reward-fns",
-                f"{page}:lengths,{page}:shortness",
-                "--output",
-                str(results),
-            ]
-        )
+        main(["verify", str(rows), f"--reward-fns={page}:lengths,{page}:shortness", f"--output={results}"])
     assert ended.value.code == 0
     lines = [json.loads(line)["results"] for line in results.read_text().splitlines()]
     assert [line["lengths"][0]["reward"] for line in lines] == [0.1, 0.3]
