@@ -61,18 +61,10 @@ def post_process(function: PostProcess) -> Callable[[Reward], Reward]:
     """Decorator: `function` sees all answers to one prompt together, and may change them. A class has a method
     `post_process_scores` instead.
 
-    It is called with a list of dicts, one for each completion of the prompt:
-
-        sample     the sample
-        status     ok, failed, timed_out or abstained
-        reward     a float; None unless the status is ok
-        extra      the further numbers
-        steps      of a process reward: [index of the step's last token, reward]
-        reason     why it failed, timed out or abstained
-
-    and returns a list of the same length. Each entry is a reward, a dict of a `reward` and further numbers,
-    {"abstain": "why"}, or None, which leaves the answer as it is. It may run on any worker, in training and in
-    evaluation alike; if it fails, all the answers have failed.
+    It is called with a list of dicts, one for each completion of the prompt: its `sample`, `status` (ok, failed, timed_out
+    or abstained), `reward` (None unless the status is ok), further numbers as `extra`, `steps` and `reason`. It returns a
+    list of the same length. Each entry is a reward, a dict of a `reward` and further numbers, {"abstain": "why"}, or
+    None, which leaves the answer as it is. It may run on any worker; if it fails, all the answers have failed.
     """
 
     def mark(reward: Reward) -> Reward:

@@ -41,11 +41,8 @@ class RewardRegistrySource(ShippedModule):
         return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
 
     def with_files(self, names: str | Iterable[str]) -> "RewardRegistrySource":
-        """The same with the files that are among the names, read now and here.
-
-        Raises:
-            ConfigurationError: one cannot be read, or two rewards would be known by the same name.
-        """
+        """The same with the files that are among the names, read now and here. Raises ConfigurationError if one cannot be
+        read, or two rewards would be known by the same name."""
         asked = parse_names(names)
         _display_names(asked)
         return replace(self, files=tuple(SourceFile.read(name) for name in asked if is_file(name)))

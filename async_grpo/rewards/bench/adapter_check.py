@@ -48,7 +48,7 @@ async def check_adapter(
         rows: with a `completion` that is right.
 
     Raises:
-        ConfigurationError: a judge, which has no process.
+        ConfigurationError: it is a judge, which has no process.
     """
     samples, judges = [sample_of(row) for row in rows], []
 

@@ -138,11 +138,7 @@ def one_line(text: str) -> str:
 
 
 def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int]]:
-    """Bars (label, count): one for each value, or for each of `max_bars` equal ranges if there are too many.
-
-    >>> histogram([0.0, 1.0, 1.0]), histogram([number / 100 for number in range(100)], max_bars=2)
-    ([('0', 1), ('1', 2)], [('0 to 0.495', 50), ('0.495 to 0.99', 50)])
-    """
+    """Bars (label, count): one for each value, or for each of `max_bars` equal ranges if there are too many."""
     counts = Counter(values)
     if len(counts) <= max_bars:
         return [(f"{value:.6g}", counts[value]) for value in sorted(counts)]

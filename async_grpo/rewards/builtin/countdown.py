@@ -1,8 +1,7 @@
 """Countdown: reach the target with the given numbers, each used exactly once.
 
 The answer is read as a syntax tree and computed in exact fractions; it is never executed. Allowed are + - * /
-(and a minus sign), parentheses, blanks and plain decimal integers. Everything else (powers, `//`, names,
-leading zeros, an "= 23", anything beyond the limits below) is a wrong answer. A division by zero is one too.
+(and a minus sign), parentheses, blanks and plain decimal integers. Everything else is a wrong answer.
 
 `score_steps` judges the same step by step: what a process reward model says, by rule.
 

@@ -38,9 +38,7 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     the thought. Accepted is the row's `answer` (as in the mathematics rewards), or each entry of its list `answers`.
     Characters that only look different (NFKC) are the same.
 
-    Args:
-        strip: white space does not count, but to divide words.
-        case: capitals count.
+    `strip`: white space does not count, but to divide words. `case`: capitals count.
 
     Raises:
         ValueError: the row has no answer, or an empty one.

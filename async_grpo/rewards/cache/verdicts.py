@@ -41,9 +41,7 @@ class VerdictCache:
     Args:
         path: of the SQLite file, on a local disk; made if missing.
         max_bytes: now and then, entries beyond are deleted, the longest unused first.
-        timeout_s: for one look-up or write; then the file counts as broken.
-        retry_s: how long a broken file is left alone.
-        busy_s: how long another process's lock is waited for.
+        timeout_s: for one look-up or write; then the file counts as broken, and is left alone for `retry_s`.
 
     Raises:
         ConfigurationError: the file is something else, of another version, damaged, or cannot be made.
@@ -105,9 +103,7 @@ class VerdictCache:
         return answer
 
     def stats(self) -> dict[str, float]:
-        """Since the start: calls saved by the file (`hits`) and by each other (`shared`), calls made (`misses`),
-        answers kept (`stored`), what went wrong with the file (`errors`) and was left out for it (`skipped`), and the
-        cost saved."""
+        """Since the start: calls saved by the file (`hits`) and by each other (`shared`), calls made (`misses`) ..."""
         names = ("hits", "shared", "misses", "stored", "errors", "skipped")
         return {name: self._counts[name] for name in names} | {"cost_saved": self._cost_saved}
 
