@@ -1,19 +1,18 @@
 """`Channel`: many small calls to one actor in few messages, in both directions, with deadlines and cancellation.
 
-Ray moves some 2,500 small actor calls per second on two cores; a run makes several calls per sample. So a message of
-the caller carries all its calls, and what the actor answers to it all answers that are ready.
+Ray moves some 2,500 small actor calls per second on two cores; a run makes several calls per sample. So a message
+carries all calls that were made since the last, and all answers that are ready:
 
-    caller                                      actor
-    call("score", x) --- exchange [calls] -->   runs handlers, a task each
-    call("score", y) --- exchange [calls] -->   more calls while the first message waits: answered with nothing
-    ...              <-- [(id, ANSWER, value), (id, ERROR, error), ...]   as soon as there is one, and those soon after
+    call("score", x) --- exchange [calls] -->   waits in the actor for the next answers, and `poll_s` at most
+    call("score", y) --- exchange [calls] -->   does not wait: it brings the calls that are made meanwhile
+    ...              <-- [(id, ANSWER, value), (id, ERROR, error), ...]
 
-One message always waits in the actor. It is answered at least every `poll_s` seconds, so silence means that the actor
-is stuck or gone; a caller that is silent itself is forgotten, and its calls are cancelled.
+Silence means that the actor is stuck or gone; a caller that is silent is forgotten, and its calls are cancelled.
 """
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -43,7 +42,7 @@ class ChannelServer:
     poll_s, forget_s = POLL_S, FORGET_S
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Offer `handlers`: name -> coroutine function (for `call`) or async generator function (for `stream`)."""
+        """Offer `handlers`: name -> function, coroutine function, or async generator function (for `stream`)."""
         self._handlers = handlers
         self._callers: dict[str, _Caller | None] = {}  # None: forgotten
 
@@ -88,7 +87,8 @@ class ChannelServer:
                         caller.answer(call_id, ITEM, item)
                 caller.answer(call_id, END, None)
             else:
-                caller.answer(call_id, ANSWER, await pending)
+                value = await pending if inspect.isawaitable(pending) else pending
+                caller.answer(call_id, ANSWER, value)
         except AsyncGrpoError as error:  # it can be pickled
             caller.answer(call_id, ERROR, error)
         except Exception as error:

@@ -143,9 +143,11 @@ class RunController:
             await self._verification.close()
 
     async def close(self, reason: str) -> None:
-        """The run is over: tell the dispatchers."""
+        """The run is over: tell the dispatchers, and wait until their workers have signed off."""
         self._reason = self._reason or reason
         self._over.set()
+        while any(workers.by_id for workers in self._workers.values()):
+            await asyncio.sleep(0.1)
 
     @property
     def batcher(self) -> ExperienceBatcher:

@@ -1,13 +1,9 @@
-"""What trainer rank 0 opens on the cluster, and how every rank reaches it.
-
-open_run        the run's controller, with the settings of the run: workers can find it from now on
-await_workers   until each kind that the run needs is there (or one of them refused)
-close_run       ends the rewards, and tells the workers that the run is over
-"""
+"""What trainer rank 0 opens on the cluster and closes again, and how every rank gets its experience from it."""
 
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -49,7 +45,7 @@ def await_workers(controller: Any, config: RunConfig) -> str:
         The reward names that the generation workers were started with ("" if they named none).
 
     Raises:
-        ConfigurationError: a worker refused (another model, say), or cannot hold one group.
+        ConfigurationError: see `missing_workers`.
         DeadlineExceeded: a kind is still missing after `start_timeout_s`.
     """
     give_up, next_word = time.monotonic() + config.start_timeout_s, time.monotonic() + 2.0
@@ -57,7 +53,7 @@ def await_workers(controller: Any, config: RunConfig) -> str:
         roll_call, refusals = answer(controller.roll_call.remote())
         missing = missing_workers(roll_call, refusals, config.samples_per_question)
         if not missing:
-            return one_reward_list(roll_call[GENERATION][1])
+            return max(roll_call[GENERATION][1])
         if time.monotonic() > give_up:
             raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
         if time.monotonic() > next_word:
@@ -70,7 +66,7 @@ def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_qu
     """What the run still lacks, in words; "" when it can start.
 
     Raises:
-        ConfigurationError: a worker refused, or none can hold one group.
+        ConfigurationError: a worker refused, none can hold one group, or they name different rewards.
     """
     if refusals:
         raise ConfigurationError("; ".join(refusals))
@@ -83,7 +79,10 @@ def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_qu
             missing.append(f"no {what} (python worker_dispatcher.py --mode {mode} ...)")
     if missing:
         return "; and ".join(missing)
-    capacity = max(info.max_sequences for info in roll_call[GENERATION][0])
+    members, rewards = roll_call[GENERATION]
+    if len(named := sorted(set(rewards) - {""})) > 1:
+        raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
+    capacity = max(info.max_sequences for info in members)
     if capacity < samples_per_question:
         raise ConfigurationError(
             f"a group of {samples_per_question} (--samples-per-question) fits no generation worker: the largest takes "
@@ -92,31 +91,13 @@ def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_qu
     return ""
 
 
-def one_reward_list(rewards: Sequence[str]) -> str:
-    """The one list of rewards that all workers name, if they name any.
-
-    Raises:
-        ConfigurationError: they name different ones.
-    """
-    named = sorted({names for names in rewards if names})
-    if len(named) > 1:
-        raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
-    return named[0] if named else ""
-
-
 def close_run(controller: Any, reason: str) -> None:
     """End rollouts and rewards, tell the workers that the run is over, and wait until they have signed off."""
-    try:
-        answer(controller.stop.remote(), SHUTDOWN_TIMEOUT_S)
-    except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
-        log.warning("the rewards did not end in order: %s", error)
-    answer(controller.close.remote(reason))
-    give_up = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    while any(members for members, _ in answer(controller.roll_call.remote())[0].values()):
-        if time.monotonic() > give_up:
-            log.warning("not all workers have signed off after %.0f s", SHUTDOWN_TIMEOUT_S)
-            return
-        time.sleep(0.1)
+    for ending in (controller.stop.remote, partial(controller.close.remote, reason)):
+        try:
+            answer(ending(), SHUTDOWN_TIMEOUT_S)
+        except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
+            log.warning("the rewards, or the workers, did not end in order: %s", error)
 
 
 class RemoteExperience:

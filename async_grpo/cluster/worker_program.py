@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,12 @@ ENGINE_ENVIRONMENT = {
 }
 
 
-# The actors ---------------------------------------------------------------------------------------------------------
-
-
 class WorkerActor(ChannelServer):
     """A worker that joins a run and follows its weights. One package is loaded at a time, never an older one."""
+
+    # What `start` sets: (version, safetensors images) -> receipt, and a text's log-probs (N,) under the weights
+    _update: Callable[[int, Sequence[memoryview]], Awaitable[Manifest]]
+    _canary: Callable[[np.ndarray], Awaitable[np.ndarray]]
 
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
@@ -72,15 +74,10 @@ class WorkerActor(ChannelServer):
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
-            manifest = await self.load([await chunk for chunk in package.chunks], package.version)
+            chunks = [(await chunk).data for chunk in package.chunks]
+            manifest = await self._update(package.version, chunks)
             self._version = package.version
-            return manifest, await self.canary(package.canary_ids)
-
-    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
-        raise NotImplementedError
-
-    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        raise NotImplementedError
+            return manifest, await self._canary(package.canary_ids)
 
 
 class GenerationActor(WorkerActor):
@@ -88,15 +85,10 @@ class GenerationActor(WorkerActor):
 
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
         """Load the model; returns the tokens that its KV cache holds."""
-        self._engine = engine_class(config.engine).start(config, settings)
-        self.serve({"complete": self._engine.complete, "progress": self._progress})
-        return self._engine.kv_cache_tokens
-
-    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
-        return await self._engine.update(version, [chunk.data for chunk in chunks])
-
-    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        return await self._engine.canary(token_ids)
+        self._engine = engine = engine_class(config.engine).start(config, settings)
+        self._update, self._canary = engine.update, engine.canary
+        self.serve({"complete": engine.complete, "progress": engine.progress})
+        return engine.kv_cache_tokens
 
     async def transfer(self, method: str, *args: Any) -> Any:
         """One step of an update that the trainer's own engine drives (NCCL).
@@ -119,9 +111,6 @@ class GenerationActor(WorkerActor):
     async def close(self) -> None:
         self._engine.close()
 
-    async def _progress(self) -> dict[str, Any]:
-        return self._engine.progress()
-
 
 class LogprobActor(WorkerActor):
     """A `LogprobWorker`."""
@@ -130,33 +119,28 @@ class LogprobActor(WorkerActor):
         """Load the model; returns the token budget of a forward."""
         from async_grpo.logprob.logprob_worker import LogprobWorker
 
-        self._server = LogprobWorker.from_folder(
+        self._worker = worker = LogprobWorker.from_folder(
             config.model_path,
             dtype=settings.dtype,
             max_tokens=config.max_tokens_per_gpu,
             max_wait_s=config.max_wait_s,
             temperature=settings.temperature,
         )
-        self.serve({"logprobs": self._server.logprobs})
+        self._update, self._canary = self._load, worker.prompt_logprobs
+        self.serve({"logprobs": worker.logprobs})
         return config.max_tokens_per_gpu
 
-    async def load(self, chunks: list[np.ndarray], version: int) -> Manifest:
+    async def _load(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
         """Proximal workers only. Unpacking and digests run in a thread: the actor must go on answering."""
         tensors, manifest = await asyncio.to_thread(unpack, chunks)
-        await self._server.load_weights(tensors.items())
+        await self._worker.load_weights(tensors.items())
         return manifest
-
-    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        return await self._server.prompt_logprobs(token_ids)
 
     async def until_failure(self) -> str:
         return await asyncio.get_running_loop().create_future()  # its failures are answers to requests
 
     async def close(self) -> None:
-        await self._server.close()
-
-
-# The program --------------------------------------------------------------------------------------------------------
+        await self._worker.close()
 
 
 def dispatch(config: WorkerConfig) -> None:

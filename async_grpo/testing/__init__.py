@@ -1,10 +1,5 @@
 """Shipped stand-ins for the far side of each wall (`protocols.py`): real batcher, packing, trainer; no vLLM, no Ray.
 
-    FakeGeneration, FakeVerification, FakeLogprobs             follow a script
-    FakeEngine                                                 draws tokens at random, and holds the weights it is sent
-    LoopThread, InProcessWorker, InProcessLink,
-    InProcessExperience                                        join a trainer and a `RunController` in one process
-
 `tests/house/test_fake_chain.py` runs a whole training on them in a few seconds.
 """
 

@@ -18,15 +18,15 @@ class FakeEngine:
     """`Engine` that draws every token at random, with the log-probs of that drawing, and really holds its weights.
 
     So the proof of landing means something, and off-policy corrections see true numbers, while nothing is decoded.
-    A completion takes `seconds_per_token` for each of its tokens.
     """
 
     STOP_CHANCE = 0.1  # of every token but the first
     kv_cache_tokens = 1 << 20
 
-    def __init__(self, model: Any, settings: SharedRunSettings, seconds_per_token: float = 0.0) -> None:
-        self._model, self._settings, self._seconds_per_token = model, settings, seconds_per_token
+    def __init__(self, model: Any, settings: SharedRunSettings) -> None:
+        self._model, self._settings = model, settings
         self._random = np.random.default_rng(settings.seed)
+        self._others = np.setdiff1d(np.arange(settings.vocab_size), settings.stop_token_ids).astype(np.int32)
         self._running = asyncio.Event()  # cleared while weights are loaded
         self._running.set()
         self.policy_version = -1
@@ -46,39 +46,33 @@ class FakeEngine:
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
     ) -> AsyncGenerator[Completion]:
         """See `Engine`; greedy completions are as random as the others."""
-        drawn = [self._draw(len(prompt_token_ids)) for _ in range(count)]
         begun = time.time()
-        for tokens, logprobs in sorted(drawn, key=lambda completion: len(completion[0])):
-            await asyncio.sleep(begun + len(tokens) * self._seconds_per_token - time.time())
+        for _ in range(count):
+            await asyncio.sleep(0)
             await self._running.wait()
-            now = time.time()
-            self._progress["token_timeline"].append((now, len(tokens)))
-            self._progress["busy"].append((begun, now))
-            yield self._completion(tokens, logprobs)
+            completion = self._draw(len(prompt_token_ids))
+            self._progress["token_timeline"].append((time.time(), len(completion)))
+            self._progress["busy"].append((begun, time.time()))
+            yield completion
 
-    def _draw(self, prompt_length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(T,) tokens and their log-probs. A stop token comes by its chance, the others share the rest evenly."""
+    def _draw(self, prompt_length: int) -> Completion:
+        """A stop token comes by its chance, the others share the rest evenly."""
         settings = self._settings
         room = min(settings.max_completion_tokens, settings.max_total_tokens - prompt_length)
         length = min(room, 1 + int(self._random.geometric(self.STOP_CHANCE)))
-        others = np.setdiff1d(np.arange(settings.vocab_size), settings.stop_token_ids)
-        tokens = self._random.choice(others, length).astype(np.int32)
-        logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / len(others)), np.float32)
-        logprobs[0] = -np.log(len(others))
-        if length < room:
+        tokens = self._random.choice(self._others, length)
+        logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / len(self._others)), np.float32)
+        logprobs[0] = -np.log(len(self._others))
+        if stopped := length < room:
             tokens[-1], logprobs[-1] = settings.stop_token_ids[0], np.log(self.STOP_CHANCE)
-        return tokens, logprobs
-
-    def _completion(self, tokens: np.ndarray, logprobs: np.ndarray) -> Completion:
-        stopped = tokens[-1] in self._settings.stop_token_ids
-        text = "".join(chr(ord("a") + token % 26) for token in (tokens[:-1] if stopped else tokens).tolist())
+        text = (tokens[: length - stopped] % 26 + ord("a")).astype(np.uint8).tobytes().decode()
         return Completion(
             token_ids=tokens,
             logprobs=logprobs,
-            versions=np.full(len(tokens), self.policy_version, np.int32),
+            versions=np.full(length, self.policy_version, np.int32),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
-            char_ends=np.minimum(np.arange(1, len(tokens) + 1), len(text)).astype(np.int32),
+            char_ends=np.minimum(np.arange(1, length + 1), len(text)).astype(np.int32),
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
@@ -134,10 +128,11 @@ class LoopThread:
 class InProcessWorker:
     """An `Engine` as a registered worker: the handle that it registers with, and the `WorkerLink` to it."""
 
+    _lost: WorkerLost | None = None
+    _on_lost: Callable[[WorkerLost], None]
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lost: WorkerLost | None = None
-        self._on_lost: Callable[[WorkerLost], None] = lambda lost: None
 
     @staticmethod
     def connect(
@@ -163,6 +158,10 @@ class InProcessWorker:
             self._check()
             yield item
 
+    def _check(self) -> None:
+        if self._lost:
+            raise self._lost
+
     def close(self) -> None:
         """There is nothing to let go of."""
 
@@ -170,10 +169,6 @@ class InProcessWorker:
         """Load a package, and answer its canary."""
         manifest = await self.engine.update(package.version, [memoryview(chunk) for chunk in package.chunks])
         return manifest, await self.engine.canary(package.canary_ids)
-
-    def _check(self) -> None:
-        if self._lost:
-            raise self._lost
 
 
 class InProcessLink:

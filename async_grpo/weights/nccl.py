@@ -1,15 +1,13 @@
 """`NCCLPublisher`: weights from GPU to GPU through vLLM's own NCCL engine, in the same transaction with the same proof.
 
-vLLM's trainer engine gathers, broadcasts and drives start/update/finish through a client of four methods; `EngineControl`
-is that client and also pauses, resumes and collects receipts. The NCCL group has a fixed membership: when the set of
-workers has changed, it is built anew before the next sync, so a late worker joins at a step's end.
+vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `EngineControl` is its client.
 """
 
 import concurrent.futures
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,37 +20,36 @@ from async_grpo.weights.package import record
 from async_grpo.weights.publisher import NamedTensors, TransactionalPublisher
 
 
+@dataclass
 class RecordingSource:
     """vLLM's `WeightSource` over a policy: yields full tensors in the wire dtype and notes each one on its way out."""
 
-    def __init__(self, model: nn.Module, named_weights: NamedTensors, wire_dtype: torch.dtype) -> None:
-        self._model, self._named_weights, self._wire_dtype = model, named_weights, wire_dtype
-        self.names: Collection[str] | None = None  # what to send; None: every tensor
-        self.sent: dict[str, TensorRecord] = {}
+    model: nn.Module
+    named_weights: NamedTensors
+    wire_dtype: torch.dtype
+    names: Collection[str] | None = None  # what to send; None: every tensor
+    sent: dict[str, TensorRecord] = field(default_factory=dict)
 
     def metadata(self) -> list[Any]:
         """Names, dtypes and full shapes of what will be sent; gathers nothing."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [
-            ParamMeta(name, self._wire_dtype, tuple(tensor.shape)) for name, tensor in self._named_tensors()
-        ]
+        return [ParamMeta(name, self.wire_dtype, tuple(tensor.shape)) for name, tensor in self._chosen()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sent = {}
-        for name, tensor in self._named_tensors():
-            wired = full_tensor(tensor).to(self._wire_dtype).contiguous()
+        for name, tensor in self._chosen():
+            wired = full_tensor(tensor).to(self.wire_dtype).contiguous()
             self.sent[name] = record(wired)
             yield name, wired
 
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._named_weights(self._model):
-            if self.names is None or name in self.names:
-                yield name, tensor
+    def _chosen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((n, t) for n, t in self.named_weights(self.model) if self.names is None or n in self.names)
 
 
 class NCCLPublisher(TransactionalPublisher[EngineControl]):
-    """The same transaction. Built on every rank; only rank 0 has a control."""
+    """The same transaction. The group has a fixed membership: when the set of workers has changed it is built anew before
+    the next sync, so a late worker joins at a step's end."""
 
     _source: RecordingSource | None = None
     _sender: Any = None

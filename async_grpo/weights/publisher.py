@@ -173,13 +173,11 @@ class Publisher(TransactionalPublisher[EngineLink]):
         return package, self._engines.deliver(package)
 
 
-# The self-test's weights. Were every tensor changed at once, a key bias of one layer in 48 would move the canary less
-# than bfloat16 rounds it; among the tensors of its own layer it moves it by 4 % and more of what all of them do, and
-# rounding by 1.6 % at most (docs/log.md, 2026-11-22).
-
-
 def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
     """`names` by the first number in them (the layer), those without one together; every name in one group.
+
+    Were every tensor changed at once, a key bias of one layer in 48 would move the canary less than bfloat16 rounds it;
+    it makes 4 % and more of what all tensors of its own layer do, and rounding 1.6 % at most (docs/log.md, 2026-11-22).
 
     >>> [sorted(group) for group in self_test_groups(["embed", "layers.0.q", "layers.0.k", "layers.1.q", "head"])]
     [['embed', 'head'], ['layers.0.k', 'layers.0.q'], ['layers.1.q']]
@@ -192,36 +190,33 @@ def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
 
 
 @contextmanager
-def perturbed(weights: Mapping[str, torch.Tensor], seed: int = 0) -> Iterator[None]:
-    """Add noise to each of `weights` (shards included) while the block runs; see `noise_scale`.
+@torch.no_grad()
+def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Add noise to each of `weights` (shards included) while the block runs.
 
     An engine that loses one of the tensors then computes visibly other log-probs, whatever the learning rate would
     have hidden. The originals are kept aside: at start, before the optimizer's state exists, there is room for them.
     """
     shards = [local_shard(weight) for weight in weights.values()]
-    scales = [noise_scale(weight) for weight in weights.values()]
     originals = [shard.clone() for shard in shards]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     try:
-        with torch.no_grad():
-            for shard, scale in zip(shards, scales, strict=True):
-                noise = torch.randn(shard.shape, generator=generator) * scale
-                shard.add_(noise.to(shard.device, shard.dtype))
+        for shard in shards:
+            noise = torch.randn(shard.shape, generator=generator) * noise_scale(shard)
+            shard.add_(noise.to(shard.device, shard.dtype))
         yield
     finally:
-        with torch.no_grad():
-            for shard, original in zip(shards, originals, strict=True):
-                shard.copy_(original)
+        for shard, original in zip(shards, originals, strict=True):
+            shard.copy_(original)
 
 
-def noise_scale(weight: torch.Tensor) -> float:
+def noise_scale(shard: torch.Tensor) -> float:
     """Standard deviation of a tensor's noise: half its own root mean square, and enough for the sum to be seen.
 
     With the noise a vector is of size 1.5 (biases are zero in a fresh model), and a matrix so large that it makes
     1.25 of a state of size 1: in a narrow fresh model queries and keys are so small that every token is attended to
     alike, and nothing about them could be seen. A rank goes by the size of its shard.
     """
-    shard = local_shard(weight).detach().float()
-    size = float(shard.square().mean().sqrt()) if shard.numel() else 0.0
-    wanted = 1.25 * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 1.5
+    size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
+    wanted = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
     return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)

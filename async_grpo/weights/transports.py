@@ -6,21 +6,11 @@ Light to import: the publishers themselves are imported where they are made.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from async_grpo.options.source_file import find_entry
-from async_grpo.protocols import Engines, WeightPublisher
+from async_grpo.protocols import WeightPublisher
 
-if TYPE_CHECKING:
-    import torch
-
-    from async_grpo.weights.config import WeightConfig
-    from async_grpo.weights.publisher import Canary, NamedTensors
-
-MakePublisher = Callable[
-    ["Engines | None", "NamedTensors", "Canary", "torch.dtype", int, "WeightConfig"], WeightPublisher
-]
-"""(engines, on rank 0 alone; named weights; canary; wire dtype; this rank; the room's options) -> publisher."""
+MakePublisher = Callable[..., WeightPublisher]  # of what `publisher.TransactionalPublisher` takes
 
 
 @dataclass(frozen=True)
@@ -34,15 +24,14 @@ class Transport:
     sends_packages: bool = True
 
 
-def _publisher(module: str, name: str) -> MakePublisher:
-    """A class of this room, whose module is imported only when one is made."""
+def _imported(module: str, name: str) -> MakePublisher:
     return lambda *args: getattr(import_module(f"async_grpo.weights.{module}"), name)(*args)
 
 
 TRANSPORTS = {
-    "object_store": Transport(_publisher("publisher", "Publisher")),
+    "object_store": Transport(_imported("publisher", "Publisher")),
     "nccl": Transport(
-        _publisher("nccl", "NCCLPublisher"), "async_grpo_nccl", needs_gpu=True, sends_packages=False
+        _imported("nccl", "NCCLPublisher"), "async_grpo_nccl", needs_gpu=True, sends_packages=False
     ),
 }
 

@@ -1,9 +1,6 @@
 """The engine's side of a weight update: two transports plugged into vLLM's own interface, with a receipt.
 
-Runs inside vLLM's worker processes (`worker_extension_cls` imports this module there). Both transports share
-`Receipts`, which records every tensor that is loaded and puts one thing right that vLLM leaves wrong on the CPU:
-layers pack their weights when loading ends, and the layerwise reload re-packs only layers that received a tensor of
-their own. A tied LM head receives none, so it would go on multiplying by its old packed copy.
+Runs inside vLLM's worker processes (`worker_extension_cls` imports this module there).
 """
 
 import logging
@@ -34,41 +31,41 @@ WORKER_EXTENSION = "async_grpo.weights.vllm_engine.WeightReceipts"
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
-@dataclass
-class _RecordingModel:
-    """Stands in for the model while weights are loaded: notes every tensor on its way in."""
+class Receipts:
+    """Mixin over a `WeightTransferEngine`: layerwise reload, the tied head, and the list of what arrived.
+
+    While weights are loaded it stands in for the engine's model.
+    """
 
     model: Any
-    received: dict[str, TensorRecord]
+    model_config: Any
+
+    def start_weight_update(self) -> None:
+        self.received: dict[str, TensorRecord] = {}
+        initialize_layerwise_reload(self.model)
+        self._model, self.model = self.model, self
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        return self.model.load_weights(self._noted(weights))
+        """The model's, noting every tensor on its way in."""
+        return self._model.load_weights(self._noted(weights))
 
     def _noted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.received[name] = record(tensor)
             yield name, tensor
 
-
-class Receipts:
-    """Mixin over a `WeightTransferEngine`: layerwise reload, the tied head, and the list of what arrived."""
-
-    model: Any  # the engine's; a `_RecordingModel` of it while weights are loaded
-    model_config: Any
-
-    def start_weight_update(self) -> None:
-        self.received: dict[str, TensorRecord] = {}
-        initialize_layerwise_reload(self.model)
-        self.model = _RecordingModel(self.model, self.received)
-
     def finish_weight_update(self) -> None:
-        self.model = self.model.model
+        self.model = self._model
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Let every LM head process its (shared) weight again, as it did after the first load."""
+    """Let every LM head process its (shared) weight again, as it did after the first load.
+
+    vLLM's layers pack their weights on the CPU when loading ends, and the layerwise reload re-packs only layers that
+    received a tensor of their own. A tied head receives none: it would go on multiplying by its old packed copy.
+    """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
@@ -92,24 +89,19 @@ def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
 
 
 @dataclass
-class ObjectStoreInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: every chunk says where it lies."""
-
-
-@dataclass
 class ObjectStoreUpdate(WeightTransferUpdateInfo):
     """One chunk: the path of a safetensors image in shared memory of this machine."""
 
     path: str
 
 
-class ObjectStoreEngine(Receipts, WeightTransferEngine[ObjectStoreInit, ObjectStoreUpdate]):
+class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, ObjectStoreUpdate]):
     """Weights through Ray's object store: works on the CPU, across nodes, and for any number of engines."""
 
-    init_info_cls = ObjectStoreInit
+    init_info_cls = WeightTransferInitInfo  # nothing to agree on beforehand: every chunk says where it lies
     update_info_cls = ObjectStoreUpdate
 
-    def init_transfer_engine(self, init_info: ObjectStoreInit) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
