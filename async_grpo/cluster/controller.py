@@ -1,9 +1,9 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
-    dispatchers   settings, register, activate, deregister, refuse, closed      -> RegisteredWorkers, one per kind
-    the sync      begin_sync, end_sync                                          -> RegisteredWorkers, ExperienceBatcher
-    rank 0        roll_call, start_batcher, start, evaluate, stop, close        -> ExperienceBatcher, Verification
-    every rank    settings, next_message                                        -> ExperienceBatcher
+    dispatchers   settings, register, activate, deregister, refuse, closed
+    the sync      begin_sync, end_sync
+    rank 0        roll_call, start_batcher, start, evaluate, stop, close
+    every rank    settings, next_message
 
 A sample leaves this process for an engine, for a reward worker and for a rank; all else is a method call. Plain asyncio
 without Ray: `run_setup` makes an actor of it on rank 0's node. Its death ends the run.
@@ -54,8 +54,6 @@ class RunController:
         self._over = asyncio.Event()
         self._reason = ""  # why it is over
 
-    # What dispatchers and workers call --------------------------------------------------------------------------
-
     async def settings(self) -> SharedRunSettings:
         return self._settings
 
@@ -80,8 +78,6 @@ class RunController:
         await self._over.wait()
         return self._reason
 
-    # What a weight sync calls -----------------------------------------------------------------------------------
-
     async def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those to send them to, with handles."""
         return [member for workers in self._workers.values() for member in workers.begin_sync()]
@@ -93,8 +89,6 @@ class RunController:
             workers.end_sync(package, landed)
         if self._batcher is not None and package.version != SELF_TEST:
             await self._batcher.weights_live(package.version)
-
-    # What the ranks call -------------------------------------------------------------------------------------------
 
     async def roll_call(self) -> tuple[RollCall, list[str]]:
         """The workers by kind, and what others refused the run for."""
@@ -109,14 +103,13 @@ class RunController:
         make_verification: Callable[[], Verification],
     ) -> None:
         """Start the verifiers, and make the batcher."""
-        verification = make_verification()
-        await verification.start()
-        self._verification = verification
+        self._verification = make_verification()
+        await self._verification.start()
         self._batcher = ExperienceBatcher(
             config,
             questions,
             self._generation,
-            verification,
+            self._verification,
             reference=self._logprobs.get("reference"),
             proximal=self._logprobs.get("proximal"),
             num_ranks=num_ranks,
@@ -128,11 +121,11 @@ class RunController:
         await self.batcher.start()
 
     async def next_message(self, rank: int) -> MicroBatch | StepEnd:
-        """See `ExperienceBatcher.next_message`."""
+        """See `ExperienceBatcher`."""
         return await self.batcher.next_message(rank)
 
     async def evaluate(self, questions: Sequence[Question], count: int) -> dict[str, Any]:
-        """See `ExperienceBatcher.evaluate`."""
+        """See `ExperienceBatcher`."""
         return await self.batcher.evaluate(questions, count)
 
     async def stop(self) -> None:

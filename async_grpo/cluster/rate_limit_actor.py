@@ -1,14 +1,8 @@
 """`RemoteRateLimiter`: limits that hold over all processes and nodes of a cluster, kept by one `RateLimitActor`.
 
-    rate_limiter = RemoteRateLimiter()                  # in each process; the first one makes the actor
-    client = EndpointClient("judge", endpoint, rate_limiter)
-
 The actor is the cluster's, not a run's: a judge does not care which run asks. It ends with the process that made it,
 and the next call makes another. The new one begins without a burst, so that the rates hold across the change, but it
 does not know the permits that are out: until they are over, more than `concurrency` calls may run.
-
-A permit lives as long as the call that holds it, `hold`: whoever ends that call (a caller that does not wait any more,
-one that was killed or is silent, one that closes its channel) gives the permit back.
 """
 
 import asyncio
@@ -32,12 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class RateLimitActor(ChannelServer):
-    """One `Limiter`, and the permits that are out.
-
-    Args:
-        resumed: another actor was there before; see `Limiter`.
-        silence_s: after which a caller is gone.
-    """
+    """One `Limiter`, and the permits that are out."""
 
     def __init__(self, resumed: bool = False, silence_s: float = SILENCE_S) -> None:
         self._limiter, self._out = Limiter(resumed=resumed), set[tuple[str, int]]()
@@ -45,7 +34,7 @@ class RateLimitActor(ChannelServer):
         self.serve({"hold": self._hold, "release": self._release, "stats": self._stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
-        """Yield a permit, and keep it until the call is ended."""
+        """Yield a permit, and keep it until the call is ended: by whoever has it, or by its silence."""
         permit = await self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
         self._out.add((key, permit))
         try:
@@ -64,12 +53,8 @@ class RateLimitActor(ChannelServer):
 
 
 class RemoteRateLimiter:
-    """`RateLimiter` through the cluster's `RateLimitActor`, for one event loop. A process that dies gives its permits back.
-
-    Args:
-        name: of the actor.
-        silence_s: after how long without a word from a process it counts as dead.
-    """
+    """`RateLimiter` through the cluster's actor called `name`, for one event loop. A process that dies, or is silent for
+    `silence_s`, gives its permits back."""
 
     def __init__(self, name: str = NAME, *, silence_s: float = SILENCE_S) -> None:
         self._name, self._silence_s = name, silence_s

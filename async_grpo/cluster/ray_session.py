@@ -1,9 +1,4 @@
-"""Joining a Ray cluster, finding a run on it by name, asking its controller, and how actors are made.
-
-rank 0 makes        RunController, which makes VerifierActors (one per adapter and more); they end with rank 0's job
-a dispatcher makes  GenerationActor or LogprobActor; it ends with the dispatcher
-the cluster's       RateLimitActor, made by the first process that needs it
-"""
+"""Joining a Ray cluster, finding a run on it by name, asking its controller, and how actors are made."""
 
 import logging
 import os

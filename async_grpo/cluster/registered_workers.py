@@ -53,8 +53,6 @@ class RegisteredWorkers:
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
 
-    # Joining and leaving ----------------------------------------------------------------------------------------
-
     async def register(self, info: WorkerInfo, handle: Any, rewards: str) -> list[WeightPackage]:
         """Let a worker in; returns what it must load, and prove, before `activate`.
 
@@ -101,8 +99,6 @@ class RegisteredWorkers:
         workers = self.by_id.values()
         return [worker.info for worker in workers], [worker.rewards for worker in workers]
 
-    # Weights ----------------------------------------------------------------------------------------------------
-
     def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles.
 
@@ -125,8 +121,6 @@ class RegisteredWorkers:
             for worker_id in set(landed) & set(self.by_id):
                 self.registry.activate(worker_id)
             self._settled.set()
-
-    # Work -------------------------------------------------------------------------------------------------------
 
     async def lease(self, sequences: int, tokens_each: int) -> "LeasedWorker":
         """Wait for a worker that takes `sequences` at once; see `WorkerRegistry.acquire`."""

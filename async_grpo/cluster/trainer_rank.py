@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,13 @@ from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.cluster.run_setup import RemoteExperience, await_workers, close_run, open_run
 from async_grpo.cluster.weight_sync import RayEngines
 from async_grpo.config.preflight import Prepared
+from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
-from async_grpo.protocols import Verification, WeightPublisher
+from async_grpo.protocols import WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.distributed import Ranks, distributed_run
@@ -61,10 +61,15 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     controller = open_run(prepared.config, prepared.settings)
     if prepared.rewards is None:
         prepared = prepared.with_rewards(await_workers(controller, prepared.config))
-    config = prepared.config
-    _write_params(prepared, ranks)
+    config, rewards = prepared.config, prepared.rewards
+    assert rewards is not None
+    _write_params(prepared, rewards, ranks)
+    budget_path = None if config.judge_budget is None else str(config.output_path / BUDGET_FILE)
+    secrets, environment = rewards.secrets(), config.reward_environment()
+    verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
+    questions = ray.put(prepared.questions)
     started = controller.start_batcher.remote(
-        config, prepared.facts, ranks.world_size, ray.put(prepared.questions), _verification(prepared)
+        config, prepared.facts, ranks.world_size, questions, verification
     )
     answer(started, config.start_timeout_s)
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions)
@@ -156,18 +161,9 @@ def _own_code(config: RunConfig) -> dict[str, str]:
     return digests([config.advantage_estimator, config.policy_loss])
 
 
-def _verification(prepared: Prepared) -> Callable[[], Verification]:
-    config, rewards = prepared.config, prepared.rewards
-    assert rewards is not None
-    budget_path = None if config.judge_budget is None else str(config.output_path / BUDGET_FILE)
-    environment = config.reward_environment()
-    return partial(RunVerification, rewards.source, config, budget_path, rewards.secrets(), environment)
-
-
-def _write_params(prepared: Prepared, ranks: Ranks) -> None:
+def _write_params(prepared: Prepared, rewards: ResolvedRewards, ranks: Ranks) -> None:
     """Every setting of the run, beside its metrics; `async-grpo run THIS_FILE --output-dir NEW` starts it again."""
-    config, rewards = prepared.config, prepared.rewards
-    assert rewards is not None
+    config = prepared.config
     facts = {
         "WORLD_SIZE": ranks.world_size,
         "reward_registry_sha256": rewards.source.sha256,

@@ -35,8 +35,6 @@ class RayEngines:
         """Tell the controller that the package is proven."""
         answer(self._controller.end_sync.remote(package, landed), self._timeout_s)
 
-    # In packages ----------------------------------------------------------------------------------------------------
-
     def put(self, chunk: np.ndarray) -> Any:
         return ray.put(chunk)
 
@@ -66,8 +64,6 @@ class RayEngines:
                 f"no generation worker took the weights of version {package.version}: {'; '.join(losses)}"
             )
         return receipts
-
-    # Step by step: also vLLM's `VLLMWeightSyncClient` ---------------------------------------------------------------
 
     def begin(self) -> dict[str, int]:
         members = answer(self._controller.begin_sync.remote(), self._timeout_s)

@@ -15,22 +15,7 @@ ray = pytest.importorskip("ray")
 from async_grpo.cluster.channel import Channel, ChannelServer  # noqa: E402 - after the check that ray is there
 from async_grpo.cluster.ray_session import zero_cpu_actor  # noqa: E402
 
-pytestmark = pytest.mark.real
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    here = os.path.dirname(__file__)  # workers unpickle the actor classes of this file by name
-    paths = {"PYTHONPATH": os.pathsep.join([here, os.path.dirname(here)])}
-    ray.init(
-        address="local",  # never a cluster that happens to run here
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace="test-channel",
-        runtime_env={"env_vars": paths},
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("ray_cluster")]
 
 
 class NotPortable(Exception):
@@ -98,14 +83,15 @@ async def test_a_burst_of_calls_is_answered_in_full_and_travels_in_one_message(e
     assert messages == 2  # the burst, and the question itself
 
 
-async def test_answers_come_as_they_are_ready_not_in_the_order_of_asking(echo):
-    channel = Channel(echo, "echo")
+async def test_answers_come_to_their_callers_as_they_are_ready_not_in_the_order_of_asking(echo):
+    one, other = Channel(echo, "echo"), Channel(echo, "echo")
     slow, quick = (
-        asyncio.ensure_future(channel.call("sleep", 1.0)),
-        asyncio.ensure_future(channel.call("echo", 1)),
+        asyncio.ensure_future(one.call("sleep", 1.0)),
+        asyncio.ensure_future(one.call("echo", 1)),
     )
+    assert await other.call("echo", 2) == 2
     done, _ = await asyncio.wait({slow, quick}, return_when="FIRST_COMPLETED")
-    assert done == {quick} and await slow == "slept"
+    assert done == {quick} and quick.result() == 1 and await slow == "slept"
 
 
 async def test_an_error_of_the_actor_is_raised_as_itself(echo):
@@ -114,19 +100,28 @@ async def test_an_error_of_the_actor_is_raised_as_itself(echo):
         await channel.call("fail", True)
     with pytest.raises(RunFailed, match="NotPortable: as asked"):
         await channel.call("fail", False)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        await channel.call("echo", NotPortable())
     assert await channel.call("echo", "still here") == "still here"
 
 
-async def test_a_cancelled_call_is_cancelled_in_the_actor(echo):
+async def test_a_cancelled_call_and_a_stream_that_is_closed_are_cancelled_in_the_actor(echo):
     channel = Channel(echo, "echo")
+
+    async def until_running(count: int) -> None:
+        while (await channel.call("counts"))[1] != count:
+            await asyncio.sleep(0.01)
+
     call = asyncio.ensure_future(channel.call("sleep", 60))
-    while (await channel.call("counts"))[1] != 1:
-        pass
+    await until_running(1)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    while (await channel.call("counts"))[1]:
-        await asyncio.sleep(0.01)
+    await until_running(0)
     assert (await channel.call("counts"))[2] == 1
+    async with contextlib.aclosing(channel.stream("items", 2, 600.0)) as items:
+        assert await anext(items) == 0
+        await until_running(1)
+    await until_running(0)
 
 
 async def test_items_come_as_they_are_ready_and_then_what_the_handler_raised(echo):
@@ -136,15 +131,6 @@ async def test_items_come_as_they_are_ready_and_then_what_the_handler_raised(ech
         async for item in channel.stream("items", 3, 1.0):
             items.append((item, time.monotonic() - started))
     assert [item for item, _ in items] == [0, 1, 2] and items[2][1] - items[1][1] > 0.5
-
-
-async def test_a_stream_that_is_closed_ends_in_the_actor(echo):
-    channel = Channel(echo, "echo")
-    async with contextlib.aclosing(channel.stream("items", 2, 600.0)) as items:
-        assert await anext(items) == 0
-        assert (await channel.call("counts"))[1] == 1
-    while (await channel.call("counts"))[1]:
-        await asyncio.sleep(0.01)
 
 
 async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_one(echo):
@@ -170,14 +156,6 @@ async def test_an_actor_that_stops_answering_is_lost_after_the_deadline(echo, mo
             await channel.call("sleep", 60)
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-async def test_two_callers_of_one_actor_get_their_own_answers(echo):
-    one, other = Channel(echo, "echo"), Channel(echo, "echo")
-    answers = await asyncio.gather(
-        *(c.call("echo", (name, i)) for name, c in (("a", one), ("b", other)) for i in range(50))
-    )
-    assert answers == [("a", i) for i in range(50)] + [("b", i) for i in range(50)]
 
 
 async def test_a_caller_that_was_forgotten_is_told_so_instead_of_waiting_for_ever():

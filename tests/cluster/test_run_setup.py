@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,23 +18,7 @@ from async_grpo.cluster.channel import ChannelServer  # noqa: E402
 from async_grpo.cluster.ray_session import answer, zero_cpu_actor  # noqa: E402
 from async_grpo.cluster.weight_sync import RayEngines  # noqa: E402
 
-pytestmark = pytest.mark.real
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    here = os.path.dirname(__file__)  # workers unpickle the actor classes of this file by name
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), here]), "OMP_NUM_THREADS": "1"}}
-    ray.init(
-        address="local",  # never a cluster that happens to run here
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace="test-run-setup",
-        runtime_env=environment,
-    )
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("ray_cluster")]
 
 
 def config(**changes: Any) -> RunConfig:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -11,67 +10,57 @@ import torch
 from test_weights import CANARY, TwoLayers, logprobs, named
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
-from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher, RecordingSource
 from async_grpo.weights.package import SELF_TEST
 
 
 class Control:
-    """Engines that receive what the scripted trainer engine sends; a log of what they were told."""
+    """`EngineControl`: engines that receive what the scripted trainer sends; a log of what they were told."""
 
-    def __init__(self, members: dict[str, int], loses: str | None = None) -> None:
+    def __init__(self, members, loses=None):
         self.members, self.loses, self.log = members, loses, []
-        self.address = "127.0.0.1"
-        self.model = TwoLayers()
-        self.received: dict = {}
+        self.model, self.received = TwoLayers(), {}
 
-    def begin(self) -> Mapping[str, int]:
+    def begin(self):
         return self.members
 
-    def pause(self, version: int) -> None:
+    def pause(self, version):
         self.log.append(f"pause {version}")
 
-    def resume(self, version: int) -> None:
+    def resume(self, version):
         self.log.append(f"resume {version}")
 
-    def receipts(self, package: WeightPackage) -> Mapping[str, Receipt]:
+    def receipts(self, package):
         return {w: (self.received, logprobs(self.model, package.canary_ids)) for w in self.members}
 
-    def commit(self, package: WeightPackage, landed: list[str]) -> None:
+    def commit(self, package, landed):
         self.log.append(f"commit {package.version} {','.join(landed)}")
 
 
-class ScriptedEngine:
-    """In place of vLLM's `NCCLTrainerWeightTransferEngine`."""
+class Scripted(NCCLPublisher):
+    """In place of vLLM's trainer engine it is one itself."""
 
-    def __init__(self, control: Control | None, source: RecordingSource, world_size: int) -> None:
-        self.control, self.source = control, source
+    def make_engine(self, source: RecordingSource, world_size: int):
+        if self._engines:
+            self._engines.log.append(f"group of {world_size}")
+        return self
+
+    def send_weights(self):
+        tensors, control = dict(self._source), self._engines
         if control:
-            control.log.append(f"group of {world_size}")
+            control.log.append("send")
+            arrived = {name: tensor for name, tensor in tensors.items() if name != control.loses}
+            control.received = {name: self._source.sent[name] for name in arrived}
+            control.model.load_state_dict(arrived, strict=False)
 
-    def send_weights(self) -> None:
-        tensors = dict(self.source)
-        if self.control:
-            self.control.log.append("send")
-            arrived = {name: tensor for name, tensor in tensors.items() if name != self.control.loses}
-            self.control.received = {name: self.source.sent[name] for name in arrived}
-            with torch.no_grad():
-                for name, tensor in arrived.items():
-                    self.control.model.get_parameter(name).copy_(tensor)
-
-    def shutdown(self) -> None:
-        if self.control:
-            self.control.log.append("shutdown")
+    def shutdown(self):
+        self._engines.log.append("shutdown")
 
 
-def publisher(control: Control | None, named=named, engine=ScriptedEngine, timeout_s=5.0) -> NCCLPublisher:
-    class Scripted(NCCLPublisher):
-        def make_engine(self, source: RecordingSource, world_size: int) -> ScriptedEngine:
-            return engine(self._engines, source, world_size)
-
+def publisher(control, named=named, kind=Scripted, timeout_s=5.0) -> NCCLPublisher:
     rank, config = int(control is None), WeightConfig(sync_timeout_s=timeout_s)
-    return Scripted(control, named, CANARY, torch.float32, rank, config)
+    return kind(control, named, CANARY, torch.float32, rank, config)
 
 
 def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
@@ -89,11 +78,8 @@ def test_the_group_is_built_anew_when_its_membership_has_changed():
     sender.publish(model, 1)
     control.members = {"g0": 1, "g1": 1}
     sender.publish(model, 2)
-    assert [entry for entry in control.log if entry.startswith(("group", "shutdown"))] == [
-        "group of 2",
-        "shutdown",
-        "group of 3",
-    ]
+    groups = [entry for entry in control.log if entry.startswith(("group", "shutdown"))]
+    assert groups == ["group of 2", "shutdown", "group of 3"]
 
 
 def test_a_lost_tensor_is_refused_and_the_engines_resumed_all_the_same():
@@ -104,13 +90,13 @@ def test_a_lost_tensor_is_refused_and_the_engines_resumed_all_the_same():
 
 
 def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():
-    class Stuck(ScriptedEngine):
-        def send_weights(self) -> None:
+    class Stuck(Scripted):
+        def send_weights(self):
             time.sleep(1.0)
 
     control = Control({"g0": 1})
     with pytest.raises(DeadlineExceeded, match="NCCL transfer did not end within 0 s"):
-        publisher(control, engine=Stuck, timeout_s=0.2).publish(TwoLayers(), 0)
+        publisher(control, kind=Stuck, timeout_s=0.2).publish(TwoLayers(), 0)
     assert control.log[-1] == "pause 0"  # nobody resumes an engine that still sits in the transfer
 
 
@@ -128,19 +114,6 @@ except DeadlineExceeded:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "ended\n" and done.returncode == 0, done.stderr
-
-
-def test_other_ranks_take_part_in_every_gathering_and_send_nothing():
-    gathered: list[str] = []
-
-    def gathering(model):
-        for name, tensor in named(model):
-            gathered.append(name)
-            yield name, tensor
-
-    silent = publisher(None, gathering)
-    assert silent.publish(TwoLayers(), 0, self_test=True)["canary_error"] == 0.0
-    assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
 
 
 def test_the_source_says_beforehand_what_it_will_yield():
