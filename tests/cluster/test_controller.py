@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,36 +38,37 @@ SETTINGS = SharedRunSettings(
 class Links:
     """`Connect` that only keeps what it is given: a test loses a worker by `lost[name]`."""
 
-    def __init__(self) -> None:
-        self.lost: dict[str, Callable[[WorkerLost], None]] = {}
-        self.closed: list[str] = []
-        self.silent_s: dict[str, float] = {}
+    def __init__(self):
+        self.lost, self.closed, self.silent_s = {}, [], {}
         self.completing = asyncio.Event()  # until it is set, no completion ends
-        self.asked: list[tuple[str, int, bool]] = []  # worker, completions, greedy
+        self.asked = []  # worker, completions, greedy
         self.dying = ""  # name of the one that dies at its third completion
 
-    def __call__(self, handle: Any, name: str, on_lost: Callable[[WorkerLost], None]) -> "Links.Link":
+    def __call__(self, handle, name, on_lost):
         self.lost[name] = on_lost
-        return Links.Link(self, name)
+        return Link(self, name)
 
-    class Link:
-        def __init__(self, links: "Links", name: str) -> None:
-            self._links, self._name = links, name
 
-        async def call(self, method: str, *args: Any) -> Any:
-            await asyncio.sleep(self._links.silent_s.get(self._name, 0.0))
-            return {"token_timeline": [], "paused_s": 1.0, "busy": []}
+class Link:
+    """`WorkerLink`."""
 
-        async def stream(self, method: str, token_ids: np.ndarray, count: int, greedy: bool) -> Any:
-            self._links.asked.append((self._name[-2:], count, greedy))
-            await self._links.completing.wait()
-            for number in range(count):
-                if number == 2 and self._name == self._links.dying:
-                    raise WorkerLost("killed in a test")
-                yield completion(3)
+    def __init__(self, links, name):
+        self._links, self._name = links, name
 
-        def close(self) -> None:
-            self._links.closed.append(self._name)
+    async def call(self, method):
+        await asyncio.sleep(self._links.silent_s.get(self._name, 0.0))
+        return {"token_timeline": [], "paused_s": 1.0, "busy": []}
+
+    async def stream(self, method, token_ids, count, greedy):
+        self._links.asked.append((self._name[-2:], count, greedy))
+        await self._links.completing.wait()
+        for number in range(count):
+            if number == 2 and self._name == self._links.dying:
+                raise WorkerLost("killed in a test")
+            yield completion(3)
+
+    def close(self):
+        self._links.closed.append(self._name)
 
 
 @pytest.fixture
@@ -101,9 +101,6 @@ async def is_waiting(task: asyncio.Task) -> bool:
 async def synced_to(controller: RunController) -> set[str]:
     """The workers that a sync would reach now; nothing is sent, and it ends."""
     return {info.worker_id for info, _ in await controller.begin_sync()}
-
-
-# Who is there -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_run_starts_when_every_kind_of_worker_is_there_and_says_what_is_missing(controller):
@@ -144,9 +141,6 @@ async def test_another_model_is_refused_on_both_sides(controller, tmp_path):
 def test_a_model_whose_context_is_too_short_is_refused():
     with pytest.raises(ConfigurationError, match="the run needs 100000"):
         worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
-
-
-# Weights ------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_before_it_gets_work(
@@ -192,9 +186,6 @@ async def test_the_reference_is_never_sent_weights_and_works_at_once(controller)
     assert lease.worker_id == "r0"
 
 
-# Losses -------------------------------------------------------------------------------------------------------------
-
-
 async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller, links):
     """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
     await controller.register(worker("early"), "handle", "")
@@ -210,15 +201,9 @@ async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controlle
     assert await controller.register(worker("late"), "handle", "") != []  # and it may come again
 
 
-@pytest.fixture
-def generation(controller) -> Any:
-    """The controller's generation workers, and the completions of one group of theirs."""
-    workers = controller._workers["generation"]
-
-    async def generate(count: int = 8, **options: Any) -> list[Completion]:
-        return [c async for c in workers.generate(Prompt(0, np.array([1, 2]), {}), count, **options)]
-
-    return workers, generate
+async def generate(controller: RunController, count: int = 8, **options: Any) -> list[Completion]:
+    prompt = Prompt(0, np.array([1, 2]), {})
+    return [c async for c in controller._generation.generate(prompt, count, **options)]
 
 
 async def at_work(controller: RunController, *names: str) -> None:
@@ -228,48 +213,37 @@ async def at_work(controller: RunController, *names: str) -> None:
 
 
 async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_lost_one_is_fenced(
-    controller, links, generation
+    controller, links
 ):
-    workers, generate = generation
+    workers = controller._generation
     await at_work(controller, "g0", "g1")
     links.dying = "generation worker g0"
     links.completing.set()
-    assert len(await generate()) == 8
+    assert len(await generate(controller)) == 8
     assert links.asked == [("g0", 8, False), ("g1", 6, False)] and links.closed == ["generation worker g0"]
     assert [info.worker_id for info in workers.registry.members()] == ["g1"]
     assert workers.registry.outstanding() == (0, 0) and await synced_to(controller) == {"g1"}
-    await generate(1, greedy=True)
+    await generate(controller, 1, greedy=True)
     assert links.asked[-1] == ("g1", 1, True)
 
 
-async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(
-    controller, links, generation
-):
+async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, links):
     await at_work(controller, "g0", "g1")
     links.silent_s["generation worker g1"] = 0.2
     started = time.monotonic()
-    assert [answer["paused_s"] for answer in await generation[0]._progress(timeout_s=0.05)] == [1.0]
+    assert [answer["paused_s"] for answer in await controller._generation._progress(timeout_s=0.05)] == [1.0]
     assert time.monotonic() - started < 0.15
     await asyncio.sleep(0.2)
-    assert len(await generation[0]._progress(timeout_s=0.05)) == 2  # g0's new one, and g1's of before
+    assert (
+        len(await controller._generation._progress(timeout_s=0.05)) == 2
+    )  # g0's new one, and g1's of before
 
 
-async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller, generation):
-    workers, generate = generation
+async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):
+    workers = controller._generation
     await at_work(controller, "g0")
-    running = asyncio.create_task(generate())
+    running = asyncio.create_task(generate(controller))
     assert await is_waiting(running) and workers.registry.outstanding()[0] == 8
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert workers.registry.outstanding() == (0, 0)
-
-
-# The end ------------------------------------------------------------------------------------------------------------
-
-
-async def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(controller):
-    waiting = asyncio.create_task(controller.closed())
-    assert await is_waiting(waiting)
-    await controller.close("all steps are done")
-    await controller.close("once more")
-    assert await waiting == await controller.closed() == "all steps are done"

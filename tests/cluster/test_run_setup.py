@@ -59,38 +59,30 @@ def register(run: Any, handle: Any, *ids: str, kind: str = "generation", rewards
         call(run.register.remote(worker(worker_id, kind=kind), handle, rewards))
 
 
-def members(run: Any) -> list[str]:
-    return [info.worker_id for info in call(run.roll_call.remote())[0]["generation"][0]]
-
-
-def test_a_missing_worker_is_named_when_the_wait_is_over_and_the_rewards_are_those_that_workers_name(
+def test_a_missing_worker_is_named_and_so_is_a_second_run_and_the_rewards_are_those_that_workers_name(
     run, handle
 ):
     register(run, handle, "g0", "g1", rewards="countdown")
     with pytest.raises(DeadlineExceeded, match="no reference logprob worker .python worker_dispatcher.py"):
-        run_setup.await_workers(run, config())
+        run_setup.await_workers(run, config(start_timeout_s=0.5))
     register(run, handle, "r0", kind="reference")
     assert run_setup.await_workers(run, config()) == "countdown"
-
-
-def test_two_runs_of_one_name_do_not_meet(run):
     with pytest.raises(ConfigurationError, match="a run named 'default' is open on this cluster"):
         run_setup.open_run(config(), SETTINGS)
-
-
-def test_an_nccl_sync_begins_with_the_generation_workers_and_their_sizes(run, handle):
-    register(run, handle, "g0", "g1")
-    assert RayEngines(run, 30).begin() == {"g0": 1, "g1": 1}
+    assert RayEngines(run, 30).begin() == {"g0": 1, "g1": 1}  # whom an NCCL sync begins with, and their sizes
 
 
 def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle):
+    def members() -> list[str]:
+        return [info.worker_id for info in call(run.roll_call.remote())[0]["generation"][0]]
+
     register(run, handle, "g0")
-    assert members(run) == ["g0"]
+    assert members() == ["g0"]
     os.kill(call(handle.pid.remote()), 9)
     give_up = time.monotonic() + 20
-    while members(run) and time.monotonic() < give_up:
+    while members() and time.monotonic() < give_up:
         time.sleep(0.1)
-    assert members(run) == []
+    assert members() == []
 
 
 def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle):
@@ -103,11 +95,7 @@ def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle
     call(run.deregister.remote("generation", "g0", "the run is over"))
     closing.join(10)
     assert not closing.is_alive()
-
-
-def test_a_worker_that_is_still_loading_learns_that_the_run_is_over(run, handle):
-    call(run.close.remote("all steps are done"))
-    with pytest.raises(worker_program._RunIsOver, match="all steps are done"):
+    with pytest.raises(worker_program._RunIsOver, match="all steps are done"):  # one that is still loading
         worker_program._unless_closed(handle.exchange.remote("x", [], True), run.closed.remote(), 30)
 
 
