@@ -232,3 +232,4 @@ class WorkerInfo:
     max_sequences: int  # admitted at once: max_num_seqs + overhead_seqs
     max_tokens: int  # tokens it can hold at once (its KV cache, or its packing budget)
     world_size: int = 1  # GPUs or processes that hold a share of the weights
+    rewards: str = ""  # that it was started with

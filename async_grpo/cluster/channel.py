@@ -16,6 +16,7 @@ import inspect
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
@@ -48,8 +49,9 @@ class ChannelServer:
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:
         """Take calls; the message that `waits` is answered with what there is, once there is something."""
+        now = asyncio.get_running_loop().time()
         if caller_id not in self._callers:
-            self._callers[caller_id] = _Caller()
+            self._callers[caller_id] = _Caller(now)
         caller = self._callers[caller_id]
         if caller is None:  # its calls were cancelled: it would wait for their answers for ever
             raise WorkerLost(f"a caller that was silent for {self.forget_s:g} s is forgotten with its calls")
@@ -60,8 +62,11 @@ class ChannelServer:
                 task.cancel()
         if not waits:
             return []
-        caller.heard_at = asyncio.get_running_loop().time()
-        self._forget_silent_callers()
+        caller.heard_at = now
+        for silent_id, silent in self._callers.items():
+            if silent is not None and now - silent.heard_at > self.forget_s:
+                self._callers[silent_id] = None
+                silent.cancel()
         if not caller.answers:
             caller.ready.clear()
             with contextlib.suppress(TimeoutError):
@@ -98,22 +103,16 @@ class ChannelServer:
             if not caller.tasks:
                 caller.idle.set()
 
-    def _forget_silent_callers(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for caller_id, caller in self._callers.items():
-            if caller is not None and now - caller.heard_at > self.forget_s:
-                self._callers[caller_id] = None
-                caller.cancel()
 
-
+@dataclass
 class _Caller:
     """What the actor keeps for one caller."""
 
-    def __init__(self) -> None:
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.answers: list[Answer] = []
-        self.ready, self.idle = asyncio.Event(), asyncio.Event()  # something, or all there was, is answered
-        self.heard_at = asyncio.get_running_loop().time()
+    heard_at: float
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # something is answered
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # all there was is answered
 
     def answer(self, call_id: int, kind: int, value: Any) -> None:
         self.answers.append((call_id, kind, value))

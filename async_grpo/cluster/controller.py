@@ -23,8 +23,7 @@ from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 GENERATION = "generation"  # the kind of worker that every run needs
-# kind -> its members, and the rewards each one names
-RollCall = dict[str, tuple[list[WorkerInfo], list[str]]]
+RollCall = dict[str, list[WorkerInfo]]  # kind -> its members
 
 
 class RunController:
@@ -57,9 +56,9 @@ class RunController:
     async def settings(self) -> SharedRunSettings:
         return self._settings
 
-    async def register(self, info: WorkerInfo, handle: Any, rewards: str) -> list[WeightPackage]:
+    async def register(self, info: WorkerInfo, handle: Any) -> list[WeightPackage]:
         """See `RegisteredWorkers`."""
-        return await self._workers[info.kind].register(info, handle, rewards)
+        return await self._workers[info.kind].register(info, handle)
 
     async def activate(self, info: WorkerInfo, version: int) -> list[WeightPackage]:
         """See `RegisteredWorkers`."""
@@ -92,7 +91,8 @@ class RunController:
 
     async def roll_call(self) -> tuple[RollCall, list[str]]:
         """The workers by kind, and what others refused the run for."""
-        return {kind: workers.roll_call() for kind, workers in self._workers.items()}, self._refusals
+        members = {kind: workers.registry.members() for kind, workers in self._workers.items()}
+        return members, self._refusals
 
     async def start_batcher(
         self,

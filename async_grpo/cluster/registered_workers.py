@@ -27,7 +27,6 @@ class _Worker:
 
     info: WorkerInfo
     handle: Any
-    rewards: str
     link: WorkerLink
     is_joining: bool = False  # on its own way to the current weights: no sync may cross it
     progress: asyncio.Future[dict[str, Any]] | None = None  # asked for, and not yet taken
@@ -53,7 +52,7 @@ class RegisteredWorkers:
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
 
-    async def register(self, info: WorkerInfo, handle: Any, rewards: str) -> list[WeightPackage]:
+    async def register(self, info: WorkerInfo, handle: Any) -> list[WeightPackage]:
         """Let a worker in; returns what it must load, and prove, before `activate`.
 
         Nothing before the first sync, which it then takes part in, and nothing where weights travel outside the
@@ -63,7 +62,7 @@ class RegisteredWorkers:
         self.registry.register(info)
         name, worker_id = f"{self.kind} worker {info.worker_id}", info.worker_id
         link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
-        worker = self.by_id[worker_id] = _Worker(info, handle, rewards, link)
+        worker = self.by_id[worker_id] = _Worker(info, handle, link)
         if self.is_frozen:
             self.registry.activate(worker_id)
         worker.is_joining = bool(self._self_test and self._current())
@@ -86,18 +85,13 @@ class RegisteredWorkers:
 
     def _current(self) -> list[WeightPackage]:
         """The current weights, if they are in a package."""
-        return [self._package] if self._package is not None and self._package.chunks else []
+        return [self._package] if self._package and self._package.chunks else []
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced: it gets no more work. Unknown ids are ignored (it may be told twice)."""
         self.registry.deregister(worker_id, reason)
         if worker := self.by_id.pop(worker_id, None):
             worker.link.close()
-
-    def roll_call(self) -> tuple[list[WorkerInfo], list[str]]:
-        """The members, and the rewards that each of them names."""
-        workers = self.by_id.values()
-        return [worker.info for worker in workers], [worker.rewards for worker in workers]
 
     def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles.

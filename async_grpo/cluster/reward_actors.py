@@ -35,34 +35,22 @@ SLOTS_PER_ACTOR = 8  # adapter processes of one verifier actor: they share its m
 class VerifierActor(ChannelServer):
     """Some killable processes of one adapter, on any node. Each is a slot, called by `score SLOT` and the like."""
 
-    def __init__(
-        self,
-        source: RewardRegistrySource,
-        adapter: str,
-        config: RewardConfig,
-        environment: Mapping[str, str],
-    ) -> None:
-        self._make = partial(
-            AdapterProcess,
-            source,
-            adapter,
-            config.options_by_name,
-            environment=environment,
-            memory_limit_bytes=round(config.reward_memory_gb * 2**30),
-        )
-        self._slots: dict[int, AdapterProcess] = {}
-        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open, "close": self._close}
+    def __init__(self, make_process: Callable[[], AdapterProcess]) -> None:
+        self._make_process = make_process
+        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open}
         self.serve(self._methods)
 
     async def _open(self, slot: int) -> dict[str, Any]:
         """Start a process; returns what a queue wants to know of a worker (see `VerifierWorker`)."""
-        process = self._slots[slot] = self._make()
-        self._methods |= {f"score {slot}": process.score, f"post_process {slot}": process.post_process}
+        process = self._make_process()
+        calls: dict[str, Callable[..., Awaitable[Any]]] = {
+            "score": process.score,
+            "post_process": process.post_process,
+            "close": process.close,
+        }
+        self._methods |= {f"{name} {slot}": call for name, call in calls.items()}
         await process.start()
         return {name: getattr(process, name) for name in ("capacity", "prefetch", "has_post_process")}
-
-    async def _close(self, slot: int) -> None:
-        await self._slots.pop(slot).close()
 
 
 class RunVerification:
@@ -177,7 +165,15 @@ class RunVerification:
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
-            host = _VerifierHost(adapter, self._source, adapter, self._config, self._environment)
+            make_process = partial(
+                AdapterProcess,
+                self._source,
+                adapter,
+                self._config.options_by_name,
+                environment=self._environment,
+                memory_limit_bytes=round(self._config.reward_memory_gb * 2**30),
+            )
+            host = _VerifierHost(adapter, make_process)
             hosts.append(host)
         slot = await host.open()
         if limits is None:
@@ -189,8 +185,8 @@ class RunVerification:
 class _VerifierHost:
     """A `VerifierActor` as the pool sees it."""
 
-    def __init__(self, adapter: str, *arguments: Any) -> None:
-        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(*arguments)
+    def __init__(self, adapter: str, make_process: Callable[[], AdapterProcess]) -> None:
+        self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(make_process)
         self.channel = Channel(self.actor, f"verifier of {adapter}")
         self.slots: set[int] = set()
 
@@ -208,7 +204,7 @@ class _VerifierHost:
         """End a process; with the last one its actor goes, too."""
         try:
             if not self.channel.lost:  # of the last one, too: its reward may have a `close`
-                await self.channel.call("close", slot)
+                await self.channel.call(f"close {slot}")
         finally:
             self.slots.discard(slot)  # not before, or the first to be closed would end the actor of all
             if not self.slots or self.channel.lost:

@@ -39,10 +39,7 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:
-    """Wait for a worker of each kind that the run needs.
-
-    Returns:
-        The reward names that the generation workers were started with ("" if they named none).
+    """Wait for a worker of each kind that the run needs; returns the rewards that they name ("" if they name none).
 
     Raises:
         ConfigurationError: see `missing_workers`.
@@ -53,7 +50,7 @@ def await_workers(controller: Any, config: RunConfig) -> str:
         roll_call, refusals = answer(controller.roll_call.remote())
         missing = missing_workers(roll_call, refusals, config.samples_per_question)
         if not missing:
-            return max(roll_call[GENERATION][1])
+            return max(info.rewards for info in roll_call[GENERATION])
         if time.monotonic() > give_up:
             raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
         if time.monotonic() > next_word:
@@ -71,7 +68,7 @@ def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_qu
     if refusals:
         raise ConfigurationError("; ".join(refusals))
     missing = []
-    for kind, (members, _) in roll_call.items():
+    for kind, members in roll_call.items():
         mode, what = f"logprob --role {kind}", f"{kind} logprob worker"
         if kind == GENERATION:
             mode, what = GENERATION, "generation worker"
@@ -79,8 +76,8 @@ def missing_workers(roll_call: RollCall, refusals: Sequence[str], samples_per_qu
             missing.append(f"no {what} (python worker_dispatcher.py --mode {mode} ...)")
     if missing:
         return "; and ".join(missing)
-    members, rewards = roll_call[GENERATION]
-    if len(named := sorted(set(rewards) - {""})) > 1:
+    members = roll_call[GENERATION]
+    if len(named := sorted({info.rewards for info in members} - {""})) > 1:
         raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
     capacity = max(info.max_sequences for info in members)
     if capacity < samples_per_question:

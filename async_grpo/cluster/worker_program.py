@@ -1,7 +1,4 @@
-"""What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends.
-
-The worker is an actor, around an engine or a `LogprobWorker`: it joins the run, and follows its weights.
-"""
+"""What `worker_dispatcher.py` does: find the run, start one worker for it, and stay until either of them ends."""
 
 import asyncio
 import contextlib
@@ -57,9 +54,9 @@ class WorkerActor(ChannelServer):
         self._loading = asyncio.Lock()
         self._version: int | None = None
 
-    async def enlist(self, controller: Any, info: WorkerInfo, rewards: str) -> None:
+    async def enlist(self, controller: Any, info: WorkerInfo) -> None:
         """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
-        packages = await controller.register.remote(info, ray.get_runtime_context().current_actor, rewards)
+        packages = await controller.register.remote(info, ray.get_runtime_context().current_actor)
         while packages:
             for package in packages:
                 prove_landed(package, {info.worker_id: await self.update_weights(package)})
@@ -105,7 +102,6 @@ class GenerationActor(WorkerActor):
         return await step(*args)
 
     async def until_failure(self) -> str:
-        """Waits for the engine to die; returns why."""
         return await self._engine.until_failure()
 
     async def close(self) -> None:
@@ -179,11 +175,8 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
             f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
             f"{settings.run_name!r} trains: start the worker with the trainer's --model-name-or-path"
         )
-    if context_length(model_path) < settings.max_total_tokens:
-        raise ConfigurationError(
-            f"--model_path {model_path} reaches {context_length(model_path)} tokens, the run needs "
-            f"{settings.max_total_tokens}"
-        )
+    if (reach := context_length(model_path)) < (needed := settings.max_total_tokens):
+        raise ConfigurationError(f"--model_path {model_path} reaches {reach} tokens, the run needs {needed}")
 
 
 def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controller: Any, closed: Any) -> None:
@@ -200,9 +193,8 @@ def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controll
     config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
     try:
         max_tokens = _unless_closed(actor.start.remote(config, settings), closed, config.start_timeout_s)
-        info = WorkerInfo(worker_id, kind, places, max_tokens, world_size=config.tensor_parallel_size)
-        joining = actor.enlist.remote(controller, info, config.reward_fns)
-        _unless_closed(joining, closed, config.start_timeout_s)
+        info = WorkerInfo(worker_id, kind, places, max_tokens, config.tensor_parallel_size, config.reward_fns)
+        _unless_closed(actor.enlist.remote(controller, info), closed, config.start_timeout_s)
         log.info("worker %s is at work", worker_id)
         doing = "died"
         reason = str(_unless_closed(actor.until_failure.remote(), closed, None))
@@ -224,14 +216,7 @@ class _RunIsOver(Exception):
 
 
 def _unless_closed(answer: Any, closed: Any, timeout_s: float | None) -> Any:
-    """`answer`, unless the run ends first.
-
-    Raises:
-        _RunIsOver: it did.
-        DeadlineExceeded: neither came in time.
-        WorkerLost: the trainer, and with it the run's controller, died.
-        RayError: the answer is an error.
-    """
+    """`answer`, unless the run ends first (_RunIsOver), or its trainer and with it the controller dies (WorkerLost)."""
     ready, _ = ray.wait([answer, closed], timeout=timeout_s)
     if not ready:
         raise DeadlineExceeded(f"it was not ready within {timeout_s:.0f} s (--start-timeout-s)")

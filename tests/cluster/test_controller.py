@@ -81,8 +81,8 @@ def controller(links) -> RunController:
     return RunController(SETTINGS, 5.0, links)
 
 
-def worker(worker_id: str = "g0", kind: str = "generation", max_sequences: int = 8) -> WorkerInfo:
-    return WorkerInfo(worker_id, kind, max_sequences, 1000)
+def worker(worker_id="g0", kind="generation", max_sequences=8, rewards="") -> WorkerInfo:
+    return WorkerInfo(worker_id, kind, max_sequences, 1000, rewards=rewards)
 
 
 def package(version: int, chunks: list | None = None) -> WeightPackage:
@@ -105,24 +105,24 @@ async def synced_to(controller: RunController) -> set[str]:
 
 async def test_a_run_starts_when_every_kind_of_worker_is_there_and_says_what_is_missing(controller):
     assert "no generation worker (python worker_dispatcher.py --mode generation" in await lacking(controller)
-    await controller.register(worker("g0"), "handle", "countdown")
+    await controller.register(worker("g0", rewards="countdown"), "handle")
     assert (await lacking(controller)).startswith("no reference logprob worker (python worker_dispatcher.py")
-    await controller.register(worker("r0", kind="reference"), "handle", "")
+    await controller.register(worker("r0", kind="reference"), "handle")
     assert await lacking(controller) == ""
 
 
 async def test_a_group_that_fits_no_worker_is_refused(controller):
-    await controller.register(worker("g0", max_sequences=7), "handle", "")
-    await controller.register(worker("r0", kind="reference"), "handle", "")
+    await controller.register(worker("g0", max_sequences=7), "handle")
+    await controller.register(worker("r0", kind="reference"), "handle")
     with pytest.raises(ConfigurationError, match=r"a group of 8 .* takes 7 sequences"):
         await lacking(controller)
 
 
 async def test_workers_that_name_different_rewards_do_not_start_a_run(controller):
-    await controller.register(worker("r0", kind="reference"), "handle", "")
+    await controller.register(worker("r0", kind="reference"), "handle")
     for number, rewards in enumerate(("countdown", "", "format")):
         assert await lacking(controller) == "" or not number
-        await controller.register(worker(f"g{number}"), "handle", rewards)
+        await controller.register(worker(f"g{number}", rewards=rewards), "handle")
     with pytest.raises(ConfigurationError, match="different rewards: countdown / format"):
         await lacking(controller)
 
@@ -147,12 +147,10 @@ async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weight
     controller,
 ):
     """It joins while weights are on their way: it waits, and is handed the self-test and the new weights."""
-    assert (
-        await controller.register(worker("early"), "handle", "") == []
-    )  # nothing to load before the first sync
+    assert await controller.register(worker("early"), "handle") == []  # nothing to load before the first sync
     await controller.end_sync(package(SELF_TEST), [])
     assert await synced_to(controller) == {"early"}
-    joining = asyncio.create_task(controller.register(worker("late"), "handle", ""))
+    joining = asyncio.create_task(controller.register(worker("late"), "handle"))
     assert await is_waiting(joining)  # not between begin and end
     await controller.end_sync(package(5), ["early"])
     assert [p.version for p in await joining] == [SELF_TEST, 5]
@@ -165,7 +163,7 @@ async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weight
 
 async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
     for name in ("g0", "g1"):
-        await controller.register(worker(name), "handle", "")
+        await controller.register(worker(name), "handle")
     await controller.begin_sync()
     await controller.end_sync(package(0), ["g1"])
     workers = controller._workers["generation"]
@@ -175,12 +173,12 @@ async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
 async def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(controller):
     await controller.end_sync(package(SELF_TEST), [])
     await controller.end_sync(package(5, chunks=[]), [])
-    assert await controller.register(worker("late"), "handle", "") == []
+    assert await controller.register(worker("late"), "handle") == []
     assert await synced_to(controller) == {"late"}
 
 
 async def test_the_reference_is_never_sent_weights_and_works_at_once(controller):
-    await controller.register(worker("r0", kind="reference"), "handle", "")
+    await controller.register(worker("r0", kind="reference"), "handle")
     assert await synced_to(controller) == set()
     lease = await controller._workers["reference"].registry.acquire(1, 1)
     assert lease.worker_id == "r0"
@@ -188,17 +186,17 @@ async def test_the_reference_is_never_sent_weights_and_works_at_once(controller)
 
 async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller, links):
     """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
-    await controller.register(worker("early"), "handle", "")
+    await controller.register(worker("early"), "handle")
     await controller.end_sync(package(SELF_TEST), [])
     await controller.begin_sync()
     await controller.end_sync(package(3), ["early"])
-    await controller.register(worker("late"), "handle", "")
+    await controller.register(worker("late"), "handle")
     links.lost["generation worker late"](WorkerLost("late died: killed"))
-    members, _ = (await controller.roll_call())[0]["generation"]
+    members = (await controller.roll_call())[0]["generation"]
     assert [info.worker_id for info in members] == ["early"] and links.closed == ["generation worker late"]
     with pytest.raises(WorkerLost, match="late was given up"):
         await controller.activate(worker("late"), 3)
-    assert await controller.register(worker("late"), "handle", "") != []  # and it may come again
+    assert await controller.register(worker("late"), "handle") != []  # and it may come again
 
 
 async def generate(controller: RunController, count: int = 8, **options: Any) -> list[Completion]:
@@ -208,7 +206,7 @@ async def generate(controller: RunController, count: int = 8, **options: Any) ->
 
 async def at_work(controller: RunController, *names: str) -> None:
     for name in names:
-        await controller.register(worker(name), "handle", "")
+        await controller.register(worker(name), "handle")
     await controller.end_sync(package(0), names)
 
 

@@ -56,7 +56,7 @@ def call(reference: Any) -> Any:
 
 def register(run: Any, handle: Any, *ids: str, kind: str = "generation", rewards: str = "") -> None:
     for worker_id in ids:
-        call(run.register.remote(worker(worker_id, kind=kind), handle, rewards))
+        call(run.register.remote(worker(worker_id, kind=kind, rewards=rewards), handle))
 
 
 def test_a_missing_worker_is_named_and_so_is_a_second_run_and_the_rewards_are_those_that_workers_name(
@@ -74,7 +74,7 @@ def test_a_missing_worker_is_named_and_so_is_a_second_run_and_the_rewards_are_th
 
 def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle):
     def members() -> list[str]:
-        return [info.worker_id for info in call(run.roll_call.remote())[0]["generation"][0]]
+        return [info.worker_id for info in call(run.roll_call.remote())[0]["generation"]]
 
     register(run, handle, "g0")
     assert members() == ["g0"]

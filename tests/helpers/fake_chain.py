@@ -106,7 +106,7 @@ class Chain:
         async def start() -> InProcessWorker:
             worker = InProcessWorker(kind.start(SimpleNamespace(model_path=self.folder), SETTINGS))
             info = WorkerInfo(worker_id, "generation", 2 * MEMBERS, worker.engine.kv_cache_tokens)
-            await self.controller.register(info, worker, "")
+            await self.controller.register(info, worker)
             return worker
 
         return self.loop.run(start())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,11 @@ async def test_a_runs_verifiers_get_the_variables_as_an_argument_and_its_paramet
     environment = config.reward_environment()
     assert "42.5" not in repr(config) and environment == {"MY_KEY": "42.5"}
     monkeypatch.delenv("MY_KEY")  # as on another node
-    actor = VerifierActor(RewardRegistrySource.from_file(registry), "key", config, environment)
+    source = RewardRegistrySource.from_file(registry)
+    actor = VerifierActor(partial(AdapterProcess, source, "key", environment=environment))
     await actor._open(0)
     assert (await actor._methods["score 0"]({"completion": ""}, 20.0)).reward == 42.5
-    await actor._close(0)
+    await actor._methods["close 0"]()
 
 
 async def test_the_way_of_a_verdict_is_short(registry, monkeypatch):
