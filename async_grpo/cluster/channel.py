@@ -200,6 +200,8 @@ class Channel:
                 pending.put_nowait((kind, value))
                 if kind != ITEM:
                     del self._pending[call_id]
+            elif kind == ITEM:  # Ray may change the order of messages: the cancellation came before the call
+                self._send((call_id, None, ()))
 
     async def _poll(self) -> None:
         silence_s = POLL_S + GRACE_S

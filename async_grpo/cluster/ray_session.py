@@ -15,21 +15,11 @@ from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
 # The only variables that reach another process through Ray: its job table is readable by all users of the cluster.
 # Nothing that belongs to one node (devices, addresses, interfaces), and nothing that may hold a key.
-FORWARDED = (
-    "PYTHONPATH",
-    "HF_HUB_OFFLINE",
-    "TRANSFORMERS_OFFLINE",
-    "TOKENIZERS_PARALLELISM",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NCCL_DEBUG",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "VLLM_LOGGING_LEVEL",
-    "VLLM_ATTENTION_BACKEND",
-    "VLLM_USE_FLASHINFER_SAMPLER",
-    "JUDGE_URLS",
-    "HTTP_SCORER_URLS",
-)
+FORWARDED = """
+    PYTHONPATH HF_HUB_OFFLINE TRANSFORMERS_OFFLINE TOKENIZERS_PARALLELISM OMP_NUM_THREADS MKL_NUM_THREADS NCCL_DEBUG
+    TORCH_NCCL_ASYNC_ERROR_HANDLING VLLM_LOGGING_LEVEL VLLM_ATTENTION_BACKEND VLLM_USE_FLASHINFER_SAMPLER JUDGE_URLS
+    HTTP_SCORER_URLS
+""".split()
 FORWARDED_PREFIXES = ("VLLM_CPU_",)
 
 CONTROLLER = "controller"  # name of the run's `RunController`

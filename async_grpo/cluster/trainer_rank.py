@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -75,11 +76,8 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     await_workers(controller, config)
-    metrics = MetricsWriter(config.output_path, config.num_steps, samples_file)
-    try:
+    with closing(MetricsWriter(config.output_path, config.num_steps, samples_file)) as metrics:
         _run_loop(config, prepared.settings, ranks, experience, controller, metrics)
-    finally:
-        metrics.close()
     close_run(controller, f"{config.num_steps} steps are done")
 
 

@@ -1,9 +1,8 @@
 """`Publisher`: the trainer's side of a weight sync, as a transaction with a proof.
 
-    gather and pack (all ranks)  ->  deliver: every engine pauses, loads, answers, resumes  ->  prove  ->  commit
+    gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-The engines pause for the loading alone: gathering comes before. vLLM's pause(keep) freezes its scheduler, so the
-canary can only be answered right after the resume; no optimizer step is taken before the proof has held.
+The engines pause for the loading alone, and no optimizer step is taken before the proof has held.
 """
 
 import re
@@ -29,7 +28,7 @@ NamedTensors = Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
 MIN_TOLERANCE = 5e-5
-MAX_ROUNDING = {"float32": 5e-5, "bfloat16": 0.3}
+MAX_ROUNDING = {torch.float32: 5e-5, torch.bfloat16: 0.3}
 # Units in the last place of the wire dtype by which a healthy engine may miss the canary's movement in the self-test
 ROUNDINGS = 4.5
 
@@ -49,9 +48,6 @@ class Canary:
 
 class TransactionalPublisher(ABC, Generic[Way]):
     """What every transport has in common: a self-test first if asked for, then the weights, each with its proof.
-
-    The self-test begins with the unchanged weights: what engine and trainer then differ by is their rounding, and the
-    measure of every tolerance after it. At each later sync the *change* of that difference is judged.
 
     Args:
         engines: on rank 0 alone.
@@ -90,7 +86,8 @@ class TransactionalPublisher(ABC, Generic[Way]):
         return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
 
     def _run_self_test(self, model: nn.Module) -> None:
-        """The weights as they are, then one round per group of tensors in which only these are changed."""
+        """The weights as they are: what engine and trainer then differ by is their rounding, and the measure of every
+        tolerance after it. Then one round per group of tensors in which only these are changed."""
         unchanged = self._draft(model, SELF_TEST)
         self._remember(self._transact(model, unchanged))
         weights, restored = dict(self._named_weights(model)), frozenset[str]()
@@ -108,13 +105,11 @@ class TransactionalPublisher(ABC, Generic[Way]):
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
         expected = self._canary.logprobs(model, self._canary.token_ids)
-        if self._rounding is None:
-            measured = MAX_ROUNDING[str(self._wire_dtype).removeprefix("torch.")]
-        else:
+        measured = MAX_ROUNDING[self._wire_dtype]
+        if self._rounding is not None:
             measured = max(3 * self._rounding, MIN_TOLERANCE)
-        return WeightPackage(
-            version, {}, [], self._canary.token_ids, expected, self._config.canary_tolerance or measured
-        )
+        tolerance = self._config.canary_tolerance or measured
+        return WeightPackage(version, {}, [], self._canary.token_ids, expected, tolerance)
 
     def _remember(self, differences: Differences) -> None:
         self._last = differences

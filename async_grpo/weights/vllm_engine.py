@@ -75,17 +75,12 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 def shared_bytes(payload: memoryview | bytes, name: str) -> Iterator[str]:
     """A path under which other processes of this user can open (and mmap) `payload` while the block runs.
 
-    The bytes live as long as a process holds them open: after a SIGKILL on either side nothing stays in /dev/shm.
+    After a SIGKILL on either side nothing stays in /dev/shm.
     """
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        view = memoryview(payload).cast("B")
-        written = 0
-        while written < len(view):  # a single write stops at 2 GiB
-            written += os.write(descriptor, view[written : written + (1 << 30)])
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb") as memory:
+        memory.write(payload)
+        memory.flush()
+        yield f"/proc/{os.getpid()}/fd/{memory.fileno()}"
 
 
 @dataclass
