@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import ray
 
@@ -19,7 +18,7 @@ from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
-from async_grpo.protocols import WeightPublisher
+from async_grpo.protocols import Engines, ExperienceSource, MetricsSink, StepHook
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.distributed import Ranks, distributed_run
@@ -53,7 +52,7 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
             controller = find_controller(config.run_name, config.start_timeout_s)
             settings = answer(controller.settings.remote())
             experience = RemoteExperience(config, controller, ranks.rank, [])
-            _run_loop(config, settings, ranks, experience, controller=None, metrics=None)
+            make_trainer(config, settings, ranks, experience, hook=experience).run()
     ray.shutdown()
 
 
@@ -77,25 +76,31 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     await_workers(controller, config)
     with closing(MetricsWriter(config.output_path, config.num_steps, samples_file)) as metrics:
-        _run_loop(config, prepared.settings, ranks, experience, controller, metrics)
+        engines = RayEngines(controller, config.sync_timeout_s)
+        make_trainer(config, prepared.settings, ranks, experience, engines, metrics, experience).run()
     close_run(controller, f"{config.num_steps} steps are done")
 
 
-def _run_loop(
+def make_trainer(
     config: RunConfig,
     settings: SharedRunSettings,
     ranks: Ranks,
-    experience: RemoteExperience,
-    controller: Any,
-    metrics: MetricsWriter | None,
-) -> None:
+    source: ExperienceSource,
+    engines: Engines | None = None,
+    metrics: MetricsSink | None = None,
+    hook: StepHook | None = None,
+) -> Trainer:
+    """The trainer of one rank. Rank 0 alone reaches engines and writes metrics: the others take part in the gathering."""
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(_own_code(config)))
     policy = _policy(config, settings, ranks)
-    Trainer(
+    length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
+    canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
+    make_publisher, dtype = get_transport(settings.transport).make_publisher, torch_dtype(settings.dtype)
+    return Trainer(
         policy=policy,
         accumulator=_accumulator(config, settings, policy, ranks),
-        source=experience,
-        publisher=_publisher(config, settings, ranks, controller),
+        source=source,
+        publisher=make_publisher(engines, named_weights, canary, dtype, ranks.rank, config),
         metrics=metrics,
         checkpoints=CheckpointWriter(
             config.output_path,
@@ -107,8 +112,8 @@ def _run_loop(
         ),
         ranks=ranks,
         num_steps=config.num_steps,
-        hook=experience,
-    ).run()
+        hook=hook,
+    )
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
@@ -141,17 +146,6 @@ def _accumulator(
         max_grad_norm=config.max_grad_norm,
         update_stats=config.update_stats,
     )
-
-
-def _publisher(
-    config: RunConfig, settings: SharedRunSettings, ranks: Ranks, controller: Any
-) -> WeightPublisher:
-    """Engines are reached from rank 0 alone (the others have no controller here, and take part in the gathering)."""
-    length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
-    canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
-    engines = RayEngines(controller, config.sync_timeout_s) if controller else None
-    make = get_transport(settings.transport).make_publisher
-    return make(engines, named_weights, canary, torch_dtype(settings.dtype), ranks.rank, config)
 
 
 def _own_code(config: RunConfig) -> dict[str, str]:

@@ -1,21 +1,20 @@
 """A whole run in one process, without vLLM, Ray or torchrun: controller, fake engines, verifiers, trainer, publisher."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from tiny_policy import VOCAB, save_tiny_model
 
 from async_grpo.cluster.controller import RunController
+from async_grpo.cluster.trainer_rank import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
 from async_grpo.generation.config import engine_class
-from async_grpo.modeling.load import load_causal_lm
-from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import (
     FakeVerification,
@@ -24,17 +23,8 @@ from async_grpo.testing import (
     InProcessWorker,
     LoopThread,
 )
-from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.distributed import distributed_run
-from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import build_policy_optimizer
-from async_grpo.training.sharding import canary_logprobs, shard_policy
-from async_grpo.training.trainer import Trainer
 from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.publisher import Canary
-from async_grpo.weights.transports import get_transport
 
 STEPS, GROUPS, MEMBERS = 3, 2, 4
 SETTINGS = SharedRunSettings(
@@ -92,11 +82,17 @@ class Chain:
     """A controller in a thread with some engines, and a trainer in this one."""
 
     def __init__(
-        self, folder: Path, engines: int = 1, engine: type | str = "fake", config: RunConfig | None = None
+        self,
+        folder: Path,
+        engines: int = 1,
+        engine: type | str = "fake",
+        config: RunConfig | None = None,
+        transport: str = SETTINGS.transport,
     ) -> None:
-        self.folder, self.config = save_tiny_model(folder / "model"), config or chain_config()
-        self.loop, self.lines = LoopThread(), Lines()
-        self.transport = SETTINGS.transport
+        self.folder, self.loop, self.lines = save_tiny_model(folder / "model"), LoopThread(), Lines()
+        paths = {"model_name_or_path": str(self.folder), "output_dir": str(self.folder / "out")}
+        self.config = replace(config or chain_config(), **paths)
+        self.settings = replace(SETTINGS, transport=transport)
         self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, self.config.scheduling)
         self.link = InProcessLink(self.loop, self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
@@ -122,25 +118,8 @@ class Chain:
         self.loop.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
-                self._trainer(ranks).run()
+                source = InProcessExperience(self.loop, self.controller)
+                make_trainer(self.config, self.settings, ranks, source, self.link, self.lines).run()
         finally:
             self.loop.run(self.controller.stop())
         return self.lines
-
-    def _trainer(self, ranks: Any) -> Trainer:
-        policy = PolicyModel(load_causal_lm(self.folder, "float32"))
-        shard_policy(policy, ranks, dtype="float32", gradient_checkpointing=False)
-        optimizer, scheduler = build_policy_optimizer(policy, self.config, self.config.num_steps)
-        canary = Canary(Canary.text(VOCAB, 16), canary_logprobs)
-        return Trainer(
-            policy=policy,
-            accumulator=GradientAccumulator(policy, optimizer, scheduler, Objective(self.config), ranks),
-            source=InProcessExperience(self.loop, self.controller),
-            publisher=get_transport(self.transport).make_publisher(
-                self.link, named_weights, canary, torch.float32, ranks.rank, WeightConfig()
-            ),
-            metrics=self.lines,
-            checkpoints=CheckpointWriter(self.folder / "out", self.folder, ranks),
-            ranks=ranks,
-            num_steps=self.config.num_steps,
-        )

@@ -68,8 +68,7 @@ def test_a_transport_of_ones_own_is_one_file(tmp_path):
     """safetensors files in a folder, named by FILE.py:NAME; nothing in the package knows of it."""
     source = tmp_path / "by_folder.py"
     source.write_text(FOLDER_TRANSPORT.replace("FOLDER", str(tmp_path)))
-    chain = Chain(tmp_path)
-    chain.transport = f"{source}:folder"
+    chain = Chain(tmp_path, transport=f"{source}:folder")
     lines = chain.train()
     assert [line["policy_version"] for line in lines] == [1, 2, 3] and lines[-1]["canary_error"] < 1e-5
     assert len(list(tmp_path.rglob("*.safetensors"))) > 4
