@@ -26,16 +26,15 @@ class NotPortable(Exception):
 class Echo(ChannelServer):
     """Counts its messages, so that a test can see how many a burst of calls took."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.messages, self.running, self.cancelled = 0, 0, 0
-        handlers = {"echo": self.echo, "sleep": self.sleep, "fail": self.fail, "counts": self.counts}
-        self.serve({**handlers, "items": self.items})
+        self.serve({name: getattr(self, name) for name in ("echo", "sleep", "fail", "counts", "items")})
 
     async def exchange(self, caller_id, calls, waits):
         self.messages += bool(calls)
         return await super().exchange(caller_id, calls, waits)
 
-    async def echo(self, value):
+    def echo(self, value):
         return value
 
     async def sleep(self, seconds: float) -> str:
@@ -146,13 +145,14 @@ async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_
 
 
 async def test_an_actor_that_stops_answering_is_lost_after_the_deadline(echo, monkeypatch):
-    monkeypatch.setattr("async_grpo.cluster.channel.GRACE_S", 1.0)
+    for name, value in (("POLL_S", 1.5), ("GRACE_S", 0.5)):
+        monkeypatch.setattr(f"async_grpo.cluster.channel.{name}", value)
     channel = Channel(echo, "stuck worker")
     pid = await echo.pid.remote()
     assert await channel.call("echo", 1) == 1
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(WorkerLost, match="stuck worker did not answer for 11 s"):
+        with pytest.raises(WorkerLost, match="stuck worker did not answer for 2 s"):
             await channel.call("sleep", 60)
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -103,6 +103,12 @@ async def synced_to(controller: RunController) -> set[str]:
     return {info.worker_id for info, _ in await controller.begin_sync()}
 
 
+async def at_work(controller: RunController, *names: str) -> None:
+    for name in names:
+        await controller.register(worker(name), "handle")
+    await controller.end_sync(package(0), names)
+
+
 async def test_a_run_starts_when_every_kind_of_worker_is_there_and_says_what_is_missing(controller):
     assert "no generation worker (python worker_dispatcher.py --mode generation" in await lacking(controller)
     await controller.register(worker("g0", rewards="countdown"), "handle")
@@ -111,23 +117,24 @@ async def test_a_run_starts_when_every_kind_of_worker_is_there_and_says_what_is_
     assert await lacking(controller) == ""
 
 
-async def test_a_group_that_fits_no_worker_is_refused(controller):
-    await controller.register(worker("g0", max_sequences=7), "handle")
-    await controller.register(worker("r0", kind="reference"), "handle")
-    with pytest.raises(ConfigurationError, match=r"a group of 8 .* takes 7 sequences"):
+@pytest.mark.parametrize(
+    ("offered", "why"),
+    [
+        ([worker(max_sequences=7)], r"a group of 8 .* takes 7 sequences"),
+        (
+            [worker("g0", rewards="countdown"), worker("g1"), worker("g2", rewards="format")],
+            "different rewards: countdown / format",
+        ),
+    ],
+)
+async def test_workers_that_cannot_do_this_run_are_refused(controller, offered, why):
+    for info in (*offered, worker("r0", kind="reference")):
+        await controller.register(info, "handle")
+    with pytest.raises(ConfigurationError, match=why):
         await lacking(controller)
 
 
-async def test_workers_that_name_different_rewards_do_not_start_a_run(controller):
-    await controller.register(worker("r0", kind="reference"), "handle")
-    for number, rewards in enumerate(("countdown", "", "format")):
-        assert await lacking(controller) == "" or not number
-        await controller.register(worker(f"g{number}", rewards=rewards), "handle")
-    with pytest.raises(ConfigurationError, match="different rewards: countdown / format"):
-        await lacking(controller)
-
-
-async def test_another_model_is_refused_on_both_sides(controller, tmp_path):
+async def test_another_model_or_one_whose_context_is_too_short_is_refused_on_both_sides(controller, tmp_path):
     for path in MODEL.iterdir():
         text = path.read_bytes()
         (tmp_path / path.name).write_bytes(text.replace(b'"hidden_size": 128', b'"hidden_size": 64'))
@@ -136,9 +143,6 @@ async def test_another_model_is_refused_on_both_sides(controller, tmp_path):
     await controller.refuse(str(refusal.value))
     with pytest.raises(ConfigurationError, match="another architecture or vocabulary"):
         await lacking(controller)
-
-
-def test_a_model_whose_context_is_too_short_is_refused():
     with pytest.raises(ConfigurationError, match="the run needs 100000"):
         worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
 
@@ -162,12 +166,10 @@ async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weight
 
 
 async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
-    for name in ("g0", "g1"):
-        await controller.register(worker(name), "handle")
-    await controller.begin_sync()
-    await controller.end_sync(package(0), ["g1"])
-    workers = controller._workers["generation"]
-    assert [(await workers.registry.acquire(4, 1)).worker_id for _ in range(2)] == ["g1", "g1"]
+    await controller.register(worker("g0"), "handle")
+    await at_work(controller, "g1")
+    registry = controller._generation.registry
+    assert [(await registry.acquire(4, 1)).worker_id for _ in range(2)] == ["g1", "g1"]
 
 
 async def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(controller):
@@ -186,28 +188,20 @@ async def test_the_reference_is_never_sent_weights_and_works_at_once(controller)
 
 async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller, links):
     """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
-    await controller.register(worker("early"), "handle")
     await controller.end_sync(package(SELF_TEST), [])
-    await controller.begin_sync()
-    await controller.end_sync(package(3), ["early"])
+    await at_work(controller, "early")
     await controller.register(worker("late"), "handle")
     links.lost["generation worker late"](WorkerLost("late died: killed"))
     members = (await controller.roll_call())[0]["generation"]
     assert [info.worker_id for info in members] == ["early"] and links.closed == ["generation worker late"]
     with pytest.raises(WorkerLost, match="late was given up"):
-        await controller.activate(worker("late"), 3)
+        await controller.activate(worker("late"), 0)
     assert await controller.register(worker("late"), "handle") != []  # and it may come again
 
 
 async def generate(controller: RunController, count: int = 8, **options: Any) -> list[Completion]:
     prompt = Prompt(0, np.array([1, 2]), {})
     return [c async for c in controller._generation.generate(prompt, count, **options)]
-
-
-async def at_work(controller: RunController, *names: str) -> None:
-    for name in names:
-        await controller.register(worker(name), "handle")
-    await controller.end_sync(package(0), names)
 
 
 async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_lost_one_is_fenced(
@@ -232,9 +226,8 @@ async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody
     assert [answer["paused_s"] for answer in await controller._generation._progress(timeout_s=0.05)] == [1.0]
     assert time.monotonic() - started < 0.15
     await asyncio.sleep(0.2)
-    assert (
-        len(await controller._generation._progress(timeout_s=0.05)) == 2
-    )  # g0's new one, and g1's of before
+    # g0's new one, and g1's of before
+    assert len(await controller._generation._progress(timeout_s=0.05)) == 2
 
 
 async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):

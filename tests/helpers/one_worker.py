@@ -1,6 +1,5 @@
 """A queue with one process, as a pool uses it: what is lost is tried again."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ class OneWorker:
     ) -> None:
         self.process = AdapterProcess(source, adapter, options, **limits)
         self.queue = AdapterQueue(adapter, self._make, 1, Timeouts(backoff_s=(0.0,)))
+        self.start, self.close = self.queue.start, self.queue.close
 
     async def _make(self, _: str) -> AdapterProcess:
         await self.process.start()
@@ -28,21 +28,15 @@ class OneWorker:
     def pid(self) -> int | None:
         return self.process.pid
 
-    async def start(self) -> None:
-        await self.queue.start()
-
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)
-        return await self.queue.score(sample)
+        return await self._within(timeout_s).score(sample)
 
-    async def post_process(
-        self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
-    ) -> list[AdapterResult]:
-        self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)
-        return await self.queue.post_process(samples, results)
+    async def post_process(self, samples: list, results: list, timeout_s: float) -> list[AdapterResult]:
+        return await self._within(timeout_s).post_process(samples, results)
 
-    async def close(self) -> None:
-        await self.queue.close()
+    def _within(self, timeout_s: float) -> AdapterQueue:
+        self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)
+        return self.queue
 
     async def __aenter__(self) -> Self:
         await self.start()
