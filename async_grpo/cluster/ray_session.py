@@ -1,5 +1,7 @@
 """Joining a Ray cluster, finding a run on it by name, asking its controller, and how actors are made."""
 
+import contextlib
+import itertools
 import logging
 import os
 import re
@@ -95,17 +97,15 @@ def find_controller(run_name: str, deadline_s: float) -> Any:
         DeadlineExceeded: it did not appear in time.
     """
     what = f"waiting for a trainer to open the run {run_name!r}"
-    give_up, announced = time.monotonic() + deadline_s, False
-    while True:
-        try:
+    give_up = time.monotonic() + deadline_s
+    for attempt in itertools.count():
+        with contextlib.suppress(ValueError):
             return ray.get_actor(CONTROLLER)
-        except ValueError:
-            if time.monotonic() > give_up:
-                raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s") from None
-            if not announced:
-                log.info("%s ...", what)
-                announced = True
-            time.sleep(0.2)
+        if attempt == 0:
+            log.info("%s ...", what)
+        if time.monotonic() > give_up:
+            raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s")
+        time.sleep(0.2)
 
 
 def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:

@@ -15,9 +15,9 @@ from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
 from async_grpo.modeling import full_tensor
-from async_grpo.protocols import EngineControl, Receipt, TensorRecord, WeightPackage
+from async_grpo.protocols import Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.package import record
-from async_grpo.weights.publisher import NamedTensors, TransactionalPublisher
+from async_grpo.weights.publisher import NamedTensors, Publisher
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RecordingSource:
         return ((n, t) for n, t in self.named_weights(self.model) if self.names is None or n in self.names)
 
 
-class NCCLPublisher(TransactionalPublisher[EngineControl]):
+class NCCLPublisher(Publisher):
     """The same transaction. The group has a fixed membership: when the set of workers has changed it is built anew before
     the next sync, so a late worker joins at a step's end."""
 

@@ -7,11 +7,10 @@ The engines pause for the loading alone, and no optimizer step is taken before t
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +18,10 @@ from safetensors.torch import save
 from torch import nn
 
 from async_grpo.modeling import full_tensor, local_shard
-from async_grpo.protocols import EngineControl, EngineLink, Receipt, TensorRecord, WeightPackage
+from async_grpo.protocols import Engines, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST, Differences, prove_landed, record, rms
 
-Way = TypeVar("Way", bound=EngineLink | EngineControl)  # to the engines
 NamedTensors = Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
@@ -46,8 +44,10 @@ class Canary:
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
 
-class TransactionalPublisher(ABC, Generic[Way]):
-    """What every transport has in common: a self-test first if asked for, then the weights, each with its proof.
+class Publisher:
+    """`WeightPublisher` that sends packages: a self-test first if asked for, then the weights, each with its proof.
+
+    Other transports change `_send`.
 
     Args:
         engines: on rank 0 alone.
@@ -55,9 +55,11 @@ class TransactionalPublisher(ABC, Generic[Way]):
         wire_dtype: the engines' dtype: what is sent, and what the digests speak of.
     """
 
+    chunk_bytes = 256 << 20
+
     def __init__(
         self,
-        engines: Way | None,
+        engines: Engines | None,
         named_weights: NamedTensors,
         canary: Canary,
         wire_dtype: torch.dtype,
@@ -131,22 +133,13 @@ class TransactionalPublisher(ABC, Generic[Way]):
         self._engines.commit(package, list(receipts))
         return differences
 
-    @abstractmethod
     def _send(
         self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None
     ) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
-        """Bring the tensors to every engine; None on ranks that only take part in the gathering."""
+        """Bring the tensors to every engine; None on ranks that only take part in the gathering.
 
-
-class Publisher(TransactionalPublisher[EngineLink]):
-    """Sends the policy's weights to all engines in packages."""
-
-    chunk_bytes = 256 << 20
-
-    def _send(
-        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None
-    ) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
-        """Gather every tensor in turn; rank 0 keeps them, in chunks of safetensors images."""
+        Every tensor is gathered in turn; rank 0 keeps them, in chunks of safetensors images.
+        """
         manifest: dict[str, TensorRecord] = {}
         package = replace(draft, manifest=manifest, chunks=[])
         pending: dict[str, torch.Tensor] = {}

@@ -10,7 +10,7 @@ from importlib import import_module
 from async_grpo.options.source_file import find_entry
 from async_grpo.protocols import WeightPublisher
 
-MakePublisher = Callable[..., WeightPublisher]  # of what `publisher.TransactionalPublisher` takes
+MakePublisher = Callable[..., WeightPublisher]  # of what `publisher.Publisher` takes
 
 
 @dataclass(frozen=True)
