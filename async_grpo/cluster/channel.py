@@ -40,7 +40,7 @@ Answer = tuple[int, int, Any]  # id, kind, value
 class ChannelServer:
     """The actor's half. Mixed into an actor class, which must be async and call `serve` once."""
 
-    poll_s, forget_s = POLL_S, FORGET_S
+    poll_s, forget_s, answer_delay_s = POLL_S, FORGET_S, ANSWER_DELAY_S
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
         """Offer `handlers`: name -> function, coroutine function, or async generator function (for `stream`)."""
@@ -74,7 +74,7 @@ class ChannelServer:
             if caller.tasks:  # others may be about to finish
                 caller.idle.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(caller.idle.wait(), ANSWER_DELAY_S)
+                    await asyncio.wait_for(caller.idle.wait(), self.answer_delay_s)
         answers, caller.answers = caller.answers, []
         return answers
 

@@ -31,6 +31,7 @@ class RateLimitActor(ChannelServer):
     def __init__(self, resumed: bool = False, silence_s: float = SILENCE_S) -> None:
         self._limiter, self._out = Limiter(resumed=resumed), set[tuple[str, int]]()
         self.poll_s, self.forget_s = silence_s / 6, silence_s
+        self.answer_delay_s = 0.01  # a permit that travels is a slot that is not used
         self.serve({"hold": self._hold, "release": self._release, "stats": self._stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
