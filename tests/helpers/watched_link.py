@@ -1,33 +1,24 @@
 """An `EngineLink` to one engine that passes every self-test, and is asked what it would show if it lost a tensor."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from safetensors.torch import load
 
-from async_grpo.protocols import Manifest, Receipt, WeightPackage
+from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.package import SELF_TEST, rms
 from async_grpo.weights.publisher import self_test_groups
 
 
 class WatchedLink:
-    """In each watched round of a self-test, every tensor that the round changes is lost in turn.
+    """In each watched round (None: in all) of a self-test, every tensor that the round changes is lost in turn.
 
-    Args:
-        update: puts tensors into the engine, and returns its receipt.
-        canary: the engine's log-probs of a text.
-        weights: of the engine at its start.
-        watched: numbers of the rounds, or None for all.
+    update: puts tensors into the engine, and returns its receipt. canary: the engine's log-probs of a text.
+    weights: of the engine at its start.
     """
 
-    def __init__(
-        self,
-        update: Callable[[Mapping[str, torch.Tensor]], Manifest],
-        canary: Callable[[np.ndarray], np.ndarray],
-        weights: Mapping[str, torch.Tensor],
-        watched: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, update, canary, weights: Mapping[str, torch.Tensor], watched=None):
         self._update, self._canary = update, canary
         self._held = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._groups = self_test_groups(weights)

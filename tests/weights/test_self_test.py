@@ -14,7 +14,7 @@ from watched_link import WatchedLink
 
 from async_grpo.errors import WeightsDidNotLand
 from async_grpo.modeling.policy import PolicyModel, named_weights
-from async_grpo.protocols import Manifest, Receipt, WeightPackage
+from async_grpo.protocols import Manifest
 from async_grpo.training.sharding import canary_logprobs
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import record
@@ -42,16 +42,16 @@ def fresh_model(layers: int, hidden: int) -> Qwen2ForCausalLM:
 
 
 class Engine(WatchedLink):
-    """A bfloat16 model of transformers'; `bias` is added to all that it computes."""
+    """A bfloat16 model of transformers'; `bias` is added to all that it computes. `is_stale`: it loads no more."""
 
-    def __init__(self, layers: int, hidden: int, watched: tuple[int, ...] = ()) -> None:
-        self.model, self.bias = fresh_model(layers, hidden), 0.0
+    def __init__(self, layers: int, hidden: int, watched: tuple[int, ...] = ()):
+        self.model, self.bias, self.is_stale = fresh_model(layers, hidden), 0.0, False
         self.weights = dict(self.model.named_parameters())
         super().__init__(self.update, self.logprobs, self.weights, watched)
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.items() if not self.is_stale else ():
             self.weights[name].copy_(tensor)
         return {name: record(tensor) for name, tensor in tensors.items()}
 
@@ -69,8 +69,11 @@ def publisher(engine: Engine, tolerance: float | None = None) -> Publisher:
     return Publisher(engine, named_weights, canary, torch.bfloat16, 0, config)
 
 
-def policy_of(layers: int, hidden: int) -> PolicyModel:
-    return PolicyModel(fresh_model(layers, hidden))
+@pytest.fixture
+def synced():
+    """A small engine, its trainer's publisher and policy."""
+    engine = Engine(2, 256)
+    return engine, publisher(engine), PolicyModel(fresh_model(2, 256))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def policy_of(layers: int, hidden: int) -> PolicyModel:
 def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(layers, hidden, watched):
     """Group 0 lies outside the layers. Before, all tensors were changed at once by noise of at least 0.1."""
     engine = Engine(layers, hidden, watched)
-    metrics = publisher(engine).publish(policy_of(layers, hidden), 0, self_test=True)
+    metrics = publisher(engine).publish(PolicyModel(fresh_model(layers, hidden)), 0, self_test=True)
     assert len(engine.healthy) == layers + 1 and max(engine.healthy) < 0.75
     assert len(engine.lost) == sum(2 + (hidden >= 2048) if group == 0 else 12 for group in watched)
     assert min(engine.lost.values()) > 1.5
@@ -94,9 +97,8 @@ def change(model: PolicyModel, size: float) -> None:
             parameter.add_(size * torch.randn(parameter.shape).to(parameter.dtype))
 
 
-def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_measured():
-    engine, policy = Engine(2, 256), policy_of(2, 256)
-    sender = publisher(engine)
+def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_measured(synced):
+    engine, sender, policy = synced
     sender.publish(policy, 0, self_test=True)
     rounding = engine.tolerances[-1] / 3
     assert rounding < 0.01  # the tolerance was 0.3 before
@@ -107,26 +109,19 @@ def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_meas
         sender.publish(policy, 2)
 
 
-def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync():
-    engine, policy = Engine(2, 256), policy_of(2, 256)
+def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync(synced):
+    engine, sender, policy = synced
     engine.bias = 0.02
-    sender = publisher(engine)
     sender.publish(policy, 0)
     sender._rounding = 0.002  # 0.02 would be ten times too much
     change(policy, 0.002)
     assert sender.publish(policy, 1)["canary_error"] > 0.02
 
 
-def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
-    class Stale(Engine):
-        def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-            if package.version < 1:
-                return super().deliver(package)
-            return {"g0": (package.manifest, self.logprobs(package.canary_ids))}
-
-    engine, policy = Stale(2, 256), policy_of(2, 256)
-    sender = publisher(engine)
+def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved(synced):
+    engine, sender, policy = synced
     sender.publish(policy, 0, self_test=True)
+    engine.is_stale = True
     sender.publish(policy, 1)  # the same weights: nothing to see
     change(policy, 0.01)
     with pytest.raises(WeightsDidNotLand, match="policy version 2"):
@@ -135,5 +130,5 @@ def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
 
 def test_a_tolerance_that_is_given_is_the_one_that_counts():
     engine = Engine(2, 256)
-    publisher(engine, tolerance=0.5).publish(policy_of(2, 256), 0, self_test=True)
+    publisher(engine, tolerance=0.5).publish(PolicyModel(fresh_model(2, 256)), 0, self_test=True)
     assert set(engine.tolerances) == {0.5}
