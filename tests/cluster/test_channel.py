@@ -147,8 +147,8 @@ async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_
 async def test_an_actor_that_stops_answering_is_lost_after_the_deadline(echo, monkeypatch):
     for name, value in (("POLL_S", 1.5), ("GRACE_S", 0.5)):
         monkeypatch.setattr(f"async_grpo.cluster.channel.{name}", value)
+    pid = await echo.pid.remote()  # it has started
     channel = Channel(echo, "stuck worker")
-    pid = await echo.pid.remote()
     assert await channel.call("echo", 1) == 1
     os.kill(pid, signal.SIGSTOP)
     try:
