@@ -24,7 +24,7 @@ from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import build_optimizer
+from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN, MicroBatch
 
@@ -169,8 +169,8 @@ def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 def timed_steps(
     policy: PolicyModel, objective: Objective, ranks: Ranks, micro_batches: list[MicroBatch], steps: int
 ) -> dict[str, Any]:
-    optimizer, scheduler = build_optimizer(
-        policy.parameters(), OptimizerConfig(learning_rate=1e-6, lr_scheduler="constant")
+    optimizer, scheduler = build_policy_optimizer(
+        policy, OptimizerConfig(learning_rate=1e-6, lr_scheduler="constant")
     )
     accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks)
     seconds = []

@@ -1,10 +1,9 @@
 """AdamW and the learning-rate schedules. A step is an optimizer step; step 0 is the first."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -47,25 +46,18 @@ LR_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
 }
 
 
-def build_optimizer(
-    parameters: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
-    config: OptimizerConfig,
-    total_steps: int = 0,
+def build_policy_optimizer(
+    policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:
-    """AdamW over `parameters` (decay on all of them) and the schedule that scales its learning rates.
+    """AdamW over the policy, sharded or not (decay on all weights), and the schedule that scales its learning rates.
 
-    As for torch's own optimizers, `parameters` may be groups: {"params": ..., "lr": ...}.
-
-    Args:
-        total_steps: of the whole run, for the schedules that decay to its end.
-
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> _, schedule = build_optimizer([weight], OptimizerConfig(learning_rate=1.0, num_warmup_steps=4))
-    >>> schedule.get_last_lr()
-    [0.25]
+    The model is group 0, a value head group 1. total_steps: of the whole run, for the schedules that decay to its end.
     """
+    groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
+    if policy.value_head is not None:
+        groups.append({"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate})
     optimizer = AdamW(
-        parameters,
+        groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
@@ -74,13 +66,3 @@ def build_optimizer(
     )
     schedule, warmup_steps = LR_SCHEDULES[config.lr_scheduler], config.num_warmup_steps
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, warmup_steps, total_steps))
-
-
-def build_policy_optimizer(
-    policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
-) -> tuple[Optimizer, LambdaLR]:
-    """`build_optimizer` over the policy, sharded or not: the model is group 0, a value head group 1."""
-    groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
-    if policy.value_head is not None:
-        groups.append({"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate})
-    return build_optimizer(groups, config, total_steps)

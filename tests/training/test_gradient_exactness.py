@@ -20,7 +20,7 @@ from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import build_optimizer
+from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.types import dummy_micro_batch
 
@@ -127,8 +127,8 @@ def adamw_update(ranks):
     """Metrics of one real AdamW step, and the weights before and after."""
     sequences, _, _ = random_batch(0)
     policy = shard_policy(PolicyModel(tiny_model()), ranks)
-    optimizer, scheduler = build_optimizer(
-        policy.parameters(), OptimizerConfig(learning_rate=1e-3, lr_scheduler="constant")
+    optimizer, scheduler = build_policy_optimizer(
+        policy, OptimizerConfig(learning_rate=1e-3, lr_scheduler="constant")
     )
     accumulator = GradientAccumulator(
         policy, optimizer, scheduler, Objective(AlgorithmConfig()), ranks, update_stats=True
@@ -293,7 +293,7 @@ def test_the_schedule_advances_with_updates_only(alone):
     policy = shard_policy(PolicyModel(tiny_model()), alone)
     settings = OptimizerConfig(learning_rate=1.0, num_warmup_steps=4)
     accumulator = GradientAccumulator(
-        policy, *build_optimizer(policy.parameters(), settings), Objective(AlgorithmConfig()), alone
+        policy, *build_policy_optimizer(policy, settings), Objective(AlgorithmConfig()), alone
     )
     rates = []
     for micro_batch in (pack(random_batch(2)[0]), dummy_micro_batch(token_id=1), pack(random_batch(6)[0])):

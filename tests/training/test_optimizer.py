@@ -1,22 +1,27 @@
 """Schedules against transformers' own, AdamW against its formula."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import get_scheduler
 
 from async_grpo.training.config import OptimizerConfig
-from async_grpo.training.optimizer import LR_SCHEDULES, build_optimizer
+from async_grpo.training.optimizer import LR_SCHEDULES, build_policy_optimizer
 
 WARMUP, TOTAL = 5, 20
+
+
+def policy_of(weight):
+    return SimpleNamespace(model=torch.nn.ParameterList([weight]), value_head=None)
 
 
 def learning_rates(steps=TOTAL, **options):
     """The learning rate that each of the first `steps` optimizer steps is taken with."""
     weight = torch.nn.Parameter(torch.zeros(1))
     config = OptimizerConfig(**({"learning_rate": 1.0, "num_warmup_steps": WARMUP} | options))
-    optimizer, schedule = build_optimizer([weight], config, TOTAL)
+    optimizer, schedule = build_policy_optimizer(policy_of(weight), config, TOTAL)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -62,7 +67,7 @@ def test_the_update_is_that_of_adamw(beta1, beta2, epsilon):
     options = {"learning_rate": 0.1, "lr_scheduler": "constant", "weight_decay": 0.5}
     if (beta1, beta2) != (0.9, 0.95):  # which are the defaults
         options |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_epsilon": epsilon}
-    optimizer, _ = build_optimizer([weight], OptimizerConfig(**options))
+    optimizer, _ = build_policy_optimizer(policy_of(weight), OptimizerConfig(**options))
     value, first, second = 2.0, 0.0, 0.0
     for step, gradient in enumerate([1.0, -3.0, 0.5], start=1):
         weight.grad = torch.tensor([gradient])
