@@ -65,8 +65,7 @@ class Limiter:
         """
         if not 0 <= tokens < math.inf:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
-        if (queue := self._queues.get(key)) is None:
-            queue = self._queues[key] = _Queue(limits, self._resumed)
+        queue = self._queues.setdefault(key, _Queue(self._resumed))
         queue.set(key, limits)
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         queue.append(phase, turn, float(tokens))
@@ -100,7 +99,7 @@ class Limiter:
 class _Queue:
     """The calls of one key: those that wait, by phase, and those that are out."""
 
-    def __init__(self, limits: Limits, resumed: bool) -> None:
+    def __init__(self, resumed: bool) -> None:
         self._requests, self._tokens = Meter(resumed=resumed), Meter(resumed=resumed)
         # By phase, the next one first: each turn's tokens, and since when it waits
         self._phases: dict[str, dict[asyncio.Future[int], tuple[float, float]]] = {}
@@ -161,10 +160,8 @@ class _Queue:
             del self._phases[phase][turn]
             self._phases[phase] = self._phases.pop(phase)
             permit = next(self._ids)
-            self.permits[permit] = (
-                self._requests.start(1.0, now, since),
-                self._tokens.start(tokens, now, since),
-            )
+            started = self._requests.start(1.0, now, since), self._tokens.start(tokens, now, since)
+            self.permits[permit] = started
             self._granted += 1
             turn.set_result(permit)
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -269,16 +268,4 @@ def test_the_keeper_can_be_told_to_end(model, program):
     assert not programs(port_of(server.urls[0]))
     with pytest.raises(WorkerLost, match="does not run"):
         server.check()
-    server.close()
-
-
-def test_a_server_is_started_in_any_thread(model, program):
-    """Signals belong to the main thread, and the kernel's parent-death signal to the thread that forked."""
-    server = server_of(model)
-    starter = threading.Thread(target=server.start)
-    starter.start()
-    starter.join()
-    time.sleep(3 * server_module.POLL_S)
-    server.check()
-    assert server.deaths() == []
     server.close()
