@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
@@ -30,7 +31,8 @@ from async_grpo.rewards.http.endpoint import (
 )
 from async_grpo.rewards.http.exchange import OUTCOMES, Exchange, RequestFailed
 from async_grpo.rewards.http.rate_limiter import RateLimiter
-from async_grpo.rewards.http.replicas import Replica, Replicas, first_answer, quantile
+from async_grpo.rewards.http.replicas import Replica, Replicas, first_answer
+from async_grpo.rewards.verifier_worker import quantile
 
 HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}  # others are failures of the replica
 BAD_REPLIES = 2  # of one call: a third one would be bad, too
@@ -170,13 +172,11 @@ class EndpointClient:
     async def _ask(self, call: _Call) -> dict[str, Any]:
         """One attempt, with a rival if it is slow."""
         share = self._endpoint.hedge_quantile
-        patience_s = quantile(self._latencies, share, ENOUGH) if share is not None else None
         try:
-            if patience_s is None:
+            if share is None or len(self._latencies) < ENOUGH:
                 return await self._request(call)
-            return await first_answer(
-                lambda sent: self._request(call, sent), lambda url: self._rival(call, url), patience_s
-            )
+            patience_s = quantile(self._latencies, share)
+            return await first_answer(partial(self._request, call), partial(self._rival, call), patience_s)
         except RequestFailed as failure:
             call.last_failure = str(failure)
             call.bad_replies += failure.outcome == "bad_reply"

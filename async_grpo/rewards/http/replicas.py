@@ -148,15 +148,6 @@ class Replicas:
         replica.open_s, replica.open_until = seconds, time.monotonic() + seconds
 
 
-def quantile(seconds: Collection[float], share: float, enough: int) -> float | None:
-    """The nearest-rank quantile; None of fewer than `enough`.
-
-    >>> quantile([n / 1000 for n in range(1, 101)], 0.95, enough=20), quantile([], 0.5, enough=1)
-    (0.095, None)
-    """
-    return sorted(seconds)[math.ceil(share * len(seconds)) - 1] if len(seconds) >= enough else None
-
-
 async def first_answer(
     start: Callable[[asyncio.Future[str]], Awaitable[Any]],
     rival: Callable[[str], Awaitable[Any]],

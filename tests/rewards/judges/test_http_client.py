@@ -31,7 +31,7 @@ from async_grpo.rewards.http.endpoint import (
 from async_grpo.rewards.http.exchange import retry_after_s
 from async_grpo.rewards.http.http_client import ENOUGH, EndpointClient
 from async_grpo.rewards.http.rate_limiter import Limiter
-from async_grpo.rewards.http.replicas import Replicas, first_answer, quantile
+from async_grpo.rewards.http.replicas import Replicas, first_answer
 
 GRACE_S = 1.0  # how much later than its deadline a call may end, on a busy machine
 GOOD = reply({"score": 0.5})
@@ -587,16 +587,6 @@ async def test_cancelling_a_hedged_call_cancels_both_and_gives_both_permits_back
         with pytest.raises(asyncio.CancelledError):
             await call
         assert book.out == 0 and counted(client) == {"ok": 20, "cancelled": 2}
-
-
-def test_a_quantile_is_the_smallest_latency_that_enough_of_the_others_do_not_exceed():
-    draw = random.Random(3)
-    for count in (1, 2, 7, 100):
-        seconds = [draw.choice([0.1, 0.2, draw.random()]) for _ in range(count)]
-        for share in (0.01, 0.5, 0.95, 1.0):
-            least = min(x for x in seconds if sum(y <= x for y in seconds) >= share * count - 1e-9)
-            assert quantile(seconds, share, enough=1) == least
-    assert quantile([1.0], 0.5, enough=2) is None
 
 
 # Permits and tokens
