@@ -58,10 +58,13 @@ async def test_the_same_question_is_paid_for_once_and_a_hit_reports_its_own_time
 class Timed:
     """A worker that serves one sample after the other; knows when it began each."""
 
-    capacity = 1
+    capacity, has_post_process = 1, True
 
     def __init__(self):
         self.starts, self.closed = [], False
+
+    async def post_process(self, samples, results, timeout_s):
+        return results
 
     async def score(self, sample, timeout_s):
         self.starts.append(time.monotonic())
@@ -85,6 +88,7 @@ async def test_limits_of_a_reward_in_a_process_hold_where_its_calls_start():
     await pool.start()
     rows = [{"completion": "", "seconds": 0.5 if n < 2 else 0.0} for n in range(12)]
     verdicts = await asyncio.gather(*map(pool.verify, rows))
+    assert await pool.post_process(rows, verdicts) == verdicts  # no limit holds up what asks nobody
     await pool.close()
     starts = sorted(workers[0].starts + workers[1].starts)
     assert len(starts) == 12 and min(b - a for a, b in itertools.pairwise(starts)) > 0.08  # 0.1 s each
