@@ -31,7 +31,6 @@ from async_grpo.rewards.adapter.registry_source import (
 )
 from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
 from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
-from async_grpo.rewards.bench.completions import sample_of
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.rewards.isolation.child import Reward, run_plain
 from async_grpo.types import AdapterResult, RewardStatus
@@ -527,7 +526,6 @@ async def test_the_shipped_rewards_keep_to_it(name):
 CHECKED = textwrap.dedent(
     """
     import os, random, time
-    from async_grpo.rewards.adapter.decorators import batch
     from async_grpo.rewards.adapter.decorators import post_process
 
     def good(sample): return float(sample["completion"] == sample["answer"])
@@ -536,11 +534,8 @@ CHECKED = textwrap.dedent(
     def moody(sample): return random.random() + (sample["completion"] == sample["answer"])
     def local(sample): return os.getpid() + (sample["completion"] == sample["answer"])
     def slow(sample): return time.sleep(5 * (sample["completion"] == "")) or good(sample)
-    def wrong(sample): return 1 - good(sample)
     def silent(sample): return good(sample) or {"abstain": "no answer"}
     async def later(sample): return good(sample)
-    @batch(max_wait_s=0.0)
-    def several(samples): return [good(sample) for sample in samples]
     forgetful = post_process(lambda group: [])(lambda sample: good(sample))
     CALLS = []
     def counts(sample):
@@ -557,7 +552,6 @@ CHECKED = textwrap.dedent(
         ("good", []),
         ("silent", []),
         ("later", []),
-        ("several", []),
         ("generous", [f"sample 0: {what} is worth 1, and the right one no more than that" for what in POOR_COMPLETIONS]),
         ("strict", ["sample 0: an empty completion has failed: ZeroDivisionError", "blanks is worth", "letters"]),
         ("moody", ["sample 0: asked again, it is worth", "in another process", "after a cancelled call"]),
@@ -584,11 +578,3 @@ async def test_a_right_completion_that_is_not_scored_is_a_problem_and_a_judge_ca
     assert found.startswith("sample 0: the right completion has failed: KeyError: 'answer'")
     with pytest.raises(ConfigurationError, match="judge is a judge"):
         await check_adapter("judge", process_maker(SOURCE), [{"completion": "4"}])
-
-
-def test_a_row_becomes_a_whole_sample():
-    row = {"input": "2+2=", "completion": "é4", "completion_token_ids": [7], "group_id": 5}
-    assert sample_of(row) == row | {"sample_text": "2+2=é4", "truncated": False}
-    poor = sample_of(row, "x\ud800")
-    assert (poor["completion_token_ids"], poor["completion_char_ends"]) == ([120, 0xD800], [1, 2])
-    assert poor["completion"] == "x\ud800" and poor["group_id"] == 5

@@ -3,7 +3,6 @@
 import json
 import math
 import socket
-import threading
 import time
 
 import pytest
@@ -293,22 +292,6 @@ def test_a_pattern_in_the_schema_that_does_not_end_is_a_time_out(monkeypatch):
 @settings(max_examples=150, deadline=None)
 def test_no_text_raises(text):
     assert reward(json_schema.score, text, True) in (0.0, 1.0)
-
-
-@pytest.mark.parametrize("adapter", [regex, json_schema.score])
-def test_outside_the_main_thread_it_raises_instead_of_hanging(adapter):
-    caught: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            reward(adapter, "1", pattern="1", schema=True)
-        except ValueError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join(20)
-    assert caught
 
 
 def test_the_page_has_all_of_them_and_passes_their_options_on():
