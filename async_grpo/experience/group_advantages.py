@@ -58,13 +58,9 @@ class GroupAdvantages:
         one_column = not rewards_on_tokens and self.entry.one_column_does(self._options)
         batch = RewardTensors(self.config, self.facts, groups, samples, one_column=one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
-        filters = self.config.zero_variance == "filter"
-        kept = torch.tensor(
-            [
-                num_scored(group) >= self.config.min_valid_samples and (not filters or self.has_signal(group))
-                for group in groups
-            ]
-        )
+        enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]
+        teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]
+        kept = torch.tensor(enough) & torch.tensor(teaches)
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
         if self.entry.compares_with_greedy:
             valid &= batch.has_baseline

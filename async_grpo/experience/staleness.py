@@ -61,8 +61,7 @@ class StepComplete:
     groups: list[Group]
 
 
-Event = list[MicroBatch] | StepComplete
-"""What the ranks get: a micro-batch for each of them, or the end of the step."""
+Event = list[MicroBatch] | StepComplete  # a micro-batch for each rank, or the end of the step
 
 
 class StepAssembler:

@@ -109,9 +109,8 @@ def _own_gpu(local_rank: int) -> torch.device:
 def leave(code: int = 0) -> None:
     """End this process now, its output flushed, without taking the interpreter down.
 
-    Gloo's threads may still hold the last collective's tensors when Python is finalised, and then abort: a rank that did
-    all its work would end with a signal, and torchrun would call the run failed (FSDP's meshes keep the process group
-    alive, so destroying it does not end those threads).
+    Gloo's threads, which FSDP's meshes keep alive, may still hold the last collective's tensors when Python is finalised,
+    and then abort: a rank that did all its work would end with a signal, and torchrun would call the run failed.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
