@@ -33,14 +33,7 @@ class _Worker:
 
 
 class RegisteredWorkers:
-    """One per kind of worker.
-
-    Args:
-        kind: "generation", "reference" or "proximal".
-        grace_s: how long `lease` waits while no worker at all is registered.
-        connect: makes the link to a worker of its handle.
-        policy: which worker gets the next piece of work.
-    """
+    """One per kind of worker: "generation", "reference" or "proximal". See `RunController` for the arguments."""
 
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind, self._connect = kind, connect
@@ -122,10 +115,7 @@ class RegisteredWorkers:
 
 
 class LeasedWorker:
-    """One worker, for as many sequences as were leased and while the block runs.
-
-    `WorkerLost` in the block fences the worker and goes no further: the work is to be done again.
-    """
+    """One worker while the block runs. `WorkerLost` fences it and goes no further: the work is to be done again."""
 
     def __init__(self, workers: RegisteredWorkers, lease: Lease) -> None:
         self._workers, self._lease = workers, lease

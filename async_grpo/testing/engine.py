@@ -116,7 +116,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
-        """What the coroutine returns, waited for from outside the loop."""
+        """What the coroutine returns."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
@@ -134,13 +134,10 @@ class InProcessWorker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    @staticmethod
-    def connect(
-        handle: "InProcessWorker", name: str, on_lost: Callable[[WorkerLost], None]
-    ) -> "InProcessWorker":
-        """`Connect`."""
-        handle._on_lost = on_lost
-        return handle
+    def connect(self, name: str, on_lost: Callable[[WorkerLost], None]) -> Self:
+        """`Connect`: a worker is its own handle."""
+        self._on_lost = on_lost
+        return self
 
     def die(self, reason: str) -> None:
         """From now on every call, and every completion under way, is lost."""
@@ -148,19 +145,18 @@ class InProcessWorker:
         self._on_lost(self._lost)
 
     async def call(self, method: str, *args: Any) -> Any:
-        self._check()
-        answer = getattr(self.engine, method)(*args)
+        answer = self._handler(method)(*args)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
-        self._check()
-        async for item in getattr(self.engine, method)(*args):
-            self._check()
+        async for item in self._handler(method)(*args):
+            self._handler(method)  # lost meanwhile?
             yield item
 
-    def _check(self) -> None:
+    def _handler(self, method: str) -> Callable[..., Any]:
         if self._lost:
             raise self._lost
+        return getattr(self.engine, method)
 
     def close(self) -> None:
         """There is nothing to let go of."""
