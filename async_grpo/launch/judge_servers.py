@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.compatibility import Broken, idle, refuse_broken
-from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
@@ -55,27 +54,7 @@ class LocalJudge(RewardConfig):
 
     def check_judge(self, visible: Sequence[str]) -> None:
         """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
-        refuse_broken(self, _broken(self))
-        if self.judge_model is None:
-            return
-        if not Path(self.judge_model).is_dir():
-            raise ConfigurationError(f"--judge-model {self.judge_model}: there is no such folder")
-        if self.judge_gpus is None:
-            return
-        wrong = ""
-        # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
-        unknown = [repr(gpu) for gpu in self.shared_gpus if gpu not in visible]
-        if not visible:
-            wrong = ", but no GPU is visible here: leave it out, and the judge runs on the CPU"
-        elif unknown:
-            wrong = (
-                f": {', '.join(unknown)} is none of the visible GPUs, which are {', '.join(visible)} "
-                "(CUDA_VISIBLE_DEVICES)"
-            )
-        elif len(self.shared_gpus) != self.judge_replicas:
-            wrong = f" must name one GPU for each of the {self.judge_replicas} servers"
-        if wrong:
-            raise ConfigurationError(f"--judge-gpus {self.judge_gpus}{wrong}")
+        refuse_broken(self, _broken(self, visible))
 
     @property
     def shared_gpus(self) -> list[str]:
@@ -88,15 +67,28 @@ class LocalJudge(RewardConfig):
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
 
 
-def _broken(c: LocalJudge) -> Broken:
+def _broken(c: LocalJudge, visible: Sequence[str]) -> Broken:
     if c.judge_model is None:
         flags = "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization"
         yield from idle(c, flags, "without --judge-model")
-    if c.judge_model is None and not c.judge_urls:
-        yield from idle(c, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
-    if c.judge_model is not None and c.judge_urls:
+        if not c.judge_urls:
+            yield from idle(c, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
+        return
+    if c.judge_urls:
         why = "stands beside --judge-model: the judges are asked at one of them, leave the other out"
         yield "judge_urls", why
+    if not Path(c.judge_model).is_dir():
+        yield "judge_model", "is no folder here"
+    # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
+    if unknown := ", ".join(repr(gpu) for gpu in c.shared_gpus if gpu not in visible):
+        shown = (
+            f"which are {', '.join(visible)}"
+            if visible
+            else "for there is none: leave it out, and the CPU serves"
+        )
+        yield "judge_gpus", f"names {unknown}, none of the visible GPUs, {shown} (CUDA_VISIBLE_DEVICES)"
+    if c.shared_gpus and len(c.shared_gpus) != c.judge_replicas:
+        yield "judge_gpus", f"must name one GPU for each of the {c.judge_replicas} servers"
 
 
 @contextmanager

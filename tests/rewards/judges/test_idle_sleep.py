@@ -165,17 +165,17 @@ def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(tmp_p
             {"judge_idle_sleep_s": 5.0},
             "--judge-idle-sleep-s 5.0 does nothing without --judge-model or --judge-urls",
         ),
-        ({"judge_model": "/no/such"}, "/no/such: there is no such folder"),
+        ({"judge_model": "/no/such"}, "--judge-model /no/such is no folder here"),
         ({"judge_model": str(MODEL), "judge_replicas": 0}, "--judge-replicas must be above 0"),
         ({"judge_model": str(MODEL), "judge_urls": "http://a"}, "the judges are asked at one of them"),
         ({"judge_model": str(MODEL), "judge_gpus": "4,5"}, "one GPU for each of the 1 servers"),
         (
             {"judge_model": str(MODEL), "judge_gpus": "0"},
-            r"--judge-gpus 0: '0' is none of the visible GPUs, which are 4, 5 \(CUDA_VISIBLE_DEVICES\)",
+            r"--judge-gpus 0 names '0', none of the visible GPUs, which are 4, 5 \(CUDA_VISIBLE_DEVICES\)",
         ),
         (
             {"judge_model": str(MODEL), "judge_gpus": "4,", "judge_replicas": 2},
-            "'' is none of the visible GPUs",
+            "names '', none of the visible GPUs",
         ),
         ({"judge_model": str(MODEL), "judge_idle_sleep_s": 0.0}, "--judge-idle-sleep-s must be above 0"),
         (
@@ -192,7 +192,7 @@ def test_settings_of_the_judge_that_cannot_work_are_refused(options, said, monke
 
 def test_without_gpus_a_judge_cannot_name_any(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigurationError, match="--judge-gpus 0, but no GPU is visible here: leave it out"):
+    with pytest.raises(ConfigurationError, match="--judge-gpus 0 names '0', .*there is none: leave it out"):
         LocalConfig(model_name_or_path="m", data_path="x", judge_model=str(MODEL), judge_gpus="0")
 
 
