@@ -29,10 +29,7 @@ _METHODS = ("start", "complete", "update", "canary", "progress", "until_failure"
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine that `--engine` names: an entry, or FILE.py:NAME of a class of the user's own.
-
-    Raises:
-        ConfigurationError: there is no such engine, or what the file defines is none.
+    """The engine that `--engine` names. ConfigurationError: there is none, or what the user's file defines is none.
 
     >>> engine_class("tgi")
     Traceback (most recent call last):

@@ -44,7 +44,7 @@ class TokenTimeline(StatLoggerBase):
 
 
 class GenerationWorker:
-    """One engine. `complete` may be called as often as wanted at once; updates wait for nobody (pause, keep)."""
+    """An `Engine` of vLLM. `complete` may be called as often as wanted at once; updates wait for nobody (pause, keep)."""
 
     worker_extension = WORKER_EXTENSION  # what vLLM's worker processes import
 
@@ -56,8 +56,7 @@ class GenerationWorker:
         self.paused_s = 0.0
         self._request_ids = itertools.count()
         self._updating = asyncio.Lock()
-        self._paused_at = 0.0
-        self._update_finished = True
+        self._paused_at, self._update_finished = 0.0, True
         self._broken_reason: str | None = None
         self._begun: dict[int, float] = {}  # unfinished request -> since when
         self._busy: list[tuple[float, float]] = []  # the intervals of the others
@@ -72,7 +71,6 @@ class GenerationWorker:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens that the engine's KV cache can hold at once."""
         cache = self.engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -136,9 +134,8 @@ class GenerationWorker:
     def _completion(self, output: CompletionOutput) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int32)
         if output.finish_reason not in ("stop", "length"):
-            raise WorkerLost(
-                f"the engine ended a request with {output.finish_reason!r} after {len(token_ids)} tokens"
-            )
+            end = f"{output.finish_reason!r} after {len(token_ids)} tokens"
+            raise WorkerLost(f"the engine ended a request with {end}")
         steps = zip(output.logprobs, output.token_ids, strict=True)
         stopped = output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
@@ -174,8 +171,7 @@ class GenerationWorker:
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
     async def pause(self, version: int) -> None:
-        """Hold all requests, for one update at a time. Those that come from now on wait, and are served by `version`:
-        they carry its salt, so that they neither find nor leave a prefix of other weights."""
+        """Hold all requests. Those that come from now on wait, and carry the salt of `version`, which will serve them."""
         await self._updating.acquire()
         try:
             self._paused_at = time.monotonic()
@@ -206,7 +202,6 @@ class GenerationWorker:
             self._updating.release()
 
     async def receipt(self, canary_ids: np.ndarray) -> Receipt:
-        """What the last update delivered, and the canary's log-probs under it."""
         return await self._manifest(), await self.canary(canary_ids)
 
     async def _manifest(self) -> Manifest:
@@ -229,7 +224,7 @@ class GenerationWorker:
         return np.asarray([0.0] + [step[token].logprob for step, token in steps], np.float32)
 
     async def until_failure(self, every_s: float = 1.0) -> str:
-        """Wait for the engine to die; returns how it was noticed. Finds a death that no request would meet."""
+        """See `Engine`; it finds a death that no request would meet."""
         while not self.engine.errored:
             await asyncio.sleep(every_s)
         return "the vLLM engine's processes died"
@@ -244,7 +239,6 @@ class GenerationWorker:
         return {"token_timeline": timeline, "paused_s": paused_s, "busy": busy}
 
     def close(self) -> None:
-        """Stop the engine and its processes."""
         self.engine.shutdown()
 
 

@@ -83,9 +83,8 @@ def split_off_guardian(owner_pid: int, close_fd: int, max_processes: int) -> Non
         owner -> guardian -> the new process -> whatever that starts
 
     The guardian ends everything below it when the new process ends, when the owner asks (SIGTERM) or dies, and when there
-    are more than `max_processes`: RLIMIT_NPROC would count all processes of the user, and none of root. A fork bomb
-    dies at once, as a group. One whose every process opens a session of its own is a race, which the guardian wins
-    where it may raise its priority (CAP_SYS_NICE). Nothing here keeps the new process from `kill(-1)`.
+    are more than `max_processes`: RLIMIT_NPROC would count all processes of the user, and none of root. A fork bomb whose
+    every process opens a session of its own is a race, which the guardian wins where it may raise its priority.
 
     Args:
         close_fd: a channel to the owner, open in the new process alone: the owner must see that it is closed.

@@ -79,12 +79,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def wait(self, main: Program) -> int:
-        """Wait for `main` to end, while all others run; returns its exit code.
-
-        Raises:
-            WorkerLost: another program ended first; says which, how, and the end of its output.
-            ConfigurationError: the same, when it refused its settings (exit code 2).
-        """
+        """Wait for `main` to end, while all others run; returns its exit code. Raises as `check`."""
         while main.process.poll() is None:
             try:
                 self.check(except_for=main)
@@ -101,7 +96,12 @@ class Supervisor:
             time.sleep(0.1)
 
     def check(self, except_for: Program | None = None) -> None:
-        """Raise WorkerLost if a program has died. (One that ends with 0 was told that the run is over.)"""
+        """See that no program has died. (One that ends with 0 was told that the run is over.)
+
+        Raises:
+            WorkerLost: says which, how, and the end of its output.
+            ConfigurationError: the same, when it refused its settings (exit code 2).
+        """
         if any(program.process.poll() for program in self._programs if program is not except_for):
             time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
             dead = [program for program in self._programs if program.process.poll()]
@@ -127,9 +127,7 @@ class Supervisor:
             except TimeoutError as error:  # the rest of the end must still be done
                 log.error("%s", error)
             self._programs.clear()
-            adopt_orphans(
-                False
-            )  # those of processes that are started after this are not this one's to collect
+            adopt_orphans(False)  # of processes that are started after this, others collect them
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

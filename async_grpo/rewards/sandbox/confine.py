@@ -38,10 +38,9 @@ _BIND_AND_CONNECT_TCP = _FOREIGN_SOCKETS_AND_SIGNALS = 0b11
 def confine(
     parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str] = LEVELS
 ) -> frozenset[str]:
-    """Confine this process for good. Returns the levels that stand, of those asked for.
+    """Confine this process for good, which dies with its parent. Returns the levels that stand, of those asked for.
 
     Args:
-        parent_pid: dies with it; exits at once if it is gone already.
         cpu_s: of processor time from now; SIGKILL ends the process then.
         memory_bytes: of address space.
     """
@@ -82,12 +81,10 @@ def _become_nobody() -> bool:
 
 def ruleset(version: int) -> bytes:
     """The kernel's `struct landlock_ruleset_attr` that forbids all it can, as long as that version knows it."""
-    fields = [(1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1]
-    if version >= 4:
-        fields.append(_BIND_AND_CONNECT_TCP)
-    if version >= 6:
-        fields.append(_FOREIGN_SOCKETS_AND_SIGNALS)
-    return struct.pack(f"={len(fields)}Q", *fields)
+    rights = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
+    num_fields = 1 + (version >= 4) + (version >= 6)
+    fields = (rights, _BIND_AND_CONNECT_TCP, _FOREIGN_SOCKETS_AND_SIGNALS)[:num_fields]
+    return struct.pack(f"={num_fields}Q", *fields)
 
 
 def _restrict_files(libc: ctypes.CDLL) -> bool:

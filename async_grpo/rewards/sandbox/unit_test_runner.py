@@ -1,8 +1,8 @@
-"""Runs a row's tests against code that lives in another process.
+"""Runs a row's tests, in an interpreter that the tested code never enters.
 
-The tests are executed here, by an interpreter that the tested code never enters. What they name and neither they nor
-Python define is asked of the other process: plain values arrive as data, other objects as a `Proxy`. So code can neither
-end, patch nor read its examination. To pass, it must send the values that the tests demand, which it never sees.
+What they name and neither they nor Python define is asked of the code's process: plain values arrive as data, other
+objects as a `Proxy`. So code can neither end, patch nor read its examination. To pass, it must send the values that the
+tests demand, which it never sees.
 """
 
 import ast
