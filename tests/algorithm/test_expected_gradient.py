@@ -5,23 +5,11 @@ of sum_t A_t * grad log pi(token t). The expectation is compared with the gradie
 """
 
 import itertools
-import math
 
 import pytest
 import torch
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-
-
-class Bandit:
-    """One token, a softmax over four actions with different rewards."""
-
-    rewards = torch.tensor([0.3, -1.0, 2.5, 0.1], dtype=torch.float64)
-    num_logits = 4
-
-    def completions(self, logits):
-        """(log-probs (C, T), rewards (C, T), mask (C, T)) of every completion; the log-probs carry the gradient."""
-        return logits.log_softmax(0)[:, None], self.rewards[:, None], torch.ones(4, 1)
 
 
 class TwoTokens:
@@ -33,6 +21,7 @@ class TwoTokens:
         self.per_token = per_token
 
     def completions(self, logits):
+        """(log-probs (C, T), rewards (C, T), mask (C, T)) of every completion; the log-probs carry the gradient."""
         first, second = logits[:2].log_softmax(0), logits[2:].reshape(2, 3).log_softmax(1)
         logprobs = torch.stack([torch.stack([first[i], second[i, j]]) for i in (0, 1) for j in (0, 1, 2)])
         last = torch.tensor([0.3, -1.0, 2.5, 0.1, 0.7, 0.0]).double()
@@ -94,15 +83,11 @@ def same(one, other):
     return torch.allclose(one, other, atol=1e-12, rtol=0)
 
 
-def cosine(one, other):
-    return (one @ other / math.sqrt(one @ one * (other @ other))).item()
-
-
-EQUAL_LENGTHS = [Bandit(), TwoTokens(per_token=False), TwoTokens(per_token=True)]
+EQUAL_LENGTHS = [TwoTokens(per_token=False), TwoTokens(per_token=True)]
 POLICIES = [*EQUAL_LENGTHS, StopsEarly()]
 
 
-@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rloo_expects_the_true_gradient(policy, group_size):
     assert same(expected_estimate(policy, "rloo", group_size), true_gradient(policy))
@@ -115,26 +100,18 @@ def test_remax_expects_the_true_gradient_whatever_its_baseline(policy):
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "opo"])
-@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("policy", EQUAL_LENGTHS)
 def test_a_sample_in_its_own_baseline_costs_one_part_in_the_group_size(name, policy, group_size):
     estimate = expected_estimate(policy, name, group_size)
     assert same(estimate, true_gradient(policy) * (group_size - 1) / group_size)
 
 
-def test_opo_leans_to_one_side_where_lengths_differ():
-    policy = StopsEarly()
-    assert cosine(expected_estimate(policy, "opo", 3), true_gradient(policy)) < 1 - 1e-6
-
-
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_the_lead_of_the_best_sample_follows_the_gradient_of_the_expected_best(group_size):
-    estimate = expected_estimate(Bandit(), "grpo_passk", group_size, normalize=False)
-    assert same(group_size * estimate, true_gradient(Bandit(), best_of=group_size))
-
-
-def test_division_by_the_deviation_is_not_a_rescaling():
-    assert cosine(expected_estimate(Bandit(), "grpo", 3), true_gradient(Bandit())) < 0.999
+    policy = TwoTokens(per_token=False)
+    estimate = expected_estimate(policy, "grpo_passk", group_size, normalize=False)
+    assert same(group_size * estimate, true_gradient(policy, best_of=group_size))
 
 
 @pytest.mark.parametrize("lam, unbiased", [(1.0, True), (0.5, False)])
@@ -142,8 +119,6 @@ def test_gae_expects_the_true_gradient_whatever_the_critic_says_of_a_prefix_if_n
     lam, unbiased
 ):
     policy = TwoTokens(per_token=True)
-    values = torch.tensor(
-        [[0.4, -3.0]] * 3 + [[0.4, 1.5]] * 3
-    )  # of the empty prefix, and of each first token
+    values = torch.tensor([[0.4, -3.0]] * 3 + [[0.4, 1.5]] * 3)  # of no token, and of each first one
     estimate = expected_estimate(policy, "gae", 2, values=values, lam=lam, whiten=False)
     assert same(estimate, true_gradient(policy)) == unbiased

@@ -3,7 +3,6 @@
 `test_losses_brute_force` holds every loss against loops, `test_losses_sharding` against micro-batches and ranks.
 """
 
-import inspect
 import math
 
 import pytest
@@ -40,14 +39,11 @@ def test_only_the_log_probs_of_the_policy_get_a_gradient(name, options):
 def test_garbage_in_masked_positions_changes_neither_values_nor_gradients(name, options):
     clean = random_inputs(3, with_proximal=name == "decoupled")
     mask = clean["mask"]
-    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=torch.float64).repeat(mask.numel())
-    garbage = garbage[: mask.numel()].view_as(mask)
-    dirty = {
-        key: values if key == "mask" else torch.where(mask, values, garbage) for key, values in clean.items()
-    }
-    row_numbers = torch.arange(len(mask))[:, None].expand_as(mask)
-    ones = torch.ones(mask.shape, dtype=torch.float64)
-    dirty |= {"sequence_ids": torch.where(mask, row_numbers, -5)}
+    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=torch.float64)
+    garbage = garbage[torch.arange(mask.numel()) % 4].view_as(mask)
+    dirty = {key: torch.where(mask, values, garbage) for key, values in clean.items() if key != "mask"}
+    row_numbers, ones = torch.arange(len(mask))[:, None], torch.ones(mask.shape, dtype=torch.float64)
+    dirty |= {"mask": mask, "sequence_ids": torch.where(mask, row_numbers, -5)}
     if POLICY_LOSSES[name].needs_selection:
         clean["selected"] = torch.rand(mask.shape) < 0.3
         dirty["selected"] = clean["selected"] ^ ~mask
@@ -68,13 +64,8 @@ def test_a_batch_without_one_unmasked_token_gives_zeros(name, options):
     assert not any(values.any() for values in (loss, gradient, *metrics.values()))
 
 
-def pack(inputs, order, ids):
-    """One row of all tokens in that order, with ids as sequences."""
-    return {name: values.flatten()[order][None] for name, values in (inputs | {"sequence_ids": ids}).items()}
-
-
 @given(case=st.sampled_from(CASES), seed=st.integers(0, 10**6), shuffle=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_packed_row_of_interleaved_sequences_equals_one_row_each(case, seed, shuffle):
     name, options = case
     inputs = random_inputs(seed, with_proximal=name == "decoupled")
@@ -82,14 +73,15 @@ def test_a_packed_row_of_interleaved_sequences_equals_one_row_each(case, seed, s
     count = inputs["mask"].numel()
     order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
     names = torch.randint(0, 10**15, inputs["mask"].shape[:1], generator=generator)
-    ids = torch.where(inputs["mask"], names[:, None], -1)
+    flat = inputs | {"sequence_ids": torch.where(inputs["mask"], names[:, None], -1)}
+    packed = {key: values.flatten()[order][None] for key, values in flat.items()}
     coefficients = torch.randn(inputs["mask"].shape, dtype=torch.float64, generator=generator)
-    loss, metrics, gradient = evaluate(name, inputs, coefficients, **options)
-    packed = evaluate(name, pack(inputs, order, ids), coefficients.flatten()[order][None], **options)
-    for unpacked_values, packed_values in zip((loss, gradient), (packed[0], packed[2]), strict=True):
-        torch.testing.assert_close(packed_values[0], unpacked_values.flatten()[order], rtol=1e-12, atol=1e-12)
-    for metric, packed_metric in zip(metrics.values(), packed[1].values(), strict=True):
-        torch.testing.assert_close(packed_metric[0], metric.flatten()[order], rtol=1e-12, atol=1e-12)
+    results = []
+    for layout, weights in ((inputs, coefficients), (packed, coefficients.flatten()[order][None])):
+        loss, metrics, gradient = evaluate(name, layout, weights, **options)
+        results.append([loss, gradient, *metrics.values()])
+    for in_rows, in_one in zip(*results, strict=True):
+        torch.testing.assert_close(in_one[0], in_rows.flatten()[order], rtol=1e-12, atol=1e-12)
 
 
 def test_float32_rounding_does_not_turn_a_good_sequence_into_a_bad_one():
@@ -106,7 +98,6 @@ def test_what_the_trainer_must_know_of_a_loss():
         return {name for name, loss in POLICY_LOSSES.items() if getattr(loss, flag)}
 
     assert having("needs_proximal") == {"decoupled"}
-    assert having("uses_ratio") == set(POLICY_LOSSES) - {"grpo", "gpg"}
     assert having("needs_selection") == {"clip_cov", "kl_cov"}
     assert having("sequence_level") == {"gspo", "geo_mean", "topr"}
 
@@ -151,12 +142,3 @@ def test_a_setting_that_cannot_work_is_refused_before_any_batch(name, options, m
 def test_decoupled_without_proximal_log_probs_says_what_to_run():
     with pytest.raises(ValueError, match="proximal logprob worker"):
         evaluate("decoupled", random_inputs(0), torch.ones(()))
-
-
-@pytest.mark.parametrize(
-    ("name", "bounds"),
-    [("gspo", (3e-4, 4e-4)), ("geo_mean", (0.4, 0.4)), ("ppo_clip", (0.2, 0.28)), ("cispo", (None, 4.0))],
-)
-def test_the_default_bounds_of_a_clip_are_those_of_its_paper(name, bounds):
-    defaults = inspect.signature(POLICY_LOSSES[name].function).parameters
-    assert (defaults["clip_low"].default, defaults["clip_high"].default) == bounds

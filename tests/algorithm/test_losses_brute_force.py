@@ -189,58 +189,41 @@ def brute_force_selection(name, options, inputs):
     cov = {p: (adv[p] - mean_adv) * (logp[p] - mean_logp) for p in positions}
     selected = torch.zeros_like(inputs["mask"])
     if name == "kl_cov":
-        for p in sorted(positions, key=cov.get, reverse=True)[
-            : max(1, int(options["ratio"] * len(positions)))
-        ]:
+        quota = max(1, int(options["ratio"] * len(positions)))
+        for p in sorted(positions, key=cov.get, reverse=True)[:quota]:
             selected[p] = True
     if name == "clip_cov":
         assert options["ratio"] == 1, "the reference has no random numbers"
         for p in positions:
-            r = math.exp(logp[p] - old[p])
-            clipped = (adv[p] > 0 and r > 1 + options["clip_high"]) or (
-                adv[p] < 0 and r < 1 - options["clip_low"]
-            )
-            selected[p] = options["cov_low"] < cov[p] < options["cov_high"] and not clipped
+            _, clipped = clipped_ratio_loss(constant(math.exp(logp[p] - old[p])), adv[p], options)
+            selected[p] = options["cov_low"] < cov[p] < options["cov_high"] and clipped is None
     return selected
 
 
 def brute_force(name, options, inputs, coefficients):
     """(per-token loss, clip "low"/"high"/None by position, gradient), by loops."""
     options = POLICY_LOSSES[name].options | options
-    rows, tokens = inputs["mask"].shape
-    leaves = {
-        (b, t): inputs["logprobs"][b, t].clone().requires_grad_() for b in range(rows) for t in range(tokens)
-    }
     selected = brute_force_selection(name, options, inputs)
-    loss, gradient = (
-        torch.zeros(rows, tokens, dtype=torch.float64),
-        torch.zeros(rows, tokens, dtype=torch.float64),
-    )
+    loss, gradient = torch.zeros_like(inputs["logprobs"]), torch.zeros_like(inputs["logprobs"])
     held = {}
-    total = sum(
-        0 * leaf for leaf in leaves.values()
-    )  # every token may be held, and nothing left to differentiate
-    for b in range(rows):
-        positions = [(b, t) for t in range(tokens) if inputs["mask"][b, t]]
+    for b, row in enumerate(inputs["mask"].tolist()):
+        positions = [(b, t) for t, unmasked in enumerate(row) if unmasked]
         if not positions:
             continue
-        columns = [[inputs[key][p].item() for p in positions] for key in ("old_logprobs", "advantages")]
-        proximals = inputs.get("proximal_logprobs", inputs["old_logprobs"])
-        losses, clips = brute_force_sequence(
-            name,
-            options,
-            [leaves[p] for p in positions],
-            *columns,
-            [proximals[p].item() for p in positions],
-            [bool(selected[p]) for p in positions],
-        )
+        leaves = [inputs["logprobs"][p].clone().requires_grad_() for p in positions]
+        columns = [
+            [inputs.get(key, inputs["old_logprobs"])[p].item() for p in positions]
+            for key in ("old_logprobs", "advantages", "proximal_logprobs")
+        ]
+        chosen = [bool(selected[p]) for p in positions]
+        losses, clips = brute_force_sequence(name, options, leaves, *columns, chosen)
+        total = 0 * sum(leaves)  # every token may be held, and nothing left to differentiate
         for p, value, clipped in zip(positions, losses, clips, strict=True):
             value = value * inputs["importance_weights"][p].item()
             loss[p], held[p] = value.item(), clipped
             total = total + coefficients[p].item() * value
-    total.backward()
-    for p, leaf in leaves.items():
-        gradient[p] = 0 if leaf.grad is None else leaf.grad
+        for p, slope in zip(positions, torch.autograd.grad(total, leaves), strict=True):
+            gradient[p] = slope
     return loss, held, gradient
 
 

@@ -22,10 +22,9 @@ from async_grpo.algorithm.policy_losses import LossBatch
 CLIP_COV = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.1, "cov_high": 5.0}
 
 
-def batch_of(inputs, dtype=torch.float64):
-    mask = inputs["mask"]
-    names = ("logprobs", "old_logprobs", "advantages")
-    return LossBatch(*(torch.where(mask, inputs[name], 0).to(dtype) for name in names), mask)
+def batch_of(inputs):
+    mask, names = inputs["mask"], ("logprobs", "old_logprobs", "advantages")
+    return LossBatch(*(torch.where(mask, inputs[name], 0) for name in names), mask)
 
 
 @given(
@@ -33,7 +32,7 @@ def batch_of(inputs, dtype=torch.float64):
     count=st.integers(1, 14),
     cut=st.integers(0, 12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_selected_are_the_best_with_their_ties_whoever_holds_them(scores, count, cut):
     whole = torch.tensor(scores)
     gathered = torch.cat([top_scores(whole[:cut], count), top_scores(whole[cut:], count)])
@@ -70,25 +69,6 @@ def test_clip_cov_takes_its_quota_of_the_candidates_at_random():
     assert (times - 300 * p).abs().max() < 5 * math.sqrt(300 * p * (1 - p))
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_given_selection_is_obeyed(name):
-    inputs = random_inputs(4)
-    selected = torch.zeros_like(inputs["mask"])
-    chosen = tuple(inputs["mask"].nonzero()[3].tolist())
-    selected[chosen] = True
-    none = torch.zeros_like(selected)
-    (with_it, metrics), (without, _) = (
-        POLICY_LOSSES[name](**inputs, selected=choice) for choice in (selected, none)
-    )
-    assert (with_it != without).nonzero().tolist() == [list(chosen)]
-    assert metrics["selected_frac"].sum() == 1
-    if name == "clip_cov":
-        assert with_it[chosen] == 0
-    else:
-        penalty = (inputs["logprobs"] - inputs["old_logprobs"]).abs() * inputs["importance_weights"]
-        assert (with_it - without)[chosen].item() == pytest.approx(penalty[chosen].item())
-
-
 def test_scores_do_not_see_masked_garbage():
     clean = batch_of(random_inputs(0))
     tensors = (clean.logprobs, clean.old_logprobs, clean.advantages)
@@ -113,6 +93,4 @@ def test_draws_are_splitmix64_whatever_the_shape(seed):
         for key in keys.flatten().tolist()
     ]
     assert uniform_draws(keys, seed).flatten().tolist() == expected
-    assert (
-        uniform_draws(torch.tensor(0), 0).item() == 0
-    )  # splitmix64(0) is 0: the smallest draw, still a candidate
+    assert uniform_draws(torch.tensor(0), 0) == 0  # splitmix64(0): the smallest draw, still a candidate

@@ -46,17 +46,6 @@ def micro_batch(inputs, rows, *, packed):
     return {name: values.reshape(1, -1) for name, values in part.items()} if packed else part
 
 
-def whole_batch(name, seed):
-    """(inputs of the loss, per-token group ids, group_tokens); the selection comes from one call over everything."""
-    inputs = random_inputs(seed, rows=ROWS, tokens=TOKENS, with_proximal=name == "decoupled")
-    groups = GROUP_IDS[:, None].expand(ROWS, TOKENS)
-    return inputs, groups, tokens_of_group(inputs["mask"], groups)
-
-
-def loss_inputs(part):
-    return {name: values for name, values in part.items() if name not in ("groups", "group_tokens", "keys")}
-
-
 def sharded_selection(name, inputs, hands):
     """(B, T) bool, each rank looking at its own micro-batches; what crosses ranks are sums and top scores."""
     loss, options = POLICY_LOSSES[name], SELECTION[name]
@@ -70,11 +59,8 @@ def sharded_selection(name, inputs, hands):
         rows: loss.scores(batches[rows], sums, part["keys"], **{**loss.options, **options})
         for rows, part in parts.items()
     }
-    gathered = [
-        top_scores(torch.cat([scores[rows].flatten() for rows in hand] or [torch.empty(0)]), count)
-        for hand in hands
-    ]
-    threshold = top_scores(torch.cat(gathered), count)[-1]
+    of_ranks = [torch.cat([torch.empty(0), *(scores[rows].flatten() for rows in hand)]) for hand in hands]
+    threshold = top_scores(torch.cat([top_scores(own, count) for own in of_ranks]), count)[-1]
     selected = torch.zeros(ROWS, TOKENS, dtype=torch.bool)
     for rows, values in scores.items():
         selected[rows] = select(values, threshold).view(-1, TOKENS)
@@ -86,18 +72,14 @@ def drawn(names, others):
     return [(name, other) for name in names for other in random.Random(name).sample(list(others), 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    sorted(
-        {
-            *drawn(POLICY_LOSSES, AGGREGATIONS),
-            *((name, mode) for mode, name in drawn(AGGREGATIONS, POLICY_LOSSES)),
-        }
-    ),
-)
+PAIRS = {*drawn(POLICY_LOSSES, AGGREGATIONS), *((n, mode) for mode, n in drawn(AGGREGATIONS, POLICY_LOSSES))}
+
+
+@pytest.mark.parametrize(("name", "mode"), sorted(PAIRS))
 def test_micro_batches_on_any_ranks_add_up_to_the_whole_batch(name, mode):
     for seed, world_size in enumerate((1, 2, 4)):
-        inputs, groups, group_tokens = whole_batch(name, seed)
+        inputs = random_inputs(seed, rows=ROWS, tokens=TOKENS, with_proximal=name == "decoupled")
+        group_tokens = tokens_of_group(inputs["mask"], GROUP_IDS)
         hands = deal(seed, world_size)
         options = {}
         if POLICY_LOSSES[name].needs_selection:
@@ -105,41 +87,31 @@ def test_micro_batches_on_any_ranks_add_up_to_the_whole_batch(name, mode):
             inputs["selected"] = sharded_selection(name, inputs, hands)
         leaf = inputs["logprobs"].clone().requires_grad_()
         per_token, _ = POLICY_LOSSES[name](**inputs | {"logprobs": leaf}, **options)
-        whole = aggregate_loss(per_token, inputs["mask"], mode, group_ids=groups, scale=SCALE)
+        whole = aggregate_loss(per_token, inputs["mask"], mode, group_ids=GROUP_IDS, scale=SCALE)
         whole.backward()
-        counts = {
-            "global_tokens": int(inputs["mask"].sum()),
-            "global_sequences": int(inputs["mask"].any(1).sum()),
-            "global_groups": len(GROUP_IDS[inputs["mask"].any(1)].unique()),
-        }
-        aggregation, totals, units = get_aggregation(mode, SCALE), 0.0, 0.0
-        total_loss, gradient = 0.0, torch.zeros_like(leaf)
+        # What training does: un-normalised sums, divided once by the summed counts
+        aggregation, total, units, gradient = get_aggregation(mode, SCALE), 0.0, 0.0, torch.zeros_like(leaf)
         for hand in hands:
             rank_leaf = inputs["logprobs"].clone().requires_grad_()
             everything = inputs | {"logprobs": rank_leaf, "group_tokens": group_tokens}
             for number, rows in enumerate(hand):
                 part = micro_batch(everything, rows, packed=number % 2 == 0)
-                per_token, _ = POLICY_LOSSES[name](**loss_inputs(part), **options)
-                shape = {"sequence_ids": part["sequence_ids"], "group_tokens": part["group_tokens"]}
-                value = aggregate_loss(per_token, part["mask"], mode, scale=SCALE, **shape, **counts)
+                tokens, ids = part.pop("group_tokens"), part["sequence_ids"]
+                per_token, _ = POLICY_LOSSES[name](**part, **options)
+                value = aggregation.total(per_token, part["mask"], ids, SCALE, tokens)
                 value.backward()
-                total_loss += value.item()
-                # and what training does: un-normalised sums, divided once by the summed counts
-                ids, own_tokens = part["sequence_ids"], part["group_tokens"]
-                totals += aggregation.total(per_token, part["mask"], ids, SCALE, own_tokens).item()
-                counted = count_units(part["mask"], ids, group_tokens=own_tokens)
+                total += value.item()
+                counted = count_units(part["mask"], ids, group_tokens=tokens)
                 units += counted[aggregation.unit].item() if aggregation.unit else 0.0
             gradient += 0 if rank_leaf.grad is None else rank_leaf.grad
-        assert abs(total_loss - whole.item()) <= 1e-12
-        assert abs(totals / (units or 1.0) - whole.item()) <= 1e-12
-        assert (gradient - leaf.grad).abs().max() <= 1e-12
+        assert abs(total / (units or 1.0) - whole.item()) <= 1e-12
+        assert (gradient / (units or 1.0) - leaf.grad).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("name", list(SELECTION))
 def test_the_selection_over_shards_is_the_one_over_the_whole_batch(name):
     for seed, world_size in enumerate((1, 2, 4) * 3):
-        inputs, *_ = whole_batch(name, seed)
-        del inputs["importance_weights"]
+        inputs = random_inputs(seed, rows=ROWS, tokens=TOKENS)
         whole = [torch.arange(ROWS)]
         selected = sharded_selection(name, inputs, deal(seed, world_size))
         assert torch.equal(selected, sharded_selection(name, inputs, [whole]))

@@ -12,10 +12,6 @@ from statistics import fmean
 import torch
 from hypothesis import strategies as st
 
-NAMES = (
-    "grpo dr_grpo rloo opo gpg grpo_passk remax reinforce_plus_plus reinforce_plus_plus_baseline gdpo grpo_process "
-    "prime_rloo gae grpo_batch_std"
-).split()
 WEIGHTS = {"a": 0.5}  # of the two rewards a and b; b is not named
 SCALARS = {"reinforce_plus_plus": {"gamma": 0.9}, "gae": {"gamma": 0.95, "lam": 0.8}}
 DYADIC = [0.0, 0.5, 1.0, -2.5, 0.125]  # their sums are exact in any order
@@ -118,14 +114,12 @@ def participants(rows):
 def definition(name, rows, **options):
     """Advantages of every token of every row, by the formula."""
     advantages = [[0.0] * len(row.mask) for row in rows]
-    members = [row for row, takes_part in zip(rows, participants(rows), strict=True) if takes_part]
-    for i, (row, takes_part) in enumerate(zip(rows, participants(rows), strict=True)):
-        if takes_part:
-            peers = [member for member in members if member.group == row.group]
-            for t in row.used:
-                advantages[i][t] = FORMULAS[name](row, t, peers, members, **SCALARS.get(name, {}), **options)
+    taking_part = [i for i, takes_part in enumerate(participants(rows)) if takes_part]
+    members, where = [rows[i] for i in taking_part], [(i, t) for i in taking_part for t in rows[i].used]
+    for i, t in where:
+        peers = [member for member in members if member.group == rows[i].group]
+        advantages[i][t] = FORMULAS[name](rows[i], t, peers, members, **SCALARS.get(name, {}), **options)
     if name in WHITENED:
-        where = [(i, t) for i, on in enumerate(participants(rows)) if on for t in rows[i].used]
         for (i, t), value in zip(where, whiten([advantages[i][t] for i, t in where]), strict=True):
             advantages[i][t] = value
     return advantages
@@ -235,21 +229,13 @@ def prime_rloo(row, t, peers, members):
 
 
 FORMULAS = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "gpg": gpg,
-    "grpo_passk": grpo_passk,
-    "remax": remax,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": dr_grpo,
-    "gdpo": gdpo,
-    "grpo_process": grpo_process,
-    "prime_rloo": prime_rloo,
-    "gae": gae,
-    "grpo_batch_std": grpo_batch_std,
-}
+    formula.__name__: formula
+    for formula in (
+        *(grpo, dr_grpo, rloo, opo, gpg, grpo_passk, grpo_batch_std),
+        *(reinforce_plus_plus, remax, gdpo, gae, grpo_process, prime_rloo),
+    )
+} | {"reinforce_plus_plus_baseline": dr_grpo}
+NAMES = tuple(FORMULAS)
 WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "prime_rloo", "gae"}
 
 

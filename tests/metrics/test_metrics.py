@@ -6,13 +6,8 @@ from async_grpo.metrics.writer import METRICS_FILE, MetricsWriter, console_line
 
 
 def line(step: int, timeline: list, intervals: list, **more) -> dict:
-    return {
-        "step": step,
-        "time_per_batch": 1.0,
-        "token_timeline": timeline,
-        "compute_intervals": intervals,
-        **more,
-    }
+    raw = {"token_timeline": timeline, "compute_intervals": intervals}
+    return {"step": step, "time_per_batch": 1.0, **raw, **more}
 
 
 def test_tokens_of_a_step_may_have_been_made_while_the_step_before_it_trained(tmp_path):
@@ -37,17 +32,8 @@ def test_samples_go_to_their_own_file_with_the_step_that_trained_them(tmp_path):
 
 
 def test_the_console_says_how_many_samples_were_not_scored():
-    shown = console_line(
-        {
-            "step": 1,
-            "time_per_batch": 1.0,
-            "num_reward_failed": 2,
-            "num_reward_timed_out": 1,
-            "samples_in_batch": 64,
-        },
-        9,
-    )
-    assert "NOT SCORED 3 of 64" in shown
+    counts = {"num_reward_failed": 2, "num_reward_timed_out": 1, "samples_in_batch": 64}
+    assert "NOT SCORED 3 of 64" in console_line(line(1, [], [], **counts), 9)
 
 
 def test_an_alarm_is_printed_in_full_when_it_begins_and_not_on_every_line(tmp_path, capsys):

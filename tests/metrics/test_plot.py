@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,21 +20,11 @@ from typer.testing import CliRunner
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import reader as metrics_files
 from async_grpo.metrics.figures import draw, plot_runs
-from async_grpo.metrics.reader import (
-    DEFAULT_X_KEY,
-    FetchFailed,
-    Run,
-    fetch,
-    info_table,
-    load_runs,
-    read_run,
-    wall_seconds,
-)
+from async_grpo.metrics.reader import DEFAULT_X_KEY, FetchFailed, Run, fetch, info_table, load_runs, read_run
 from async_grpo.programs import plot
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
-NUMBERS = st.floats(-1e6, 1e6)
 
 
 def write(path: Path, steps: list[Any], end: str = "\n") -> Path:
@@ -43,24 +33,14 @@ def write(path: Path, steps: list[Any], end: str = "\n") -> Path:
 
 
 def learning_steps(n: int = 12, **more: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            DEFAULT_X_KEY: 64 * (i + 1),
-            "avg_reward": i / n,
-            "avg_max_reward_in_group": (i + 1) / n,
-            "avg_output_tokens": 300.0 + i,
-            "avg_kl_div": 1e-4 * i,
-            **more,
-        }
-        for i in range(n)
-    ]
+    values = {"avg_reward": 0.5, "avg_max_reward_in_group": 1.0, "avg_output_tokens": 300.0} | more
+    return [{DEFAULT_X_KEY: 64 * (i + 1), "avg_kl_div": 1e-4 * i**2, **values} for i in range(n)]
 
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> Path:
-    return write(
-        tmp_path / "metrics.jsonl", learning_steps(note="text", wait={"trainer": {"experience": 2.5}})
-    )
+    steps = learning_steps(note="text", wait={"trainer": {"experience": 2.5}})
+    return write(tmp_path / "metrics.jsonl", steps)
 
 
 def cli(*args: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -80,9 +60,6 @@ def xy(axes: Axes) -> list[list[tuple[float, float]]]:
     return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
 
 
-# The command line ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])
 def test_the_suffix_of_the_output_chooses_its_format(metrics: Path, tmp_path: Path, suffix: str) -> None:
     output = tmp_path / f"plots{suffix}"
@@ -92,9 +69,7 @@ def test_the_suffix_of_the_output_chooses_its_format(metrics: Path, tmp_path: Pa
         assert "<!-- wait.trainer.experience -->" in output.read_text()  # a key of a nested object
 
 
-def test_the_command_draws_the_default_variables_and_works_from_any_folder(
-    metrics: Path, tmp_path: Path
-) -> None:
+def test_the_command_draws_the_default_variables_and_works_from_any_folder(metrics, tmp_path) -> None:
     done = cli("plot", metrics.name, "-o", "plots.svg", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     svg = (tmp_path / "plots.svg").read_text()
@@ -102,17 +77,17 @@ def test_the_command_draws_the_default_variables_and_works_from_any_folder(
         assert f"<!-- {label} -->" in svg
 
 
-def picture(output: Path, *args: object) -> bytes:
-    done = CliRunner().invoke(plot.app, ["plot", *map(str, args), "-v", "avg_reward", "-o", str(output)])
-    assert done.exit_code == 0, done.output
-    return output.read_bytes()
-
-
-def test_dashes_and_underscores_are_alike_in_option_names(metrics: Path, tmp_path: Path) -> None:
-    dashes = picture(tmp_path / "a.png", metrics, "--x-key", "avg_kl_div", "-s", "--smooth-window", 3)
-    underscores = picture(tmp_path / "b.png", metrics, "--x_key", "avg_kl_div", "-s", "--smooth_window", 3)
-    short = picture(tmp_path / "c.png", metrics, "-x", "avg_kl_div", "--smooth", "--smooth-window", 3)
-    assert dashes == underscores == short
+@pytest.mark.parametrize(
+    "spelling", ["--x-key y -s --smooth-window 3", "--x_key y --smooth --smooth_window 3"]
+)
+def test_dashes_and_underscores_are_alike_in_option_names(monkeypatch, spelling: str) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(plot, "plot_runs", lambda *arguments: asked.append(arguments))
+    assert (
+        CliRunner().invoke(plot.app, ["plot", "m", "-v", "z", "-o", "a.png", *spelling.split()]).exit_code
+        == 0
+    )
+    assert asked == [([Path("m")], ["z"], "y", Path("a.png"), None, 3, None)]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +95,11 @@ def test_dashes_and_underscores_are_alike_in_option_names(metrics: Path, tmp_pat
     [
         (["plot", "{file}", "-v", "reward", "-o", "x.png"], ["'reward'", "unknown", "avg_reward, total_"]),
         (["plot", "{file}", "--nonsense", "-o", "x.png"], ["--nonsense"]),
-        (["plot", "absent.jsonl", "-o", "x.png"], ["absent.jsonl", "No such file"]),
         (["plot", "{file}"], ["display", "-o FILE"]),
         (["info", "absent.jsonl"], ["absent.jsonl", "No such file"]),
     ],
 )
-def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(
-    metrics: Path, tmp_path: Path, args: list[str], words: list[str]
-) -> None:
+def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(metrics, tmp_path, args, words) -> None:
     done = cli(*[arg.format(file=metrics) for arg in args], cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
@@ -144,9 +116,7 @@ def test_a_picture_is_written_whatever_backend_a_notebook_exported(metrics: Path
     assert done.returncode == 2 and "pass -o FILE" in done.stderr
 
 
-def test_without_output_a_window_is_shown_if_the_backend_has_one(
-    metrics: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_output_a_window_is_shown_if_the_backend_has_one(metrics: Path, monkeypatch) -> None:
     import matplotlib.pyplot as plt
 
     shown: list[int] = []
@@ -157,12 +127,7 @@ def test_without_output_a_window_is_shown_if_the_backend_has_one(
     assert shown == [2]
 
 
-# Which keys are drawn -----------------------------------------------------------------------------
-
-
-def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(tmp_path: Path, caplog) -> None:
     files = [
         write(tmp_path / "old.jsonl", [{"x": 1, "y": 2}, {"x": 2, "y": 3}]),
         write(tmp_path / "new.jsonl", [{"x": 1, "y": 5, "z": 7}, {"x": 2, "y": 6, "z": 8}]),
@@ -174,53 +139,41 @@ def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(
     assert [pairs for pairs in xy(z_axes) if pairs] == [[(1, 7), (2, 8)]]
 
 
+GOOD = [{"x": 1, "y": 2}]
+
+
 @pytest.mark.parametrize(
-    ("steps", "variables", "more", "message"),
+    ("steps", "more", "message"),
     [
-        ([], ["y"], {}, "no finished step"),
-        (
-            [{"x": 1, "y": 2}],
-            ["y"],
-            {"output": "a.gif"},
-            r"cannot write .*a\.gif: the name must end in \.svg, \.png, \.pdf",
-        ),
-        ([{"x": 1, "y": 2}], ["y"], {"output": "absent/a.png"}, r"cannot write .*a\.png: No such file"),
-        ([{"x": 1, "y": 2}], ["y"], {"smooth_window": 0}, "at least 1 step, not 0"),
-        ([{"x": 1, "y": 2}], ["y"], {"names": ["a", "b"]}, "2 names for 1 files"),
-        ([{"x": 1, "y": "text"}], ["y"], {}, "'y' for a variable holds no number; keys with numbers: x"),
-        (
-            [{"step": 1, "y": 2}],
-            ["y"],
-            {},
-            r"'x' for the x axis of .*m\.jsonl is unknown; keys with numbers: step, y",
-        ),
-        ([{"x": "text", "y": 2}], ["y"], {}, "'x' for the x axis of .* holds no number"),
-        ([{"x": 1}, {"y": 2}, {"x": None, "y": 3}], ["y"], {}, "no step has numbers for both 'y' and 'x'"),
-        ([{"x": 1, "loss": 0.5}], None, {}, "none of the default keys .* -v KEY, one of: loss, x"),
+        ([], {}, "no finished step"),
+        (GOOD, {"output": "a.gif"}, r"cannot write .*a\.gif: the name must end in \.svg, \.png, \.pdf"),
+        (GOOD, {"output": "absent/a.png"}, r"cannot write .*a\.png: No such file"),
+        (GOOD, {"smooth_window": 0}, "at least 1 step, not 0"),
+        (GOOD, {"names": ["a", "b"]}, "2 names for 1 files"),
+        ([{"x": 1, "y": "text"}], {}, "'y' for a variable holds no number; keys with numbers: x"),
+        ([{"s": 1, "y": 2}], {}, r"'x' for the x axis of .*m\.jsonl is unknown; keys with numbers: s, y"),
+        ([{"x": "text", "y": 2}], {}, "'x' for the x axis of .* holds no number"),
+        ([{"x": 1}, {"y": 2}, {"x": None, "y": 3}], {}, "no step has numbers for both 'y' and 'x'"),
+        ([{"x": 1, "z": 0.5}], {"variables": None}, "none of the default keys .* -v KEY, one of: x, z"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_with_what_can(tmp_path, steps, variables, more, message) -> None:
-    file, output = write(tmp_path / "m.jsonl", steps), tmp_path / more.pop("output", "a.png")
+def test_what_cannot_be_drawn_is_refused_with_what_can(tmp_path, steps, more, message) -> None:
+    asked = {"variables": ["y"], "x_key": "x", "output": "a.png"} | more
+    asked["output"] = tmp_path / asked["output"]
     with pytest.raises(ConfigurationError, match=message):
-        plot_runs([file], variables, "x", output, **more)
-    assert not output.exists()
+        plot_runs([write(tmp_path / "m.jsonl", steps)], **asked)
+    assert not asked["output"].exists()
 
 
-def test_default_variables_that_no_file_has_and_an_unfinished_last_line_are_skipped_with_a_note(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = write(
-        tmp_path / "a.jsonl", [{"x": 1, "avg_reward": 0.5, "avg_kl_div": None}], end='\n{"x": 3, "avg_re'
-    )
+def test_default_variables_of_no_file_and_an_unfinished_last_line_are_skipped_with_a_note(tmp_path, caplog):
+    steps = [{"x": 1, "avg_reward": 0.5, "avg_kl_div": None}]
+    file = write(tmp_path / "a.jsonl", steps, end='\n{"x": 3, "avg_re')
     plot_runs([file], None, "x", tmp_path / "a.svg")
     assert caplog.messages == [
         f"{file}: the last line (2) is unfinished and was skipped",
         "skipped, not in any file: avg_max_reward_in_group, avg_output_tokens, avg_kl_div",
     ]
     assert "<!-- avg_kl_div -->" not in (tmp_path / "a.svg").read_text()
-
-
-# Reading ------------------------------------------------------------------------------------------
 
 
 def test_a_malformed_line_is_an_error_with_file_and_line_number(tmp_path: Path) -> None:
@@ -234,19 +187,13 @@ def test_a_malformed_line_is_an_error_with_file_and_line_number(tmp_path: Path) 
 LINES = [json.dumps({"x": i, "text": "größer {"}, ensure_ascii=False).encode() + b"\n" for i in range(4)]
 
 
+@settings(max_examples=40)
 @given(cut=st.integers(len(LINES[0]), sum(map(len, LINES))))
-def test_a_file_that_is_still_written_gives_exactly_its_finished_steps(
-    tmp_path_factory: pytest.TempPathFactory, cut: int
-) -> None:
+def test_a_file_that_is_still_written_gives_exactly_its_finished_steps(tmp_path_factory, cut: int) -> None:
     file = tmp_path_factory.mktemp("cut") / "a.jsonl"
     file.write_bytes(b"".join(LINES)[:cut])
-    ends = (
-        np.cumsum([len(line) for line in LINES]) - 1
-    )  # a step is finished with its brace, before its newline
+    ends = np.cumsum([len(line) for line in LINES]) - 1  # finished with its brace, before its newline
     assert [step["x"] for step in read_run(file).steps] == list(range(int((ends <= cut).sum())))
-
-
-# Drawing ------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_number_makes_a_gap_and_an_absent_key_does_not() -> None:
@@ -268,14 +215,12 @@ def test_a_lone_number_is_marked_and_smoothing_draws_the_average_over_the_faded_
     np.testing.assert_array_equal(smooth.get_ydata(), [1, np.nan, 1.5, 4, 6, np.nan, 4])
 
 
-@pytest.mark.parametrize(("names", "files", "legend"), [([], 1, False), (["run"], 1, True), ([], 2, True)])
-def test_a_legend_appears_for_several_runs_or_given_names(
-    metrics: Path, tmp_path: Path, names: list[str], files: int, legend: bool
-) -> None:
+@pytest.mark.parametrize(("names", "files", "shown"), [([], 1, 0), (["run"], 1, 1), ([], 2, 2)])
+def test_a_legend_appears_for_several_runs_or_given_names(metrics, tmp_path, names, files, shown) -> None:
     plot_runs([metrics] * files, ["avg_reward"], DEFAULT_X_KEY, tmp_path / "a.svg", names)
     svg = (tmp_path / "a.svg").read_text()
-    assert ('id="legend_1"' in svg) == legend
-    assert svg.count(f"<!-- {(names or [metrics.name])[0]} -->") == (files if legend else 0)
+    assert ('id="legend_1"' in svg) == bool(shown)
+    assert svg.count(f"<!-- {(names or [metrics.name])[0]} -->") == shown
 
 
 @pytest.mark.parametrize("count", [2, 14])
@@ -296,12 +241,6 @@ def test_dollars_underscores_and_brackets_in_names_are_drawn_as_they_are(tmp_pat
     assert all(f"<!-- {text} -->" in svg for text in (x_key, key, *names))
 
 
-# Smoothing ----------------------------------------------------------------------------------------
-
-
-# Remote files -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def scp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that begins PATH, with an `scp` that records its arguments and then runs `scp.sh`."""
@@ -314,21 +253,12 @@ def scp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_remote_files_are_fetched_by_scp_and_named_by_their_remote_path(
-    scp: Path, metrics: Path, tmp_path: Path
-) -> None:
+def test_remote_files_are_fetched_by_scp_and_named_by_their_remote_path(scp, metrics, tmp_path) -> None:
     # `$6` is host:path and `$7` the local copy: 4 words of options and "--" stand before them.
     (scp / "scp.sh").write_text(f'cp "{tmp_path}/${{6##*/}}" "$7"')
     output = tmp_path / "a.svg"
-    done = cli(
-        "plot",
-        "runs/b/metrics.jsonl",
-        "runs/a/metrics.jsonl",
-        "--remote",
-        "me@[fe80::1%eth0]",
-        "-o",
-        output,
-    )
+    files = ("runs/b/metrics.jsonl", "runs/a/metrics.jsonl")
+    done = cli("plot", *files, "--remote", "me@[fe80::1%eth0]", "-o", output)
     assert done.returncode == 0, done.stderr
     *options, separator, source, target = (scp / "argv").read_text().splitlines()
     assert options == ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
@@ -359,22 +289,14 @@ DOUBTFUL_HOSTS = ["", "-oProxyCommand=x", "me@-host", "a b", "host\n", "h;ls", "
 DOUBTFUL_PATHS = ["m;ls", "$(ls)", "`ls`", "a\nb", "a|b", "a>b", "*", ""]
 
 
-@pytest.mark.parametrize(
-    ("host", "path", "message"),
-    [
-        *((host, "m", "user@") for host in DOUBTFUL_HOSTS),
-        *(("host", path, "shell") for path in DOUBTFUL_PATHS),
-    ],
-)
-def test_what_a_shell_or_scp_would_interpret_never_reaches_scp(
-    scp: Path, tmp_path: Path, host: str, path: str, message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        fetch(host, path, tmp_path / "copy")
+def test_what_a_shell_or_scp_would_interpret_never_reaches_scp(scp: Path, tmp_path: Path) -> None:
+    for host, path in (
+        *((host, "m") for host in DOUBTFUL_HOSTS),
+        *(("host", path) for path in DOUBTFUL_PATHS),
+    ):
+        with pytest.raises(ConfigurationError, match="user@" if path == "m" else "shell"):
+            fetch(host, path, tmp_path / "copy")
     assert not (scp / "argv").exists()
-
-
-# info ---------------------------------------------------------------------------------------------
 
 
 def test_info_tells_steps_x_range_wall_time_and_what_cannot_be_plotted(tmp_path: Path) -> None:
@@ -384,10 +306,8 @@ def test_info_tells_steps_x_range_wall_time_and_what_cannot_be_plotted(tmp_path:
         step["timestamp"] = f"2025-01-01T10:{second // 60:02d}:{second % 60:02d}"
     done = cli("info", write(tmp_path / "a.jsonl", steps))
     assert done.returncode == 0 and done.stderr == ""
-    assert f"{tmp_path}/a.jsonl: 3 steps\n" in done.stdout
-    assert f"{DEFAULT_X_KEY}: 64 to 192\n" in done.stdout
-    assert "last step: 0:01:01\n" in done.stdout
-    assert f" {long_key} " in done.stdout
+    assert done.stdout.startswith(f"{tmp_path}/a.jsonl: 3 steps\n{DEFAULT_X_KEY}: 64 to 192\n")
+    assert "last step: 0:01:01\n" in done.stdout and f" {long_key} " in done.stdout
     assert done.stdout.endswith("not plottable (no numbers): note, timestamp\n")
 
 
@@ -396,10 +316,8 @@ def test_info_lists_first_last_min_max_and_non_numbers_of_each_key() -> None:
     steps: list[dict[str, object]] = [{"[red]y": value, "text": "a"} for value in values]
     table = info_table(Run("a", "a", [{"z": 1e-5}, *steps, {"z": float("nan")}]))
     rows = list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))
-    assert rows == [
-        ("z", "1e-05", "nan", "1e-05", "1e-05", "1"),
-        ("[red]y", "3", "-2", "-2", "10000000", "2"),
-    ]
+    in_z, in_y = ("1e-05", "nan", "1e-05", "1e-05", "1"), ("3", "-2", "-2", "10000000", "2")
+    assert rows == [("z", *in_z), ("[red]y", *in_y)]
     console = Console(file=StringIO(), width=80, record=True)
     console.print(table)
     assert "[red]y" in console.export_text()
@@ -412,10 +330,9 @@ def test_info_lists_first_last_min_max_and_non_numbers_of_each_key() -> None:
         ("2025-01-01T00:00:00Z", "2025-01-01T02:00:00+02:00", 0.0),
         (1735689600, 1735689612.25, 12.25),
         ("yesterday", "today", None),
-        (None, None, None),
     ],
 )
 def test_wall_time_comes_from_iso_text_or_epoch_seconds(first: object, last: object, seconds: object) -> None:
     steps: list[dict[str, object]] = [{"timestamp": first}, {"x": 1}, {"timestamp": last}, {"x": 2}]
-    assert wall_seconds(Run("a", "a", steps)) == seconds
-    assert wall_seconds(Run("a", "a", [{"x": 1}])) is None
+    assert metrics_files.wall_seconds(Run("a", "a", steps)) == seconds
+    assert metrics_files.wall_seconds(Run("a", "a", [{"x": 1}])) is None

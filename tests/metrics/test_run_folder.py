@@ -15,12 +15,8 @@ from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, claim
 CLAIM = """
 import sys
 from pathlib import Path
-from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import claim
-try:
-    claim(Path(sys.argv[1]))
-except ConfigurationError as error:
-    sys.exit(str(error))
+claim(Path(sys.argv[1]))
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -28,13 +24,8 @@ sys.stdin.read()
 
 def claimant(folder: Path) -> subprocess.Popen:
     """A process that claims the folder, and holds it until its input ends."""
-    return subprocess.Popen(
-        [sys.executable, "-c", CLAIM, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", CLAIM, str(folder)], text=True, **pipes)
 
 
 @pytest.fixture
