@@ -2,17 +2,10 @@
 
     score -> queue (first come, first served) -> the worker that has least to do -> result
 
-Prefetch. A worker is given as many samples at a time as it serves (`capacity`). One that would be idle between two quick
-samples, while an answer and the next question travel, is given a few more (`prefetch`): `PREFETCH_S` worth of its work.
-Those that still wait for their turn `TAKE_BACK_S` later are taken back, for another worker may be idle.
-
-Retries. This is the only place that gives a sample to a worker again. A sample whose process died is tried once more,
-alone: where several were served, any of them may be guilty. One whose call was interrupted for another sample was
-never tried. A worker that is lost (it raises, is silent, or does not obey) is closed and replaced before anything else is
-given to it, so that a late answer can never reach the wrong sample; its samples are tried once more.
-
-When the last worker cannot be replaced, the queue is broken: every sample fails with the reason, at once. Every
-`regrow_s` it is tried again to make the workers that are missing.
+A worker with `prefetch` is given `PREFETCH_S` worth of its work more than it serves (`capacity`); what still waits for its
+turn `TAKE_BACK_S` later is taken back. This is the only place that gives a sample to a worker again: see "The way of one
+verdict" in docs/rewards.md. A lost worker is closed before anything else is given to its successor, so that a late answer
+can never reach the wrong sample. While no worker can be made, every sample fails with the reason, at once.
 """
 
 import asyncio
@@ -37,8 +30,6 @@ from async_grpo.rewards.verifier_worker import (
     Timeouts,
     VerifierWorker,
     WorkerSlot,
-    checked,
-    failed,
 )
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -54,7 +45,7 @@ class AdapterQueue:
     def __init__(self, adapter: str, make_worker: MakeWorker, num_workers: int, timeouts: Timeouts) -> None:
         self.adapter, self.stats = adapter, QueueStats()
         self._make_worker, self._num_workers, self._timeouts = make_worker, num_workers, timeouts
-        self._waiting: list[Job] = []  # a heap
+        self._waiting: list[tuple[int, Job]] = []  # a heap, by ticket, also of those that come back
         self._tickets = itertools.count()
         self._workers: set[VerifierWorker] = set()  # that live
         self._slots: list[WorkerSlot] = []
@@ -83,16 +74,14 @@ class AdapterQueue:
         made = await asyncio.gather(*makes, return_exceptions=True)
         if self._closed:
             return
-        workers = [worker for worker in made if not isinstance(worker, BaseException)]
-        self.stats.has_hook |= any(getattr(worker, "has_post_process", False) for worker in workers)
-        self._slots += map(WorkerSlot, workers)
+        self._slots += [WorkerSlot(worker) for worker in made if not isinstance(worker, BaseException)]
         for error in made:
             if isinstance(error, BaseException):
                 raise error
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
-        job = Job(next(self._tickets), lambda answer: checked(answer, sample), "score", sample)
+        job = Job(next(self._tickets), "score", sample)
         self._enqueue(job)
         self._dispatch()
         answer = await job.outcome
@@ -111,19 +100,21 @@ class AdapterQueue:
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult]
     ) -> list[AdapterResult]:
         """The group's results after the adapter has looked at all of them; FAILED, all of them, if it could not."""
-
-        def read(answers: list[AdapterResult]) -> list[AdapterResult]:
-            return [checked(answer, sample) for answer, sample in zip(answers, samples, strict=True)]
-
-        job = Job(next(self._tickets), read, "post_process", samples, results)
+        job = Job(next(self._tickets), "post_process", samples, results)
         self._enqueue(job)
         self._dispatch()
         answer = await job.outcome
         if isinstance(answer, WorkerLost):
-            answer = [failed(result, str(answer)) for result in results]
+            lost: dict[str, Any] = {
+                "status": RewardStatus.FAILED,
+                "reward": None,
+                "steps": (),
+                "reason": str(answer),
+            }
+            answer = [replace(result, **lost) for result in results]
         for before, after in zip(results, answer, strict=True):
             self.stats.revise(before, after)
-        return list(answer)
+        return answer
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""
@@ -144,15 +135,15 @@ class AdapterQueue:
         elif not self._slots:
             raise RuntimeError(f"the queue of verifier {self.adapter!r} was used before its start")
         elif not job.outcome.done():
-            heapq.heappush(self._waiting, job)
+            heapq.heappush(self._waiting, (job.ticket, job))
 
     def _dispatch(self) -> None:
         """Give what waits to the workers that have room. One that is to be served alone holds up those behind it."""
         while self._waiting:
-            job = self._waiting[0]
+            _, job = self._waiting[0]
             if not job.outcome.done():  # else its caller has gone
                 free = (slot for slot in self._slots if slot.has_room_for(job))
-                if (slot := min(free, key=WorkerSlot.num_calls, default=None)) is None:
+                if (slot := min(free, key=lambda slot: len(slot.calls), default=None)) is None:
                     return
                 slot.calls.append(job)
                 method, timeout_s = getattr(slot.worker, job.method), self._timeouts.timeout_s
@@ -186,7 +177,7 @@ class AdapterQueue:
             if not call.done():
                 lost = lost or f"it went on for {limits.grace_s:g} s after the call was cancelled"
             elif not lost:
-                job.end(job.read(call.result()))  # an answer that is none raises
+                job.end(call.result())
                 slot.served(given_at)
         except ProcessDied as error:
             job.alone = True
@@ -216,7 +207,7 @@ class AdapterQueue:
     def _break(self, reason: str) -> None:
         """From now on every sample fails with the reason, those that wait included."""
         self._broken_reason = self._broken_reason or reason
-        for job in self._waiting:
+        for _, job in self._waiting:
             job.end(WorkerLost(self._broken_reason))
         self._waiting.clear()
 
@@ -227,43 +218,34 @@ class AdapterQueue:
         await self._close_worker(worker)
         while slot.worker is None:
             try:
-                slot.assign(await self._make())
+                slot.worker, slot.service_s = await self._make(), math.inf
             except Exception as error:
-                slot.given_up = True
-                reason = (
-                    f"no worker of {self.adapter!r} can be made any more: {type(error).__name__}: {error}"
-                )
-                logger.error("a verifier of %r less, %d left: %s", self.adapter, len(self._workers), reason)
-                if all(other.given_up for other in self._slots):
-                    self._break(reason)
+                said = f"{type(error).__name__}: {error}"
+                logger.error("a verifier of %r less, %d left: %s", self.adapter, len(self._workers), said)
+                if not self._workers:
+                    self._break(f"no worker of {self.adapter!r} can be made any more: {said}")
                 await asyncio.sleep(self._timeouts.regrow_s)
         self._broken_reason = ""
         self._dispatch()
 
     async def _make(self) -> VerifierWorker:
-        """A new worker; it is tried a few times.
-
-        Raises:
-            ConfigurationError: an error in the user's settings, which is not worth a second attempt.
-            Exception: what the last attempt raised.
-        """
+        """A new worker; it is tried a few times. Raises what the last attempt raised; a ConfigurationError at once."""
         error: Exception = WorkerLost(f"no attempt was made to make a worker of {self.adapter!r}")
+        limit_s = self._timeouts.make_timeout_s
         for delay_s in self._timeouts.backoff_s:
             await asyncio.sleep(delay_s)
             try:
-                async with asyncio.timeout(self._timeouts.make_s):
+                async with asyncio.timeout(limit_s):
                     worker = await self._make_worker(self.adapter)
+                self._workers.add(worker)
+                self.stats.has_hook |= getattr(worker, "has_post_process", False)
+                return worker
             except ConfigurationError:
                 raise
             except TimeoutError:
-                error = WorkerLost(
-                    f"no worker of {self.adapter!r} was ready within {self._timeouts.make_s:g} s"
-                )
+                error = WorkerLost(f"no worker of {self.adapter!r} was ready within {limit_s:g} s")
             except Exception as latest:  # whatever the transport raises
                 error = latest
-            else:
-                self._workers.add(worker)
-                return worker
         raise error
 
     async def _close_worker(self, worker: VerifierWorker) -> None:

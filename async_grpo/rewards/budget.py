@@ -19,7 +19,6 @@ from typing import Any
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 
-PAUSE, FALLBACK = "pause", "fallback"
 POLL_INTERVAL_S = 2.0  # between two looks for a higher limit of a call that waits
 ROUNDING = 1e-9  # of the limit: sums of fractions are not exact
 _LINE = b'{"judge": '  # how every line of a record begins
@@ -31,26 +30,20 @@ class BudgetExhausted(AsyncGrpoError, RuntimeError):
 
 
 class Budget:
-    """Plain asyncio: use it from one event loop. All costs are in units of currency.
+    """Plain asyncio: use it from one event loop. Costs are in units of currency; a ValueError refuses what can be none.
 
     Args:
         limit: over all judges; None: only count.
-        policy: what becomes of a call that the rest of the limit cannot pay: `pause`, it waits until the limit is
-            raised, and all behind it, or `fallback`, it raises BudgetExhausted. Under both, one that has only to wait
-            for others to be settled waits.
+        policy: of a call that the rest of the limit cannot pay: `pause`, it waits until the limit is raised, and all behind
+            it, or `fallback`, it raises BudgetExhausted. Under both, one waits that only others must be settled for.
         path: a file that remembers what was spent, for a run that is resumed; made if missing. A number in a file of the
-            same name that ends in `.limit` raises the limit: it is read at the start, and before a call waits for a
-            higher one or is refused.
+            same name that ends in `.limit` raises the limit: it is read at the start, and before a pause or a refusal.
 
     Raises:
-        ConfigurationError: a limit below 0, an unknown policy, or a file that is no record of spending.
+        ConfigurationError: a file that is no record of spending.
     """
 
-    def __init__(self, limit: float | None, *, policy: str = PAUSE, path: str | Path | None = None) -> None:
-        if policy not in (PAUSE, FALLBACK):
-            raise ConfigurationError(f"unknown budget policy {policy!r}: choose {PAUSE} or {FALLBACK}")
-        if limit is not None and not 0 <= limit < math.inf:
-            raise ConfigurationError(f"the limit of the budget must be a number of 0 or more, not {limit}")
+    def __init__(self, limit: float | None, *, policy: str = "pause", path: str | Path | None = None) -> None:
         self._policy, self._limit = policy, math.inf if limit is None else limit
         self._spent: defaultdict[str, float] = defaultdict(float)  # by judge
         self._calls: Counter[str] = Counter()
@@ -60,7 +53,7 @@ class Budget:
         self._path = Path(path) if path else None
         if self._path:
             self._read_record(self._path)
-            self._look_for_a_higher_limit()
+            self._rest()
 
     @property
     def spent(self) -> float:
@@ -68,12 +61,7 @@ class Budget:
         return math.fsum(self._spent.values())
 
     async def reserve(self, judge: str, estimated_cost: float) -> None:
-        """Wait until the call may be made, first come, first served; a wait that is cancelled takes nothing.
-
-        Raises:
-            BudgetExhausted: under the policy `fallback`, if the rest cannot pay it.
-            ValueError: the estimate is negative or not finite.
-        """
+        """Wait until the call may be made, first come, first served. BudgetExhausted: see `policy`."""
         cost = _checked(estimated_cost)
         self._waiting += 1
         try:
@@ -84,11 +72,7 @@ class Budget:
             self._waiting -= 1
 
     def settle(self, judge: str, estimated_cost: float, real_cost: float) -> None:
-        """Record what a call that was reserved really cost; 0 if it was not made.
-
-        Raises:
-            ValueError: the cost is negative or not finite.
-        """
+        """Record what a call that was reserved really cost; 0 if it was not made."""
         cost = _checked(real_cost)
         self._reserved -= estimated_cost
         self._spent[judge] += cost
@@ -114,14 +98,24 @@ class Budget:
             "calls_by_judge": dict(self._calls),
         }
 
-    def _rest(self) -> float:
+    def _rest(self, needed: float = math.inf) -> float:
+        """What is left; of a higher limit, if this does not suffice and the file beside the record has one."""
+        rest = self._limit * (1 + ROUNDING) - self.spent
+        if needed <= rest or self._path is None:
+            return rest
+        path = self._path.with_suffix(".limit")
+        with suppress(OSError, ValueError):  # it is not there, or no number: the limit stays as it is
+            raised = _checked(float(path.read_text(errors="replace")))
+            if raised > self._limit:
+                log.warning("%s raises the limit of the judges from %g to %g", path, self._limit, raised)
+                self.set_limit(raised)
         return self._limit * (1 + ROUNDING) - self.spent
 
     async def _until_it_fits(self, judge: str, cost: float) -> None:
         try:
-            while self._reserved + cost > self._rest():
+            while self._reserved + cost > (rest := self._rest(cost)):
                 self._changed.clear()
-                if cost > self._rest():  # whatever those in flight will cost
+                if cost > rest:  # whatever those in flight will cost
                     self._refuse_or_pause(judge, cost)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(POLL_INTERVAL_S):
@@ -132,18 +126,12 @@ class Budget:
                 log.warning("the judges go on (%g is spent)", self.spent)
 
     def _refuse_or_pause(self, judge: str, cost: float) -> None:
-        """A call that the rest cannot pay, unless the limit has been raised."""
-        self._look_for_a_higher_limit()
-        if cost <= self._rest():
-            return
-        door = (
+        way = (
             f"write a number to {self._path.with_suffix('.limit')}" if self._path else "see Budget.set_limit"
         )
-        reason = (
-            f"a call of {judge} needs {cost:g} and {self.spent:g} of {self._limit:g} is spent. "
-            f"To raise the limit: {door}"
-        )
-        if self._policy == FALLBACK:
+        spent = f"{self.spent:g} of {self._limit:g} is spent"
+        reason = f"a call of {judge} needs {cost:g} and {spent}. To raise the limit: {way}"
+        if self._policy == "fallback":
             self._refused += 1
             if self._refused == 1:
                 log.warning("the budget of the judges is used up: %s", reason)
@@ -151,17 +139,6 @@ class Budget:
         if not self._paused:
             self._paused = True
             log.warning("the judges are paused until the limit is raised: %s", reason)
-
-    def _look_for_a_higher_limit(self) -> None:
-        """In the file beside the record; it holds from now on."""
-        if self._path is None:
-            return
-        path = self._path.with_suffix(".limit")
-        with suppress(OSError, ValueError):  # it is not there, or no number: the limit stays as it is
-            raised = _checked(float(path.read_text(errors="replace")))
-            if raised > self._limit:
-                log.warning("%s raises the limit of the judges from %g to %g", path, self._limit, raised)
-                self.set_limit(raised)
 
     def _record(self, judge: str, cost: float) -> None:
         """One line per call: a killed run loses at most the calls that it had in flight."""

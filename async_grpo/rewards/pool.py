@@ -46,10 +46,7 @@ class VerifierPool:
         middleware: wraps every call of an adapter, for a cache or a budget; gets the adapter's name, the sample, the
             phase ("train" or "eval"), and the call itself.
         timeout_s: for scoring one sample, from when a worker takes it; time in the queue is measured apart.
-        grace_s: how much longer than two time-outs and the start of a process a worker may be silent before it is
-            fenced, and the deadline for closing it.
-        make_timeout_s, backoff_s, regrow_s: for making one worker, before each attempt to make one, and between
-            attempts to make one that was given up.
+        more_timeouts: further fields of `verifier_worker.Timeouts`.
 
     Raises:
         ConfigurationError: no adapter, one named twice, or an impossible number of workers.
@@ -67,17 +64,14 @@ class VerifierPool:
         fallbacks: Mapping[str, str] | None = None,
         middleware: Middleware | None = None,
         timeout_s: float = 30.0,
-        grace_s: float = 10.0,
-        make_timeout_s: float = 120.0,
-        backoff_s: Sequence[float] = (0.0, 1.0, 5.0),
-        regrow_s: float = 30.0,
+        **more_timeouts: Any,
     ) -> None:
         self._fallbacks, self._middleware = dict(fallbacks or {}), middleware
         all_adapters = tuple(dict.fromkeys([*adapters, *self._fallbacks.values()]))
         if unknown := ", ".join(sorted(set(self._fallbacks) - set(adapters))):
             raise ConfigurationError(f"a fallback is given for {unknown}, which is no adapter of the run")
         self._combination = combination or Combination(tuple(adapters))
-        timeouts = Timeouts(timeout_s, grace_s, make_timeout_s, tuple(backoff_s), regrow_s)
+        timeouts = Timeouts(timeout_s, **more_timeouts)
         phases = (
             (TRAINING, make_worker, workers),
             (EVALUATION, make_evaluator or make_worker, evaluation_workers),

@@ -1,9 +1,8 @@
 """A pool without a run: its workers on this machine, and the pool as a reward function for TRL's trainers."""
 
 import asyncio
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,9 +28,7 @@ Text = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversati
 
 class LocalWorkers:
     """`make` is `make_worker` of a VerifierPool: processes for rewards, and clients in this process for judges.
-
-    Arguments and errors are those of `VerifierPool.from_registry`.
-    """
+    Arguments and errors are those of `VerifierPool.from_registry`."""
 
     def __init__(
         self,
@@ -70,8 +67,8 @@ class TRLReward:
     are a group. Prompts and completions may be texts or conversations; of a completion's messages the texts are joined.
 
     Where it is made in a running event loop, it uses the pool of that loop, and must be called from other threads. Else
-    the pool gets a thread of its own, which starts it at the first call and ends it with `close`, or at the end of
-    `with`; its processes also end with this process.
+    the pool is started by the first call, and lives until `close`, or the end of `with`, or of the thread that made this
+    call, which must make the others, too.
 
         with VerifierPool.from_registry("math_verify").as_trl_reward() as reward:
             trainer = GRPOTrainer(model, reward_funcs=reward, ...)
@@ -84,7 +81,7 @@ class TRLReward:
     def __init__(self, pool: "VerifierPool") -> None:
         self.__name__ = "+".join(pool.adapters)  # by which TRL logs it
         self._pool, self._loop = pool, _running_loop()
-        self._thread: threading.Thread | None = None
+        self._runner: asyncio.Runner | None = None  # of a pool that is nobody else's
         self._start_error: BaseException | None = None
 
     def __call__(
@@ -105,16 +102,21 @@ class TRLReward:
             Exception: what starting the pool raised.
         """
         samples = _samples(prompts, completions, completion_ids, columns)
-        rewards: list[float | None] = self._run(self._score, samples)
-        return rewards
+        if self._loop is None:
+            return self._started().run(self._score(samples))
+        if _running_loop() is self._loop:
+            raise RuntimeError(
+                f"the reward {self.__name__} was called in the event loop of its pool: call it in another thread "
+                "(await asyncio.to_thread(reward, ...)), or use `await pool.verify(sample)`"
+            )
+        return asyncio.run_coroutine_threadsafe(self._score(samples), self._loop).result()
 
     def close(self) -> None:
         """End the pool, if this function has started it. Harmless when repeated."""
-        if self._thread is not None and self._loop is not None:
-            self._run(self._pool.close)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._thread = self._loop = None
+        if self._runner is not None:
+            with self._runner as runner:
+                runner.run(self._pool.close())
+            self._runner = None
 
     def __enter__(self) -> Self:
         return self
@@ -133,30 +135,18 @@ class TRLReward:
                 verdicts[place] = verdict
         return [verdict.reward for verdict in verdicts]
 
-    def _run(self, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
-        """Do the work in the pool's event loop, and wait for it; each sample has its time-out."""
+    def _started(self) -> asyncio.Runner:
         if self._start_error is not None:  # a pool that could not start is closed for good
             raise self._start_error
-        loop = self._loop or self._start()
-        if _running_loop() is loop:
-            raise RuntimeError(
-                f"the reward {self.__name__} was called in the event loop of its pool: call it in another thread "
-                "(await asyncio.to_thread(reward, ...)), or use `await pool.verify(sample)`"
-            )
-        return asyncio.run_coroutine_threadsafe(work(*arguments), loop).result()
-
-    def _start(self) -> asyncio.AbstractEventLoop:
-        self._loop = loop = asyncio.new_event_loop()
-        # The reward's processes die with the thread that made them, so it must live as long as the pool.
-        self._thread = threading.Thread(target=loop.run_forever, name=f"rewards {self.__name__}", daemon=True)
-        self._thread.start()
-        try:
-            self._run(self._pool.start)
-        except BaseException as error:
-            self.close()
-            self._start_error = error
-            raise
-        return loop
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            try:
+                self._runner.run(self._pool.start())
+            except BaseException as error:
+                self._start_error = error
+                self.close()
+                raise
+        return self._runner
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -4,8 +4,8 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.errors import WorkerLost
@@ -30,7 +30,7 @@ class VerifierWorker(Protocol):
     - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time. Only a
       worker with a true `prefetch` is given more: its calls are served in the order in which they are made.
     - A call ends within `timeout_s` from when its turn comes; as much again may be needed for what is done before it,
-      beside the time to start a process (`Timeouts.make_s`) and a few seconds to stop what runs. A worker with
+      beside the time to start a process (`Timeouts.make_timeout_s`) and a few seconds to stop what runs. A worker with
       `max_queue_s` may hold a call so much longer, which it tells as the result's `queue_s`.
     - Only one with a true `has_post_process` is given the results of a whole group, if the reward looks at groups:
       `await worker.post_process(samples, results, timeout_s)` is the list of results after that.
@@ -57,33 +57,29 @@ class Timeouts:
 
     timeout_s: float = 30.0  # for scoring one sample, from when its turn comes
     grace_s: float = 10.0  # for the worker to say so, to obey a cancellation, or to close
-    make_s: float = 120.0  # for making one worker
+    make_timeout_s: float = 120.0  # for making one worker
     backoff_s: tuple[float, ...] = (0.0, 1.0, 5.0)  # before each attempt to make one
     regrow_s: float = 30.0  # between attempts to make one that could not be made
 
     @property
     def answer_s(self) -> float:
         """For one answer: another sample or batch may have to end first, and a process to be started."""
-        return 2 * self.timeout_s + self.make_s + self.grace_s
+        return 2 * self.timeout_s + self.make_timeout_s + self.grace_s
 
 
 class Job:
     """A sample to score, or the results of a group to be looked at: a call of a `VerifierWorker`.
 
-    Its outcome is what `read` makes of the worker's answer; or a WorkerLost, that is not raised: nobody may be waiting.
+    Its outcome is the worker's answer; or a WorkerLost, that is not raised: nobody may be waiting.
     """
 
-    def __init__(self, ticket: int, read: Callable[[Any], Any], method: str, *arguments: Any) -> None:
-        self.ticket, self.read = ticket, read
-        self.method, self.arguments = method, arguments
+    def __init__(self, ticket: int, method: str, *arguments: Any) -> None:
+        self.ticket, self.method, self.arguments = ticket, method, arguments
         self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.asked_at = self.queued_at = time.monotonic()
         self.queue_s = 0.0
         self.lost_attempts = 0  # that ended without a result, perhaps by its fault
         self.alone = False  # to be served while nothing else is: it may have crashed its process
-
-    def __lt__(self, other: "Job") -> bool:
-        return self.ticket < other.ticket  # also of one that comes back
 
     def end(self, outcome: Any) -> None:
         """Tell the caller, if it still waits."""
@@ -95,18 +91,10 @@ class WorkerSlot:
     """A place for a worker: who has it, if anybody, and what that one is given."""
 
     def __init__(self, worker: VerifierWorker) -> None:
-        self.calls: list[Job] = []  # in the order in which they were given
-        self.given_up = False  # no worker could be made for it
-        self._free_at = 0.0  # when the last call ended
-        self.assign(worker)
-
-    def assign(self, worker: VerifierWorker) -> None:
         self.worker: VerifierWorker | None = worker
-        self.given_up = False
+        self.calls: list[Job] = []  # in the order in which they were given
         self.service_s = math.inf  # recent mean of one sample; so long, and nothing is given ahead
-
-    def num_calls(self) -> int:
-        return len(self.calls)
+        self._free_at = 0.0  # when the last call ended
 
     def has_room_for(self, job: Job) -> bool:
         if self.worker is None or job.alone or any(other.alone for other in self.calls[:1]):
@@ -126,26 +114,6 @@ class WorkerSlot:
         took_s = now - max(given_at, self._free_at)
         self.service_s = took_s if math.isinf(self.service_s) else 0.8 * self.service_s + 0.2 * took_s
         self._free_at = now
-
-
-def checked(result: AdapterResult, sample: Mapping[str, Any]) -> AdapterResult:
-    """A worker may be remote and of another make: only finite rewards are some, and only on tokens there are."""
-    if result.status is not RewardStatus.OK:
-        return result
-    num_tokens = len(sample.get("completion_token_ids", ()))
-    wrong = [
-        f"the step that ends in token {token} of {num_tokens} is worth {reward}"
-        for token, reward in result.steps
-        if not (0 <= token < num_tokens and math.isfinite(reward))
-    ]
-    if result.reward is None or not math.isfinite(result.reward):
-        wrong.append(f"the reward is {result.reward}")
-    return failed(result, wrong[0]) if wrong else result
-
-
-def failed(result: AdapterResult, reason: str) -> AdapterResult:
-    """The same sample without an answer."""
-    return replace(result, status=RewardStatus.FAILED, reward=None, steps=(), reason=reason)
 
 
 def quantile(values: Iterable[float], q: float) -> float:
@@ -202,7 +170,7 @@ class QueueStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Counts by status; latency from request to answer and the queueing in it, both in seconds."""
-        shares = {"latency_p50_s": 0.5, "latency_p95_s": 0.95, "latency_max_s": 1.0}
+        latencies_s, queue_s = self._latencies_s, self._queue_s
         return {
             **{status.value: self._statuses[status] for status in RewardStatus},
             "retries": self.retries,
@@ -211,7 +179,9 @@ class QueueStats:
             "first_reason": self.first_reason,
             "rewards_so_far": self._rewards,
             "only_reward_so_far": next(iter(self._values)) if len(self._values) == 1 else None,
-            **{name: quantile(self._latencies_s, share) for name, share in shares.items()},
-            "queue_p50_s": quantile(self._queue_s, 0.5),
-            "queue_p95_s": quantile(self._queue_s, 0.95),
+            "latency_p50_s": quantile(latencies_s, 0.5),
+            "latency_p95_s": quantile(latencies_s, 0.95),
+            "latency_max_s": max(latencies_s, default=0.0),
+            "queue_p50_s": quantile(queue_s, 0.5),
+            "queue_p95_s": quantile(queue_s, 0.95),
         }

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.errors import ConfigurationError
 from async_grpo.rewards import budget as budget_module
 from async_grpo.rewards.budget import Budget, BudgetExhausted
 
@@ -114,20 +114,6 @@ async def test_only_a_finite_cost_of_0_or_more_is_one():
             await budget.reserve("judge", cost)
     budget.settle("judge", 0.5, 0.7)
     assert budget.stats()["spent"] == 0.7 and budget.stats()["reserved"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("settings_of_it", "message"),
-    [
-        ({"limit": -1.0}, "must be a number of 0 or more, not -1"),
-        ({"limit": float("nan")}, "must be a number of 0 or more, not nan"),
-        ({"policy": "stop"}, "unknown budget policy 'stop': choose pause or fallback"),
-    ],
-)
-def test_impossible_settings_are_refused(settings_of_it, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Budget(**({"limit": 1.0} | settings_of_it))
-    assert issubclass(BudgetExhausted, AsyncGrpoError)
 
 
 def test_what_was_spent_is_remembered_and_a_torn_line_is_not(tmp_path):

@@ -303,49 +303,6 @@ async def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker(
         assert [number for _, number in workshop.journal] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("reward", "steps", "reason"),
-    [
-        (None, (), "the reward is None"),
-        (float("nan"), (), "the reward is nan"),
-        (1.0, ((0, 0.5), (1, float("nan"))), "the step that ends in token 1 of 2 is worth nan"),
-        (1.0, ((0, float("-inf")),), "token 0 of 2 is worth -inf"),
-        (1.0, ((2, 1.0),), "token 2 of 2"),
-        (1.0, ((-1, 1.0),), "token -1 of 2"),
-    ],
-)
-async def test_what_is_not_finite_or_has_no_token_is_a_failure_wherever_it_comes_from(reward, steps, reason):
-    async with scripted_pool(Workshop()) as pool:
-        tokens = {"completion_token_ids": [7, 8]}
-        good = AdapterResult("a", OK, 1.0, steps=((0, 0.5), (1, 0.5)))
-        assert (await pool.verify(sample(1, good) | tokens)).results[0].steps == good.steps
-        verdict = await pool.verify(sample(2, AdapterResult("a", OK, reward, steps=steps)) | tokens)
-        assert (verdict.status, verdict.reward, verdict.results[0].steps) == (FAILED, None, ())
-        assert reason in verdict.results[0].reason
-
-
-async def test_an_answer_that_is_none_costs_its_worker_and_the_queue_is_served():
-    class OneShort(Grouped):
-        async def post_process(self, samples, results, timeout_s) -> list[AdapterResult]:
-            return results[1:]
-
-    made = []
-
-    async def make(adapter: str) -> OneShort:
-        made.append(OneShort(adapter, []))
-        return made[-1]
-
-    pool = VerifierPool(["a"], make, backoff_s=(0.0,))
-    await pool.start()
-    group = [sample(n, 1.0) for n in range(2)]
-    verdicts = [await pool.verify(s) for s in group]
-    changed, after = await asyncio.gather(pool.post_process(group, verdicts), pool.verify(sample(2, 0.5)))
-    assert [verdict.status for verdict in changed] == [FAILED] * 2
-    assert "2 workers of 'a' were lost over it, the last: ValueError" in changed[0].results[0].reason
-    assert after.reward == 0.5 and [worker.closed for worker in made] == [True, True, False]
-    await pool.close()
-
-
 @pytest.mark.parametrize("evaluation", [False, True])
 async def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation):
     async def make(adapter: str) -> ScriptedWorker:

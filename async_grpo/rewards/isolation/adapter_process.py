@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,8 @@ FIXED_VARIABLES = {
 class AdapterProcess:
     """A verifier worker (see `VerifierWorker`) that runs one reward in a child process.
 
-        worker = AdapterProcess(RewardRegistrySource.from_file("reward_registry.py"), "countdown")
-        result = await worker.score({"completion": "...", "nums": [3, 4, 5], "target": 27}, timeout_s=30)
-
     The process is started by `start`, or by the first call, and anew after a time-out, a crash or a cancelled call:
-    what an abandoned call may still answer is never read. It sees only an allow-list of environment variables.
+    what an abandoned call may still answer is never read.
 
     Args:
         options: keyword options; the reward receives those that it names.
@@ -64,8 +62,10 @@ class AdapterProcess:
         self.adapter = adapter
         self._is(AdapterTraits())  # until the process has said what it is
         self._start_timeout_s, self._grace_s = start_timeout_s, grace_s
-        self._max_message_bytes, self._max_processes = max_message_bytes, max_processes
-        self._environment = child_environment(environment)
+        self._max_message_bytes = max_message_bytes
+        self._spawn = partial(
+            ChildProcess, adapter, max_message_bytes, max_processes, child_environment(environment)
+        )
         self._greeting = {
             "source": asdict(source),
             "adapter": adapter,
@@ -95,15 +95,11 @@ class AdapterProcess:
                 raise WorkerLost(f"the worker of {self.adapter!r} is closed")
             if self._child is not None and not self._child.lost:
                 return
-            child = self._child = ChildProcess(
-                self.adapter, self._max_message_bytes, self._max_processes, self._environment
-            )
+            child = self._child = self._spawn()
             try:
                 message = await child.greet(self._greeting, self._start_timeout_s)
-                if "error" in message:
-                    raise ConfigurationError(
-                        f"reward function {self.adapter!r} cannot start: {message['error']}"
-                    )
+                if error := message.get("error"):
+                    raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {error}")
             except BaseException:
                 await child.end(WorkerLost(f"the process of {self.adapter!r} was ended while it started"))
                 raise
@@ -111,12 +107,7 @@ class AdapterProcess:
             self._is(child.traits)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """Score one sample. What the reward raises, or that it is late, is a result.
-
-        Raises:
-            ProcessDied, CallInterrupted: see `VerifierWorker`; a later call starts a new process.
-            WorkerLost: the worker is closed.
-        """
+        """Score one sample. What the reward raises, or that it is late, is a result; see also `VerifierWorker`."""
         asked_at = time.monotonic()
         (answer,) = await self._exchange("sample", sample, 1, timeout_s)
         return AdapterResult(self.adapter, **_fields(answer), latency_s=time.monotonic() - asked_at)
@@ -124,7 +115,7 @@ class AdapterProcess:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
     ) -> list[AdapterResult]:
-        """The group's results after the reward's `post_process_scores`, as they are if it has none; raises as `score`."""
+        """The group's results after the reward's `post_process_scores`, as they are if it has none."""
         group = [
             {"sample": sample, "status": result.status.value, "reward": result.reward, "extra": result.extra}
             | {"steps": result.steps, "reason": result.reason}
@@ -144,16 +135,13 @@ class AdapterProcess:
     def _is(self, traits: AdapterTraits) -> None:
         self.traits = traits
         self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
-        self.prefetch = not (
-            traits.is_async or traits.is_batch
-        )  # further calls lie ready in the process's pipe
+        self.prefetch = not (traits.is_async or traits.is_batch)  # others wait in the process's pipe
 
     async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """The process's answers to what is sent, so many, or why there are none."""
         try:
             body = encode(content, self._max_message_bytes * max(1, count))
-            if self._closed or self._child is None or self._child.lost or not self._child.ready:
-                await self.start()
+            await self.start()
             assert self._child is not None, "`start` has made one"
             return (await self._child.ask(what, body, timeout_s, self._grace_s))["answers"]
         except ConfigurationError as error:
@@ -195,10 +183,9 @@ def named_environment(names: Iterable[str]) -> dict[str, str]:
         ConfigurationError: one is not set.
     """
     names = list(names)
-    if missing := [name for name in names if name not in os.environ]:
-        raise ConfigurationError(
-            f"--reward-env {','.join(names)}: this process has no variable {', '.join(missing)}; set it, or leave it out"
-        )
+    if missing := ", ".join(name for name in names if name not in os.environ):
+        said = f"--reward-env {','.join(names)}"
+        raise ConfigurationError(f"{said}: this process has no variable {missing}; set it, or leave it out")
     return {name: os.environ[name] for name in names}
 
 

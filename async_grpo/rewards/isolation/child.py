@@ -72,7 +72,7 @@ class Server:
         self._channel = channel
         self._max_bytes = sys.maxsize
         self._lines = Lines(sys.maxsize)  # the parent keeps to its limit
-        self._poll = select.poll()  # `select` takes no descriptor above 1023, and rewards may open many
+        self._poll = select.poll()  # `select` takes no descriptor above 1023
         self._poll.register(channel, select.POLLIN)
         self._pid = os.getpid()
         self._traits = AdapterTraits()

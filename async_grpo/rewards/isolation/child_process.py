@@ -1,8 +1,4 @@
-"""The parent's end of a reward's process: start it, ask it several things at a time, keep their time, end it.
-
-pebble 5.2's pool of processes was looked at for this. It kills a worker on a time-out, but not what the worker has started;
-a worker in an endless loop outlives a killed owner; and all workers answer through one pipe with pickles.
-"""
+"""The parent's end of a reward's process: start it, ask it several things at a time, keep their time, end it."""
 
 import asyncio
 import contextlib
@@ -30,32 +26,24 @@ _MAIN = "import sys; from async_grpo.rewards.isolation.child import main; main(*
 class Request:
     """A message to the process. Its reply comes, or is an error, whether or not its caller still waits."""
 
-    def __init__(self, number: int, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.number, self.timeout_s = number, timeout_s
-        self.begun: asyncio.Future[None] = loop.create_future()
-        self.reply: asyncio.Future[dict[str, Any]] = loop.create_future()
+    def __init__(self, number: int, timeout_s: float, limit: asyncio.Timeout) -> None:
+        self.number, self.timeout_s, self.limit = number, timeout_s, limit
+        self.reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.together: Sequence[Request] = ()  # it and those that the same call serves, once it is begun
         self.given_up = False  # by its caller
 
-    def begin(self, together: "Sequence[Request]") -> None:
-        self.together = together
-        if not self.begun.done():
-            self.begun.set_result(None)
-
 
 class ChildProcess(asyncio.Protocol):
-    """A process that answers each request once (see `child`).
+    """A process that answers each request once (see `child`). Arguments are those of `AdapterProcess`, but for the
+    environment, which is all of its variables.
 
     It serves what it gets in order, one at a time; an async reward, all at once; a batched one says which requests it
     begins together. Their time runs from then on. It dies with the thread that made it.
-    The arguments are those of `AdapterProcess`, but for the environment, which is all of its variables.
     """
 
     def __init__(
         self, adapter: str, max_message_bytes: int, max_processes: int, environment: Mapping[str, str]
     ) -> None:
-        self.ready = False  # it has said what it is
         self.lost = False  # it will answer nothing any more
         self.traits = AdapterTraits()  # until it has said what it is
         self._adapter = adapter
@@ -88,16 +76,12 @@ class ChildProcess(asyncio.Protocol):
         """Open the channel with a first message; returns the answer. Raises ProcessDied, also after the time-out."""
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self, sock=self._channel)
-        request = self._send(encode(greeting, sys.maxsize), timeout_s)
-        self._begin([request])
         try:
-            message = await self._reply(request)
+            message = await self._exchange(encode(greeting, sys.maxsize), timeout_s)
         except TimeoutError:
             error = f"the process of {self._adapter!r} was not ready within {timeout_s:g} s"
             raise ProcessDied(error) from None
-        if "traits" in message:
-            self.traits = AdapterTraits(**message["traits"])
-            self.ready = True
+        self.traits = AdapterTraits(**message.get("traits", {}))
         return message
 
     async def ask(self, what: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
@@ -110,19 +94,14 @@ class ChildProcess(asyncio.Protocol):
         Raises:
             TimeoutError, ProcessDied, CallInterrupted: there is none.
         """
-        head = b'{"id":%d,"at":%.6f,"%b":' % (self._next_number, time.monotonic(), what.encode())
-        request = self._send(head + body + b"}", timeout_s)
-        if self.traits.is_async and not self.traits.is_batch:
-            self._begin([request])
-        else:
-            self._begin_next()
+        number = self._next_number
+        head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), what.encode())
         try:
-            if not request.together:
-                await asyncio.wait([request.begun])
-            return await self._reply(request)
+            return await self._exchange(head + body + b"}", timeout_s)
         except (TimeoutError, asyncio.CancelledError):
-            request.given_up = True
-            await self._abandon(request, grace_s)
+            if request := self._requests.get(number):  # else its answer has come
+                request.given_up = True
+                await self._abandon(request, grace_s)
             raise
 
     async def dismiss(self, timeout_s: float) -> None:
@@ -162,18 +141,17 @@ class ChildProcess(asyncio.Protocol):
             self.lost = True
             self._burial = asyncio.get_running_loop().create_task(self._bury())
 
-    def _send(self, message: bytes, timeout_s: float) -> Request:
-        request = Request(self._next_number, timeout_s)
-        self._next_number += 1
-        self._requests[request.number] = request
-        self._write(message)
-        return request
-
-    async def _reply(self, request: Request) -> dict[str, Any]:
-        await asyncio.wait([request.reply], timeout=request.timeout_s)
-        if not request.reply.done():
-            raise TimeoutError
-        return request.reply.result()
+    async def _exchange(self, message: bytes, timeout_s: float) -> dict[str, Any]:
+        """The reply to a message; its time-out is from when it is begun."""
+        async with asyncio.timeout(None) as limit:
+            request = self._requests[self._next_number] = Request(self._next_number, timeout_s, limit)
+            self._next_number += 1
+            self._write(message)
+            if self.traits.is_async and not self.traits.is_batch:
+                self._begin([request])
+            else:
+                self._begin_next()
+            return await asyncio.shield(request.reply)
 
     def _write(self, message: bytes) -> None:
         if self._transport is not None and not self.lost:
@@ -191,7 +169,9 @@ class ChildProcess(asyncio.Protocol):
 
     def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            request.begin(requests)
+            request.together = requests
+            if not (request.given_up or request.reply.done()):
+                request.limit.reschedule(asyncio.get_running_loop().time() + request.timeout_s)
         if all(request.given_up for request in requests):  # withdrawn too late: no caller keeps their time
             asyncio.get_running_loop().call_later(requests[0].timeout_s, self._interrupt, requests)
 
@@ -238,7 +218,6 @@ class ChildProcess(asyncio.Protocol):
             if not request.reply.done():
                 request.reply.set_exception(error if request.together else before_its_turn)
                 request.reply.exception()  # a caller that still waits gets it all the same; none need wait
-            request.begin(request.together)
 
     def _cause_of_death(self) -> str:
         code = self._process.returncode

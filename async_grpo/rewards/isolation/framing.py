@@ -38,11 +38,8 @@ class Lines:
             raise ValueError(f"a message of more than {self._max_bytes} bytes")
         if not others:
             return
-        lines, self._pieces, self._length = (
-            [b"".join(self._pieces), *others[:-1]],
-            [others[-1]],
-            len(others[-1]),
-        )
+        lines = [b"".join(self._pieces), *others[:-1]]
+        self._pieces, self._length = [others[-1]], len(others[-1])
         for line in lines:
             try:
                 message = json.loads(line)
