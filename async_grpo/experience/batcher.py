@@ -18,12 +18,7 @@ from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.experience.groups import (
-    mean_reward,
-    reward_sample,
-    wants_refill,
-    with_group_mean,
-)
+from async_grpo.experience.groups import mean_reward, reward_sample, wants_refill, with_group_mean
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
 from async_grpo.experience.step_metrics import (
@@ -189,14 +184,17 @@ class ExperienceBatcher:
         return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
 
     async def _add_logprobs(self, group: Group) -> Group:
-        samples = group.samples
+        token_ids = [sample.token_ids for sample in group.samples]
+        prompt_lengths = [len(group.prompt.token_ids)] * len(token_ids)
+        found: list[dict[str, Any]] = [{} for _ in token_ids]
         for name, worker in (("ref_logprobs", self.reference), ("proximal_logprobs", self.proximal)):
             if worker is not None:
-                token_ids = [sample.token_ids for sample in samples]
-                answers = await worker.logprobs(token_ids, [len(group.prompt.token_ids)] * len(samples))
-                changes: list[dict[str, Any]] = [{name: answer} for answer in answers]
-                samples = tuple(replace(s, **change) for s, change in zip(samples, changes, strict=True))
-        return replace(group, samples=samples)
+                for columns, answer in zip(
+                    found, await worker.logprobs(token_ids, prompt_lengths), strict=True
+                ):
+                    columns[name] = answer
+        samples = zip(group.samples, found, strict=True)
+        return replace(group, samples=tuple(replace(sample, **columns) for sample, columns in samples))
 
     # From groups to the ranks -----------------------------------------------------------------------------------
 

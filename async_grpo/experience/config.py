@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, SHARE, Range, option
@@ -11,42 +12,25 @@ OF_A_GROUP = Range(2, math.inf, False, "must be 2 or more: a group of one has no
 OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
 OUTCOME = "outcome"  # the name of the best outcome reward beside process rewards that are taken apart
 
+_batches = partial(option, panel="Batches", everyday=True)
+_groups = partial(option, panel="Groups")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(AlgorithmConfig):
     """What the batcher is given. The algorithm's options are among them: advantages are computed here."""
 
-    batch_size: int = option(128, "Questions per iteration.", "Batches", range=POSITIVE, everyday=True)
-    samples_per_question: int = option(
-        32, "Completions per question: the group size.", "Batches", range=OF_A_GROUP, everyday=True
+    batch_size: int = _batches(128, "Questions per iteration.", range=POSITIVE)
+    samples_per_question: int = _batches(32, "Completions per question: the group size.", range=OF_A_GROUP)
+    train_minibatch_size: int | None = _batches(
+        None, "Samples per optimizer step (default: the whole batch).", range=POSITIVE
     )
-    train_minibatch_size: int | None = option(
-        None,
-        "Samples per optimizer step (default: the whole batch).",
-        "Batches",
-        range=POSITIVE,
-        everyday=True,
+    num_training_batches: int = _batches(
+        1_000_000, "Iterations; also the horizon of the schedules.", range=POSITIVE
     )
-    num_training_batches: int = option(
-        1_000_000,
-        "Iterations; also the horizon of the schedules.",
-        "Batches",
-        range=POSITIVE,
-        everyday=True,
-    )
-    max_tokens_per_gpu: int = option(
-        36_000,
-        "Token budget of one micro-batch on one rank.",
-        "Batches",
-        range=POSITIVE,
-        everyday=True,
-    )
-    max_staleness: int = option(
-        1,
-        "Oldest policy a trained token may come from, in steps (0: on-policy).",
-        "Batches",
-        range=NOT_NEGATIVE,
-        everyday=True,
+    max_tokens_per_gpu: int = _batches(36_000, "Token budget of one micro-batch on one rank.", range=POSITIVE)
+    max_staleness: int = _batches(
+        1, "Oldest policy a trained token may come from, in steps (0: on-policy).", range=NOT_NEGATIVE
     )
     max_token_staleness: int | None = option(
         None,
@@ -71,30 +55,21 @@ class BatchConfig(AlgorithmConfig):
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
     )
 
-    mask_truncated: bool = option(True, "Leave truncated completions out of the loss.", "Groups")
-    zero_variance: str = option(
+    mask_truncated: bool = _groups(True, "Leave truncated completions out of the loss.")
+    zero_variance: str = _groups(
         "keep",
         "Groups of equal rewards: keep, filter (out of the loss) or resample (another prompt).",
-        "Groups",
         choices=("keep", "filter", "resample"),
     )
-    max_resamples: int = option(
-        8,
-        "Prompts that may replace one without signal; then its group is taken.",
-        "Groups",
-        range=NOT_NEGATIVE,
+    max_resamples: int = _groups(
+        8, "Prompts that may replace one without signal; then its group is taken.", range=NOT_NEGATIVE
     )
-    retire_solved_above: float | None = option(
-        None,
-        "Draw a question no more once a group's mean reward reached this.",
-        "Groups",
-        was="no_positive_resampling",
+    retire_solved_above: float | None = _groups(
+        None, "Draw a question no more once a group's mean reward reached this.", was="no_positive_resampling"
     )
-    min_valid_samples: int = option(
-        2, "Rewards that a group needs, or it is left out.", "Groups", range=POSITIVE
-    )
-    truncation_alarm: float = option(
-        0.5, "Warn when more than this share of a step is truncated.", "Groups", range=SHARE
+    min_valid_samples: int = _groups(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
+    truncation_alarm: float = _groups(
+        0.5, "Warn when more than this share of a step is truncated.", range=SHARE
     )
     failure_alarm: float = option(
         0.1, "Warn when more than this share of a reward's calls fails.", "Rewards", range=SHARE

@@ -55,48 +55,43 @@ def load_questions(
                 raise ConfigurationError(f"{where}: {error}") from error
             if not isinstance(row.get("input"), str):
                 row["input"] = tokenizer.decode(token_ids)
-            questions.append(Question(token_ids, row, where))
+            questions.append(Question(np.asarray(token_ids, np.int32), row, where))
     if not questions:
         raise ConfigurationError(f"{path} holds no questions")
     return questions
 
 
-def _prompt_tokens(row: Any, tokenizer: Any) -> np.ndarray:
+def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
     if not isinstance(row, dict):
         raise ConfigurationError(f"a row must be an object, not {type(row).__name__}")
-    ids = row.get("input_token_ids")
-    if ids is not None:
-        if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if (ids := row.get("input_token_ids")) is not None:
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise ConfigurationError("input_token_ids must be a list of integers")
-    elif isinstance(messages := row.get("messages", row.get("prompt")), list):
+        return ids
+    if isinstance(messages := row.get("messages", row.get("prompt")), list):
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError("a row of messages, but the model's tokenizer has no chat template")
         if not messages or not all(isinstance(said, dict) and "content" in said for said in messages):
             raise ConfigurationError(
                 "messages must be a list of objects with role and content, and not empty"
             )
-        ids = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    elif isinstance(text := row.get("input", row.get("prompt")), str):
-        ids = tokenizer.encode(text)
-    else:
-        raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")
-    try:
-        return np.asarray(ids, np.int32)
-    except OverflowError as error:
-        raise ConfigurationError("a token id does not fit 32 bits") from error
+    if isinstance(text := row.get("input", row.get("prompt")), str):
+        return tokenizer.encode(text)
+    raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")
 
 
-def _refuse_unusable(token_ids: np.ndarray, max_prompt_tokens: int, vocab_size: int) -> None:
+def _refuse_unusable(token_ids: list[int], max_prompt_tokens: int, vocab_size: int) -> None:
     if not 0 < len(token_ids) <= max_prompt_tokens:
         raise ConfigurationError(
             f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
             "--max-generation-tokens. Shorten or drop the row"
         )
-    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+    if wrong := [i for i in token_ids if not 0 <= i < vocab_size]:
         raise ConfigurationError(
-            f"token id {token_ids.max()} is outside the model's vocabulary of {vocab_size}: the file was "
+            f"token id {wrong[0]} is outside the model's vocabulary of {vocab_size}: the file was "
             "tokenised for another model"
         )
 

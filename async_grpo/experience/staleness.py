@@ -4,10 +4,7 @@ With P groups per optimizer step and at most S steps of staleness, at most (S + 
 admission and the moment the weights trained on them are live in the engines (`StalenessBudget`). Why that bounds the age:
 step k turns version k into k + 1 and takes the groups number k * P ... (k + 1) * P - 1 (`StepAssembler`). When version v
 is live, v * P groups have been released, so a group i that is admitted now has i < (v + S + 1) * P: it is trained in a
-step of at most v + S, and no token of it is older than v. Nothing but the order of admission can respect the bound: with
-(S + 1) * P groups alive, letting a younger group overtake an older one would make some group S + 1 steps old.
-
-S = 0 is the same code: P groups alive, all of them of the version being trained.
+step of at most v + S, and no token of it is older than v. Letting a younger group overtake would break the bound.
 """
 
 import asyncio
@@ -79,37 +76,30 @@ class StepAssembler:
         self.packer, self.advantages = packer, advantages
         self.step = 0  # the step being filled; it trains policy version `step`
         self._taken: list[Group] = []  # of this step, with their advantages
-        self._coupled: list[Group] = []  # of this step, waiting for the others of a batch-coupled estimator
-        self._early: dict[int, list[Group]] = {}  # finished groups of later steps
+        self._waiting: dict[
+            int, list[Group]
+        ] = {}  # by step: for their turn, or for the rest of their minibatch
 
     def offer(self, group: Group) -> list[Event]:
         """A group is complete. Returns what follows from it, in order."""
         step = group.sequence_number // self.groups_per_step
         assert step >= self.step, f"group {group.sequence_number} comes after its step {step} closed"
-        if step > self.step:
-            self._early.setdefault(step, []).append(group)
-            return []
-        events = self._take(group)
-        while len(self._taken) == self.groups_per_step:
-            events.append(StepComplete(self.step, self._taken))
-            self.step, self._taken = self.step + 1, []
-            for early in self._early.pop(self.step, []):
-                events += self._take(early)
+        self._waiting.setdefault(step, []).append(group)
+        enough = 1 if self.advantages.group_local else self.groups_per_step
+        events: list[Event] = []
+        while len(self._waiting.get(self.step, ())) >= enough:
+            ready = self._waiting.pop(self.step)
+            for finished in ready:
+                self._assert_fresh(finished)
+            ready = self.advantages(ready, self.step)
+            self._taken += ready
+            trained = [s for finished in ready for s in finished.samples if s.advantages is not None]
+            events += filter(None, map(self.packer.add, trained))
+            if len(self._taken) == self.groups_per_step:
+                events += filter(None, [self.packer.flush()])
+                events.append(StepComplete(self.step, self._taken))
+                self.step, self._taken = self.step + 1, []
         return events
-
-    def _take(self, group: Group) -> list[Event]:
-        self._assert_fresh(group)
-        self._coupled.append(group)
-        missing = self.groups_per_step - len(self._taken) - len(self._coupled)
-        if missing and not self.advantages.group_local:
-            return []
-        groups, self._coupled = self.advantages(self._coupled, self.step), []
-        self._taken += groups
-        trained = [sample for group in groups for sample in group.samples if sample.advantages is not None]
-        rounds = [self.packer.add(sample) for sample in trained]
-        if not missing:
-            rounds.append(self.packer.flush())
-        return [micro_batches for micro_batches in rounds if micro_batches]
 
     def _assert_fresh(self, group: Group) -> None:
         age = self.step - group.oldest_version

@@ -6,7 +6,6 @@ it ends. Which of the workers with room gets a piece, a scheduling policy says.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,9 +80,8 @@ class WorkerRegistry:
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
         self.kind, self.grace_s, self._policy = kind, grace_s, policy
         self._members: dict[str, Member] = {}
-        self._line: deque[asyncio.Event] = (
-            deque()
-        )  # who waits for work to be admitted; the first is told of changes
+        self._turn = asyncio.Lock()  # first come, first served
+        self._changed = asyncio.Event()  # for who has the turn: there may be room now
         self._last_loss = "none has registered yet"
         self._empty_since = time.monotonic()  # if there are no members
 
@@ -98,7 +96,7 @@ class WorkerRegistry:
     def activate(self, worker_id: str) -> None:
         """The worker holds the current weights: it may be given work."""
         self._members[worker_id].active = True
-        self._tell_first()
+        self._changed.set()
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""
@@ -120,24 +118,18 @@ class WorkerRegistry:
             ConfigurationError: no registered worker could ever take so many at once.
             WorkerLost: no worker was registered for `grace_s` seconds.
         """
-        turn = asyncio.Event()
-        self._line.append(turn)
-        try:
+        async with self._turn:  # behind it everybody waits: no starvation
             while True:
                 self._refuse_in_vain(sequences)
-                fitting = [member for member in self._members.values() if member.has_room(sequences)]
-                if fitting and self._line[0] is turn:  # behind it everybody waits: no starvation
+                if fitting := [member for member in self._members.values() if member.has_room(sequences)]:
                     member = self._policy(fitting, sequences, sequences * tokens_each)
                     member.sequences += sequences
                     member.tokens += sequences * tokens_each
                     return Lease(member, sequences, tokens_each)
-                turn.clear()
-                with suppress(TimeoutError):  # the workers may have changed meanwhile
+                self._changed.clear()
+                with suppress(TimeoutError):  # it may become in vain meanwhile
                     async with asyncio.timeout(1.0):
-                        await turn.wait()
-        finally:
-            self._line.remove(turn)
-            self._tell_first()
+                        await self._changed.wait()
 
     def release(self, lease: Lease, sequences: int = 1) -> None:
         """Give back `sequences` of a lease. Of a void one (its worker is gone) nobody will hear."""
@@ -145,11 +137,7 @@ class WorkerRegistry:
         lease.sequences -= sequences
         lease.member.sequences -= sequences
         lease.member.tokens -= sequences * lease.tokens_each
-        self._tell_first()
-
-    def _tell_first(self) -> None:
-        if self._line:
-            self._line[0].set()
+        self._changed.set()
 
     def _refuse_in_vain(self, sequences: int) -> None:
         largest = max((member.info.max_sequences for member in self._members.values()), default=sequences)

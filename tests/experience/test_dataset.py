@@ -57,7 +57,7 @@ def test_a_prompt_comes_from_token_ids_or_messages_or_text_in_this_order(tmp_pat
         ({"input": "abcdefghi"}, "line 2: a prompt of 9 tokens; between 1 and 8"),
         ({"input_token_ids": [26]}, "line 2: token id 26 is outside the model's vocabulary of 26"),
         ({"input_token_ids": [-1]}, "line 2: token id"),
-        ({"input_token_ids": [2**40]}, "line 2: a token id does not fit"),
+        ({"input_token_ids": [2**40]}, "line 2: token id 1099511627776 is outside"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path, row, message):
