@@ -118,13 +118,14 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
         f"{name} failed or timed out {card.num_unscored} times" for name, card in cards if card.num_unscored
     ]
     for name, card in cards if config.check else ():
-        rights, problems = [row.columns for row in card.right_rows], list[str]()
-        said = "passed" if rights else "skipped, it calls no row right"
-        make_process = process_maker(workers.source, options, environment=workers.environment)
-        try:
-            problems = asyncio.run(check_adapter(name, make_process, rights)) if rights else []
-        except ConfigurationError as error:
-            said = f"skipped: {error}"
+        rights, problems, said = [row.columns for row in card.right_rows], list[str](), "passed"
+        if name in workers.judges:
+            said = "skipped, a judge has no process"
+        elif not rights:
+            said = "skipped, it calls no row right"
+        else:
+            make_process = process_maker(workers.source, options, environment=workers.environment)
+            problems = asyncio.run(check_adapter(name, make_process, rights))
         console.print(f"\ncheck of {name}: {'' if problems else said}", soft_wrap=True)
         for problem in problems:
             console.print(f"  {one_line(problem)}", soft_wrap=True)
@@ -165,8 +166,7 @@ async def _score(
 
         async with pool:
             started = time.monotonic()
-            groups = workers.look_at_groups
-            await score_rows(pool, rows, on_row, repeat=config.repeat, whole_groups=groups)
+            await score_rows(pool, rows, on_row, repeat=config.repeat)
             report.seconds = time.monotonic() - started
 
 

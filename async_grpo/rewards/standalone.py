@@ -44,7 +44,7 @@ class LocalWorkers:
             check_options(resolve(self.source, named), options or {})
         self.adapters = tuple(map(display_name, named))
         self.environment = named_environment(parse_names(reward_env))
-        self.look_at_groups = False  # whether a reward does that was made a worker
+        self.judges: set[str] = set()  # of those that were made a worker
         self._options, self._rate_limiter = options, Limiter()
         self._judge_addresses = judge_addresses or JudgeAddresses()
 
@@ -52,10 +52,10 @@ class LocalWorkers:
         # The registry file is first imported in a process of its own, whatever it does
         process = AdapterProcess(self.source, adapter, self._options, environment=self.environment)
         await process.start()
-        self.look_at_groups |= process.has_post_process
         if not process.traits.is_judge:
             return process
         await process.close()
+        self.judges.add(adapter)
         judge: Any = self._judge_addresses.give(resolve(self.source, [adapter])[adapter])
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")
 

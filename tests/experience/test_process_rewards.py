@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from async_grpo.generation.char_ends import char_ends
-from async_grpo.rewards.adapter.decorators import is_process_reward
+from async_grpo.rewards.adapter.decorators import traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
@@ -307,7 +307,7 @@ def test_in_its_process_the_steps_fall_on_the_tokens_of_the_tiny_model():
 
 
 def test_the_shipped_page_declares_exactly_its_process_reward():
-    assert [kind for kind in RewardType if is_process_reward(REWARD_ADAPTERS[kind])] == [
+    assert [kind for kind in RewardType if traits_of(REWARD_ADAPTERS[kind]).is_process_reward] == [
         RewardType.COUNTDOWN_STEPS
     ]
 

@@ -233,6 +233,9 @@ async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way()
             count_of_calls[sample["number"]] += 1
             return Verdict(OK, 1.0, (AdapterResult("a", OK, 1.0),))
 
+        async def post_process(self, samples: list[dict], verdicts: list[Verdict]) -> list[Verdict]:
+            return list(verdicts)
+
     rows = [CompletionRow(n, {"completion": "", "number": n, "group_id": n}) for n in range(40)]
 
     def on_row(row: CompletionRow, verdicts: list[Verdict]) -> None:
@@ -296,7 +299,7 @@ def test_without_token_ids_a_process_reward_counts_characters(files, tmp_path, c
     output = tmp_path / "out.jsonl"
     assert verify(path, "--reward-fns", rewards(tmp_path, "per_character"), "--output", output) == 0
     assert [row["reward"] for row in rows_of(output)] == [2.0, 1.0]
-    assert "1 row has no completion_token_ids: there, each character counts" in capsys.readouterr().out
+    assert "without completion_token_ids, where characters count: 1" in capsys.readouterr().out
 
 
 def test_an_unknown_reward_is_refused_in_words_alone(files, capsys):

@@ -572,9 +572,7 @@ async def test_the_check_finds_what_is_wrong(adapter, problems):
         assert any(problem in text for text in found), (problem, found)
 
 
-async def test_a_right_completion_that_is_not_scored_is_a_problem_and_a_judge_cannot_be_checked():
+async def test_a_right_completion_that_is_not_scored_is_a_problem():
     make = process_maker(RewardRegistrySource.from_text("checked_page", CHECKED))
     (found,) = (await check_adapter("good", make, [{"completion": "4"}]))[:1]
     assert found.startswith("sample 0: the right completion has failed: KeyError: 'answer'")
-    with pytest.raises(ConfigurationError, match="judge is a judge"):
-        await check_adapter("judge", process_maker(SOURCE), [{"completion": "4"}])

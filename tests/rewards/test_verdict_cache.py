@@ -353,7 +353,7 @@ def of_the_future(path: Path) -> None:
             "is no verdict cache.*name another file",
         ),
         (lambda path: path.write_text("x"), "is no verdict cache"),
-        (somebody_elses, "is the database of something else: name another"),
+        (somebody_elses, "is no verdict cache.*name another file"),
         (of_the_future, "has schema 9, and this version of async-grpo knows 1: name another file, or delete"),
         (lambda path: path.mkdir(), "cannot be written: .*Is a directory"),
     ],

@@ -11,7 +11,7 @@ judge           an object with `endpoint` and `score`: no process of its own, se
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from async_grpo.errors import ConfigurationError
 
@@ -19,14 +19,6 @@ ASYNC_CAPACITY = 64  # samples in flight in the process of one async reward
 JUDGE_CAPACITY = 256  # of one judge: what it may really do at a time is in its limits
 
 Reward = TypeVar("Reward", bound=Callable[..., Any])
-PostProcess = Callable[[list[dict[str, Any]]], list[Any]]
-
-
-class Batching(NamedTuple):
-    """How many samples one call takes at most, and how long the first of them waits for the others."""
-
-    max_samples: int = 32
-    max_wait_s: float = 0.01
 
 
 def _declare(reward: Reward, name: str, value: Any) -> Reward:
@@ -35,10 +27,11 @@ def _declare(reward: Reward, name: str, value: Any) -> Reward:
 
 
 def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward], Reward]:
-    """Decorator: the reward is called with a list of samples, and returns a list with one answer for each.
+    """Decorator: the reward is called with a list of samples, and returns a list with one answer for each. A call takes at
+    most `max_samples`; the first of them waits `max_wait_s` for the others.
 
-    Where the call raises or its process dies, each sample is tried alone, so that one bad row costs only itself. A
-    list of another length is a failure of all; and a call that takes too long is a time-out of all.
+    Where the call raises or its process dies, each sample is tried alone. A list of another length is a failure of all,
+    a call that takes too long a time-out of all.
 
     Raises:
         ConfigurationError: fewer than one sample, or a negative wait.
@@ -47,17 +40,16 @@ def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward],
         raise ConfigurationError(
             f"@batch needs max_samples >= 1 and max_wait_s >= 0, not {max_samples}, {max_wait_s}"
         )
-    return lambda reward: _declare(reward, "batching", Batching(max_samples, max_wait_s))
+    return lambda reward: _declare(reward, "batching", (max_samples, max_wait_s))
 
 
 def cacheable(reward: Reward) -> Reward:
-    """Decorator: the verdict cache may keep the reward's answers. To be given to one that is costly, and pure: it says
-    the same about the same sample each time, whatever it has seen before. (Judges need no such mark.)
-    """
+    """Decorator: the verdict cache may keep the answers of this costly reward, which says the same about the same sample
+    each time. (Judges need no such mark.)"""
     return _declare(reward, "cacheable", True)
 
 
-def post_process(function: PostProcess) -> Callable[[Reward], Reward]:
+def post_process(function: Callable[[list[dict[str, Any]]], list[Any]]) -> Callable[[Reward], Reward]:
     """Decorator: `function` sees all answers to one prompt together, and may change them. A class has a method
     `post_process_scores` instead.
 
@@ -85,10 +77,8 @@ def process_reward(reward: Reward) -> Reward:
 
 
 def best_reward(best: float | Callable[..., float]) -> Callable[[Reward], Reward]:
-    """Decorator: the highest reward there is, if that is not 1: a number, or a function of the reward's options.
-
-    A reward that gives every sample less than that, and all the same, raises an alarm.
-    """
+    """Decorator: the highest reward there is, if that is not 1: a number, or a function of the reward's options. To give
+    every sample the same, and less than that, raises an alarm."""
     return lambda reward: _declare(reward, "best_reward", best)
 
 
@@ -106,28 +96,23 @@ class AdapterTraits:
 
 
 def traits_of(adapter: Any) -> AdapterTraits:
-    """The traits of a registered object. Raises ConfigurationError if it cannot be called."""
+    """Raises ConfigurationError if it cannot be called."""
     judges = is_judge(adapter)
     function = None if judges else function_of(adapter)
     is_async = judges or any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     capacity, max_wait_s = JUDGE_CAPACITY if judges else ASYNC_CAPACITY if is_async else 1, 0.0
     batching = getattr(adapter, "batching", None)
-    if is_batch := isinstance(batching, Batching):
+    if is_batch := isinstance(batching, tuple):
         capacity, max_wait_s = batching
     return AdapterTraits(
         capacity,
         is_async=is_async,
         is_batch=is_batch,
-        is_process_reward=is_process_reward(adapter),
+        is_process_reward=getattr(adapter, "process", False) is True,
         is_judge=judges,
         has_post_process=callable(getattr(adapter, "post_process_scores", None)),
         max_wait_s=max_wait_s,
     )
-
-
-def is_process_reward(adapter: Any) -> bool:
-    """Whether it is declared (`@process_reward`) to reward single steps."""
-    return getattr(adapter, "process", False) is True
 
 
 def best_reward_of(adapter: Any, options: Mapping[str, Any]) -> float:
@@ -137,7 +122,7 @@ def best_reward_of(adapter: Any, options: Mapping[str, Any]) -> float:
 
 
 def is_judge(adapter: Any) -> bool:
-    """Whether it is a judge, which needs no process. Raises ConfigurationError for the class of one."""
+    """Raises ConfigurationError for the class of one."""
     if not all(callable(getattr(adapter, name, None)) for name in ("endpoint", "score")):
         return False
     if isinstance(adapter, type):
@@ -146,25 +131,23 @@ def is_judge(adapter: Any) -> bool:
 
 
 def function_of(adapter: Any) -> Callable[..., Any]:
-    """What is called with a sample: the adapter itself, or the `__call__` or `compute_score` of its class.
-    Raises ConfigurationError if there is neither."""
+    """The adapter itself, or the `__call__` or `compute_score` of its class. Raises ConfigurationError without one."""
     if callable(adapter) and not isinstance(adapter, type):
         return adapter
     owner = adapter if isinstance(adapter, type) else type(adapter)
     for name in ("__call__", "compute_score"):
         if any(name in vars(base) for base in owner.__mro__):  # getattr would find how classes are called
             return getattr(adapter, name)
-    name = getattr(adapter, "__name__", repr(adapter))
+    title = getattr(adapter, "__name__", repr(adapter))
     raise ConfigurationError(
-        f"{name} is no reward: register a function, or a class with __call__ or compute_score"
+        f"{title} is no reward: register a function, or a class with __call__ or compute_score"
     )
 
 
 def accepted_options(
     function: Callable[..., Any], options: Mapping[str, Any], num_given: int = 1
 ) -> dict[str, Any]:
-    """The options that the function names as keywords; all of them if it takes `**options`. Its first `num_given`
-    parameters are no options: the sample."""
+    """The options that the function names as keywords, after `num_given` parameters; all if it takes `**options`."""
     parameters = list(inspect.signature(function).parameters.values())[num_given:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(options)
@@ -176,10 +159,9 @@ def check_options(adapters: Mapping[str, Any], options: Mapping[str, Any]) -> No
     """Raise ConfigurationError for an option that none of the adapters names: nobody would miss it."""
     known: set[str] = set()
     for adapter in [adapter for adapter in adapters.values() if not is_judge(adapter)]:
-        is_class = isinstance(adapter, type)
-        known |= accepted_options(function_of(adapter), options, num_given=2 if is_class else 1).keys()
-        if is_class:
-            known |= accepted_options(adapter, options, num_given=0).keys()
+        is_class = isinstance(adapter, type)  # then `self` comes before the sample
+        known |= accepted_options(function_of(adapter), options, 1 + is_class).keys()
+        known |= accepted_options(adapter, options, num_given=0).keys() if is_class else set()
     if unknown := sorted(set(options) - known):
         raise ConfigurationError(
             f"no reward function of {', '.join(adapters)} takes the option {', '.join(unknown)}: "

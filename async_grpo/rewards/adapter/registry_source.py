@@ -19,7 +19,7 @@ from async_grpo.rewards.adapter.decorators import traits_of
 
 @dataclass(frozen=True)
 class RewardRegistrySource(ShippedModule):
-    """The registry file, and the files of rewards that are named by theirs. `digests` goes into the run's parameters."""
+    """The registry file, and the files of rewards that are named by theirs."""
 
     files: tuple[SourceFile, ...] = ()
 
@@ -41,15 +41,15 @@ class RewardRegistrySource(ShippedModule):
         return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
 
     def with_files(self, names: str | Iterable[str]) -> "RewardRegistrySource":
-        """The same with the files that are among the names, read now and here. Raises ConfigurationError if one cannot be
-        read, or two rewards would be known by the same name."""
+        """The same with the files among the names, read here. Raises ConfigurationError: one cannot be read, or two rewards
+        would be known by the same name."""
         asked = parse_names(names)
         _display_names(asked)
         return replace(self, files=tuple(SourceFile.read(name) for name in asked if is_file(name)))
 
     @property
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each text, by its module's or its reward's name."""
+        """The SHA-256 of each text, by its module's or its reward's name; for the run's parameters."""
         return {self.module_name: self.sha256} | {file.name: file.sha256 for file in self.files}
 
     def digest_of(self, name: str) -> str:
@@ -82,9 +82,8 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
         raise ConfigurationError(
             f"{', '.join(missing)} is not among the files of this run: the trainer reads those of its --reward-fns"
         )
-    in_registry = [name for name in shown if name not in files]
-    known = _registered(source) if in_registry or not asked else {}
-    unknown = ", ".join(name for name in in_registry if name not in known)
+    known = _registered(source) if not asked or set(shown) - files.keys() else {}
+    unknown = ", ".join(name for name in shown if name not in known.keys() | files.keys())
     if unknown or not asked:
         problem = f"unknown reward function {unknown}" if unknown else "no reward function is named"
         raise ConfigurationError(

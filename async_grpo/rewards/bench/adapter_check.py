@@ -46,24 +46,11 @@ async def check_adapter(
     Args:
         make_process: see `process_maker`.
         rows: with a `completion` that is right.
-
-    Raises:
-        ConfigurationError: it is a judge, which has no process.
     """
-    samples, judges = [sample_of(row) for row in rows], []
-
-    async def make(name: str) -> AdapterProcess:
-        process = await make_process(name)
-        judges.append(process.traits.is_judge)
-        return process
-
-    timeouts = Timeouts(timeout_s, backoff_s=(0.0,))
-    one, other = AdapterQueue(adapter, make, 1, timeouts), AdapterQueue(adapter, make, 1, timeouts)
+    samples, timeouts = [sample_of(row) for row in rows], Timeouts(timeout_s, backoff_s=(0.0,))
+    one, other = (AdapterQueue(adapter, make_process, 1, timeouts) for _ in range(2))
     try:
-        # Both to their end: to close one in the middle of ending its process would leave that uncollected
         started = await asyncio.gather(one.start(), other.start(), return_exceptions=True)
-        if any(judges):
-            raise ConfigurationError(f"{adapter} is a judge: it has no process to be checked in")
         for error in filter(None, started):
             if isinstance(error, ConfigurationError | WorkerLost):
                 return [str(error)]

@@ -9,7 +9,6 @@ missing are made up: `input` is "", `group_id` the same for the same `input` (wi
 import asyncio
 import hashlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.result import is_finite_number
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
@@ -85,12 +85,13 @@ def _row(line: bytes, number: int) -> CompletionRow:
         raise ValueError(f"a row must be an object, not {type(row).__name__}")
     completion, prompt, tokens = row.get("completion"), row.get("input", ""), row.get("completion_token_ids")
     group, label = row.get("group_id"), row.pop(LABEL, None)
+    are_tokens = tokens is None or (isinstance(tokens, list) and all(type(token) is int for token in tokens))
     for name, wanted, value, is_right in (
         ("completion", "text", completion, isinstance(completion, str)),
         ("input", "text", prompt, isinstance(prompt, str)),
-        ("completion_token_ids", "a list of integers", tokens, tokens is None or _are_integers(tokens)),
+        ("completion_token_ids", "a list of integers", tokens, are_tokens),
         ("group_id", "a whole number or text", group, isinstance(group, int | str | None)),
-        (LABEL, "true, false or a number", label, label is None or _is_finite(label)),
+        (LABEL, "true, false or a number", label, label is None or is_finite_number(label)),
     ):
         if not is_right:
             raise ValueError(f"the column {name} must be {wanted}, not {value!r:.80}")
@@ -100,14 +101,6 @@ def _row(line: bytes, number: int) -> CompletionRow:
     return CompletionRow(number, row | {"group_id": group}, None if label is None else float(label))
 
 
-def _are_integers(tokens: Any) -> bool:
-    return isinstance(tokens, list) and all(type(token) is int for token in tokens)
-
-
-def _is_finite(label: Any) -> bool:
-    return isinstance(label, int | float) and math.isfinite(label)
-
-
 async def score_rows(
     pool: VerifierPool,
     rows: Sequence[CompletionRow],
@@ -115,14 +108,12 @@ async def score_rows(
     *,
     repeat: int = 1,
     in_flight: int = 256,
-    whole_groups: bool = False,
 ) -> None:
-    """Score every row `repeat` times, one run after the other.
+    """Score every row `repeat` times, one run after the other, and let the rewards look at whole groups.
 
     Args:
         on_row: is called in the order of the rows, with the verdicts of all runs.
         in_flight: rows that are scored, or wait for a worker, at a time.
-        whole_groups: rewards look at whole groups.
 
     Raises:
         Exception: what the pool or `on_row` raised first.
@@ -134,22 +125,20 @@ async def score_rows(
             sample = row.sample
             return [await pool.verify(sample) for _ in range(repeat)]
 
-    async def look_at(places: list[int]) -> dict[int, Sequence[Verdict]]:
-        samples = [rows[place].sample for place in places]
-        runs = zip(*[await scored[place] for place in places], strict=True)
-        changed = [await pool.post_process(samples, run) for run in runs]
-        return dict(zip(places, zip(*changed, strict=True), strict=True))
-
     groups: defaultdict[int | str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         groups[row.columns["group_id"]].append(place)
+    verdicts: dict[int, Sequence[Verdict]] = {}
     try:
         async with asyncio.TaskGroup() as tasks:
             scored = [tasks.create_task(score(row)) for row in rows]
-            if whole_groups:
-                looked_at = {group: tasks.create_task(look_at(places)) for group, places in groups.items()}
             for place, row in enumerate(rows):
-                whole = (await looked_at[row.columns["group_id"]])[place] if whole_groups else None
-                on_row(row, whole or await scored[place])
+                if place not in verdicts:
+                    places = groups[row.columns["group_id"]]
+                    samples = [rows[other].sample for other in places]
+                    runs = zip(*[await scored[other] for other in places], strict=True)
+                    changed = [await pool.post_process(samples, run) for run in runs]
+                    verdicts |= zip(places, zip(*changed, strict=True), strict=True)
+                on_row(row, verdicts.pop(place))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

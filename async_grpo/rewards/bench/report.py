@@ -18,7 +18,6 @@ from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 MAX_EXAMPLES = 3  # of each thing that is told by its lines
 MAX_RIGHT_ROWS = 2
-MAX_REASONS = 1000  # different ones that are told apart
 BAR_WIDTH = 30
 MAX_EXCERPT = 60
 
@@ -51,13 +50,11 @@ class Scorecard:
             if result.reward is not None:
                 self.rewards.append(result.reward)
             else:
-                reason = result.reason if len(self.failures) < MAX_REASONS else "other reasons"
-                self.failures.setdefault((result.status.value, reason), []).append(line)
+                self.failures.setdefault((result.status.value, result.reason), []).append(line)
         if len({(result.status, result.reward, result.steps) for result in runs}) > 1:
-            said = (
+            self.unsteady[line] = [
                 result.status.value if result.reward is None else f"{result.reward:.6g}" for result in runs
-            )
-            self.unsteady[line] = list(said)
+            ]
 
 
 class Report:
@@ -96,13 +93,12 @@ class Report:
         console.print(f"{len(rows)} rows, {calls} calls in {self.seconds:.1f} s: {per_s:.1f} rows/s")
         without_tokens = sum(row.columns.get("completion_token_ids") is None for row in rows)
         if without_tokens:
-            have = "1 row has" if without_tokens == 1 else f"{without_tokens} rows have"
-            console.print(f"{have} no completion_token_ids: there, each character counts as a token")
+            console.print(f"rows without completion_token_ids, where characters count: {without_tokens}")
         console.print(self._overview(repeat))
         if repeat < 2:
             console.print("steady: --repeat 2 would tell")
         for name, card in self.scorecards.items():
-            _print_card(console, name, card, repeat)
+            _print_card(console, name, card)
         if not self.compared:
             return
         console.print(f"\nwho disagrees (right is a reward of {self.threshold:g} or more)")
@@ -114,7 +110,8 @@ class Report:
         console.print(table)
         for line, (opinions, completion) in self.examples.items():
             said = ", ".join(f"{name} {_number(reward)}" for name, reward in opinions.items())
-            console.print(f"  line {line}: {said}: {excerpt(completion)}", soft_wrap=True)
+            cut = "..." if len(completion) > MAX_EXCERPT else ""  # answers are at the end
+            console.print(f"  line {line}: {said}: {cut}{completion[-MAX_EXCERPT:]!r}", soft_wrap=True)
 
     def _overview(self, repeat: int) -> Table:
         statuses = (status.value.replace("_", "\n") for status in RewardStatus)
@@ -125,11 +122,6 @@ class Report:
             steady = "?" if repeat < 2 else f"no: {len(card.unsteady)}" if card.unsteady else "yes"
             table.add_row(name, *counts, _number(card.mean), *latencies, steady)
         return table
-
-
-def excerpt(text: str) -> str:
-    """The end of a text, where answers are, on one line; control characters spelt out, for it may hold anything."""
-    return repr(text) if len(text) <= MAX_EXCERPT else f"...{text[-MAX_EXCERPT:]!r}"
 
 
 def one_line(text: str) -> str:
@@ -149,26 +141,23 @@ def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int
     return [(f"{start:.4g} to {end:.4g}", bars[n]) for n, (start, end) in enumerate(pairwise(edges))]
 
 
-def _print_card(console: Console, name: str, card: Scorecard, repeat: int) -> None:
+def _print_card(console: Console, name: str, card: Scorecard) -> None:
     console.print(f"\n{name}")
     bars = histogram(card.rewards)
-    width, most = (
-        max((len(label) for label, _ in bars), default=0),
-        max((count for _, count in bars), default=1),
-    )
+    width = max((len(label) for label, _ in bars), default=0)
+    most = max((count for _, count in bars), default=1)
     for label, count in bars:
         bar = "█" * round(BAR_WIDTH * count / most) or "▏" * (count > 0)
         console.print(f"  {label.rjust(width)}  {bar} {count}", soft_wrap=True)
-    for (status, reason), lines in list(card.failures.items())[:MAX_EXAMPLES]:
+    failures = []
+    for (status, reason), lines in card.failures.items():
         times = f", {len(lines)} in all" if len(lines) > 1 else ""
-        console.print(f"  {status}, line {lines[0]}{times}: {one_line(reason)}", soft_wrap=True)
-    if len(card.failures) > MAX_EXAMPLES:
-        console.print(f"  and {len(card.failures) - MAX_EXAMPLES} other reasons")
-    for line, said in list(card.unsteady.items())[:MAX_EXAMPLES]:
-        console.print(f"  not steady, line {line}: {', then '.join(said)}")
-    if len(card.unsteady) > MAX_EXAMPLES:
-        more = len(card.unsteady) - MAX_EXAMPLES
-        console.print(f"  and {more} more rows that {repeat} runs do not agree on")
+        failures.append(f"{status}, line {lines[0]}{times}: {one_line(reason)}")
+    unsteady = [f"not steady, line {line}: {', then '.join(said)}" for line, said in card.unsteady.items()]
+    for found in (failures, unsteady):
+        more = [f"and {len(found) - MAX_EXAMPLES} more"] if len(found) > MAX_EXAMPLES else []
+        for text in found[:MAX_EXAMPLES] + more:
+            console.print(f"  {text}", soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:

@@ -20,16 +20,14 @@ _WORD = re.compile(r"[^\s$]+")
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
-class _TooSlow(BaseException):
-    """No Exception: libraries catch those in places, and go on."""
+class _TooSlow(BaseException):  # no Exception: libraries catch those in places, and go on
+    pass
 
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Interrupt the block after so many seconds, with a TimeoutError: "`what` takes more than ...".
-
-    Raises ValueError outside the main thread, where no signal arrives. Code in C is interrupted only where it looks for
-    signals, as matching a regular expression does.
+    """Interrupt the block after so many seconds, with a TimeoutError. Raises ValueError outside the main thread, where no
+    signal arrives. Code in C is interrupted only where it looks for signals, as matching a regular expression does.
     """
 
     def give_up(signum: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ whole completion. The row has
     prelude   optional: text put before the code, for imports or classes that the prompt promised
 
 The code has Python's standard library, threads, and a folder in which nothing can be written. Each test is a run of
-its own, so none can spoil another. What was expected never enters the process that runs the code.
+its own. What was expected never enters the process that runs the code.
 """
 
 import time
@@ -19,7 +19,7 @@ from typing import Any
 
 from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS
-from async_grpo.rewards.sandbox.run import Run, Sandbox
+from async_grpo.rewards.sandbox.run import Sandbox
 
 MAX_CHARACTERS = 100_000
 _PYTHON = ("python", "python3", "py")
@@ -28,7 +28,6 @@ _MIN_S = 0.01
 
 
 def code_of(text: str) -> str:
-    """The code in the model's text: see the module."""
     text = text.rpartition("</think>")[2]
     blocks = fenced_blocks(text)
     python = [code for language, code in blocks if language in _PYTHON]
@@ -68,8 +67,8 @@ def score(
 
     Args:
         test_seconds: processor time for one test; on the clock it may take twice that.
-        total_seconds: on the clock, for all tests; those that were not run by then count as timed out. Keep it below the
-            run's time-out for a reward: code that takes long is wrong, and not merely unknown.
+        total_seconds: on the clock, for all tests; those not run by then count as timed out. Keep it below the run's
+            time-out for a reward, by which a sample is not wrong but unknown.
         memory_mb: address space of the process, in MiB.
         allow_unsandboxed: run the code even where nothing keeps it off the network.
 
@@ -85,10 +84,9 @@ def score(
     levels: frozenset[str] | None = None
     deadline = time.monotonic() + total_seconds
     for position, test in enumerate(tests):
-        remaining_s = deadline - time.monotonic()
         if len(code) > MAX_CHARACTERS or (all_or_nothing and passed < position):
             break
-        if remaining_s <= _MIN_S:
+        if (remaining_s := deadline - time.monotonic()) <= _MIN_S:
             timed_out += len(tests) - position
             break
         sandbox = Sandbox(
@@ -97,8 +95,13 @@ def score(
             memory_bytes=int(memory_mb * 2**20),
             allow_unsandboxed=allow_unsandboxed,
         )
-        run, right = _run(sandbox, code, test)
-        passed += right
+        if "assert" in test:
+            run = sandbox.run_tests(code, test["assert"])
+            passed += run.ended_well
+        else:
+            run = sandbox.run_program(code, test["input"])
+            output = run.output.decode(errors="replace")
+            passed += run.ended_well and same_output(output, test["output"])
         timed_out += run.timed_out
         levels = run.levels if levels is None else levels & run.levels
     levels = levels or frozenset()
@@ -110,11 +113,3 @@ def score(
         "network_blocked": float(bool(levels & NETWORK_LEVELS)),
         "files_hidden": float("landlock" in levels),
     }
-
-
-def _run(sandbox: Sandbox, code: str, test: dict[str, str]) -> tuple[Run, bool]:
-    if "assert" in test:
-        run = sandbox.run_tests(code, test["assert"])
-        return run, run.ended_well
-    run = sandbox.run_program(code, test["input"])
-    return run, run.ended_well and same_output(run.output.decode(errors="replace"), test["output"])

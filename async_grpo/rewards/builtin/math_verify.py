@@ -5,8 +5,7 @@ set, in the row's answer too). Without one it is what follows "####" as in GSM8K
 last formula or number. Of an equation the right side counts, and numbers agree to six decimals. LaTeX is read by a
 grammar; the only text that the library hands to sympy's parser is made of digits and + - * / ^ ( ).
 
-The library guards itself with `signal.alarm`, which works in a main thread only: everywhere else this adapter
-raises.
+The library guards itself with `signal.alarm`: outside a main thread this adapter raises.
 """
 
 import re
@@ -24,20 +23,6 @@ SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
 _NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d++(?![\d\s]*/))")
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-
-
-def parse_prediction(text: str) -> list[Any]:
-    """The answer in the model's text; empty if there is none, or none that can be computed in time."""
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        if len(boxed) > MAX_CHARACTERS:
-            return []
-        text = rf"\boxed{{{boxed}}}"
-    else:
-        text = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else text
-        text = text[-MAX_CHARACTERS:]
-    parsed = parse(readable(text), _EXTRACTION, parsing_timeout=SECONDS)
-    return [expression for expression in parsed if isinstance(expression, str) or is_computable(expression)]
 
 
 def readable(text: str) -> str:
@@ -69,5 +54,12 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     parsed = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
     if not parsed:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
-    prediction = parse_prediction(completion_text(sample))
-    return {"reward": float(verify(parsed, prediction, timeout_seconds=SECONDS))}
+    text = completion_text(sample)
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        text = rf"\boxed{{{boxed}}}" if len(boxed) <= MAX_CHARACTERS else ""
+    elif "####" in text:
+        text = text.rpartition("####")[2].strip().partition("\n")[0]
+    found = parse(readable(text[-MAX_CHARACTERS - 8 :]), _EXTRACTION, parsing_timeout=SECONDS)
+    found = [answer for answer in found if isinstance(answer, str) or is_computable(answer)]
+    return {"reward": float(verify(parsed, found, timeout_seconds=SECONDS))}

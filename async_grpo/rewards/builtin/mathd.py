@@ -12,13 +12,8 @@ import re
 from collections import Counter
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import (
-    answer_block,
-    boxed_answer,
-    completion_text,
-    gold_answer,
-    ungrouped,
-)
+from async_grpo.rewards.builtin import answers
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
 
 MAX_CHARACTERS = 1000
 
@@ -40,14 +35,14 @@ _SIMPLE_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 
 
 def clean(text: str) -> str:
-    r"""The rules that keep the text readable by a LaTeX parser: all but the removal of blanks.
+    r"""By all rules that leave the text readable for a LaTeX parser.
 
     >>> clean(r"x = \dfrac12 \text{ cm}")
     '\\frac{1}{2}'
     """
     for pattern, replacement in _RULES.items():
         text = re.sub(pattern, replacement, text)
-    text = ungrouped(text.strip())
+    text = answers.ungrouped(text.strip())
     return r"\frac{1}{2}" if text == "0.5" else text
 
 
@@ -82,7 +77,7 @@ def vote_of(sample: dict[str, Any]) -> str | None:
     r"""The last \boxed{}, else the one <answer>, normalised; None without one: an abstention."""
     text = completion_text(sample)
     boxed = boxed_answer(text)
-    answer = answer_block(text) or "" if boxed is None else boxed
+    answer = answers.answer_block(text) or "" if boxed is None else boxed
     return normalise(answer) or None if len(answer) <= MAX_CHARACTERS else None
 
 
@@ -96,16 +91,14 @@ def score_vote(sample: dict[str, Any]) -> dict[str, float]:
 
 
 def post_process_scores(group: list[dict[str, Any]]) -> list[dict[str, float] | None]:
-    """1 for each completion that says what the majority says, else 0, and the majority's `share` of all votes.
-
-    Of several most frequent votes the shortest wins, of these the first in the alphabet: not the one that came first, for
-    completions arrive in any order. An answer that failed stays so, and has no vote.
+    """1 for each completion that says what the majority says, else 0, and the majority's `share` of all votes. Of several
+    most frequent votes the shortest wins, of these the first in the alphabet. What failed stays so, and has no vote.
     """
     votes = [vote_of(member["sample"]) if member["status"] == "ok" else None for member in group]
-    counts = Counter(vote for vote in votes if vote is not None)
-    winner = min(counts, key=lambda vote: (-counts[vote], len(vote), vote), default=None)
-    share = counts[winner] / counts.total() if winner is not None else 0.0
-    changes = [{"reward": float(vote is not None and vote == winner), "share": share} for vote in votes]
+    counts = Counter(filter(None, votes))
+    winner = min(counts, key=lambda vote: (-counts[vote], len(vote), vote), default="")
+    share = counts[winner] / max(1, counts.total())
     return [
-        change if member["status"] == "ok" else None for member, change in zip(group, changes, strict=True)
+        {"reward": float(vote == winner), "share": share} if member["status"] == "ok" else None
+        for member, vote in zip(group, votes, strict=True)
     ]

@@ -1,15 +1,13 @@
 r"""Equality of the last \boxed{} and the gold answer by sympy, element by element.
 
-Both sides get the normalisation of `mathd`; a tuple or interval must agree in brackets and length. An integer
-demands an integer and a fraction the same fraction, as in PRM800K (Lightman et al., "Let's Verify Step by
-Step", 2023): "4/2" is an unfinished answer to "2". Everything else is equal when the numbers agree or
-`sympy.simplify(a - b)` is 0.
-
-The text is read by a LaTeX grammar (latex2sympy2-extended), never by sympy's own parser, which evaluates it.
+Both sides get the normalisation of `mathd`; a tuple or interval must agree in brackets and length. An integer demands an
+integer and a fraction the same fraction, as in PRM800K (Lightman et al., "Let's Verify Step by Step", 2023): "4/2" is an
+unfinished answer to "2". The text is read by a LaTeX grammar, never by sympy's own parser, which evaluates it.
 """
 
 import math
 import re
+from itertools import islice
 from typing import Any
 
 import sympy
@@ -99,10 +97,9 @@ def is_computable(expression: Any) -> bool:
     """Whether a parsed, unevaluated expression is small enough to be simplified: `9^{9^{9}}` is a short text."""
     if not isinstance(expression, sympy.Basic):
         return True  # a matrix: its entries were read by the same parser, and a comparison is entry by entry
-    for num_nodes, node in enumerate(sympy.preorder_traversal(expression), start=1):
-        if num_nodes > MAX_NODES or isinstance(node, _ENDLESS):
-            return False
-    return digits_of(expression) <= MAX_DIGITS
+    nodes = list(islice(sympy.preorder_traversal(expression), MAX_NODES + 1))
+    is_small = len(nodes) <= MAX_NODES and not any(isinstance(node, _ENDLESS) for node in nodes)
+    return is_small and digits_of(expression) <= MAX_DIGITS
 
 
 def digits_of(node: sympy.Basic) -> float:

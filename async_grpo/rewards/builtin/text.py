@@ -9,22 +9,15 @@ import unicodedata
 from importlib import import_module
 from typing import Any
 
-from async_grpo.rewards.builtin.answers import (
-    answer_block,
-    boxed_answer,
-    completion_text,
-    gold_answer,
-    time_limit,
-    ungrouped,
-)
+from async_grpo.rewards.builtin import answers
+from async_grpo.rewards.builtin.answers import answer_block, completion_text, gold_answer
 
 SECONDS = 2.0  # for one match
 MAX_CHARACTERS = 100_000  # of a text that is matched
 SCHEDULES = ("overlong", "cosine")
 JUDGES = ("math_verify", "mathd", "sympy", "countdown", "exact")
 
-# Of `cosine`: r_0 and r_L (length 0 and L_max) of right and of wrong answers, and r_e of those that reach L_max: the
-# values with which the paper's main results were computed.
+# Of `cosine`: r_0 and r_L of right and of wrong answers, and r_e, as in the paper's main results
 RIGHT, WRONG, EXCEEDED = (2.0, 1.0), (-10.0, 0.0), -10.0
 
 _WELL_FORMED = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>", re.DOTALL)
@@ -43,14 +36,13 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     Raises:
         ValueError: the row has no answer, or an empty one.
     """
-    answers = sample.get("answers")
-    if answers is None:
-        answers = [sample.get("answer")]
-    if not isinstance(answers, list) or not answers:
-        raise ValueError(f"the row's answers must be a list of texts or numbers, not {answers!r:.200}")
-    accepted = {_normalised(gold_answer({"answer": answer}), strip, case) for answer in answers}
+    given = sample.get("answers")
+    golds = [sample.get("answer")] if given is None else given
+    if not isinstance(golds, list) or not golds:
+        raise ValueError(f"the row's answers must be a list of texts or numbers, not {golds!r:.200}")
+    accepted = {_normalised(gold_answer({"answer": gold}), strip, case) for gold in golds}
     text = completion_text(sample)
-    candidates = (boxed_answer(text), answer_block(text), text.rpartition("</think>")[2])
+    candidates = (answers.boxed_answer(text), answer_block(text), text.rpartition("</think>")[2])
     given = next(candidate for candidate in candidates if candidate is not None).strip()
     return {"reward": float(_normalised(given, strip, case) in accepted)}
 
@@ -58,7 +50,7 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
 def _normalised(text: str, strip: bool, case: bool) -> str:
     text = unicodedata.normalize("NFKC", text)
     text = " ".join(text.split()) if strip else text
-    return ungrouped(text if case else text.casefold())
+    return answers.ungrouped(text if case else text.casefold())
 
 
 def format(sample: dict[str, Any], weight: float = 0.1) -> dict[str, float]:
@@ -73,8 +65,7 @@ def well_formedness(completion: str) -> float:
         <think> ... </think>
         <answer> ... </answer>
 
-    with one line break between the two, nothing behind the answer, one `</think>` and one answer. The thought may
-    mention the answer tags: only what follows `</think>` counts as answer.
+    with one line break between the two, one `</think>` and one answer. The thought may mention the answer tags.
     """
     has_answer = answer_block(completion) is not None
     if has_answer and completion.count("</think>") == 1 and _WELL_FORMED.fullmatch(f"<think>{completion}"):
@@ -101,7 +92,7 @@ def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = Fal
     text = completion_text(sample).rpartition("</think>")[2].strip()
     if len(text) > MAX_CHARACTERS:
         return {"reward": 0.0}
-    with time_limit(SECONDS, f"the pattern {pattern!r:.200} on this text"):
+    with answers.time_limit(SECONDS, f"the pattern {pattern!r:.200} on this text"):
         match = expression.search(text) if search else expression.fullmatch(text)
     return {"reward": float(match is not None)}
 

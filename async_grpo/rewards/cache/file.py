@@ -1,8 +1,7 @@
 """The verdict cache on disk: one SQLite table, shared by any number of processes of one machine.
 
 A process that is killed while it writes loses its last entry at most. Not for network file systems, whose locks
-SQLite cannot trust. (diskcache was looked at: it unpickles what it finds in the file, and cannot tell what a reward's
-entries take or have saved.)
+SQLite cannot trust. (diskcache unpickles what it finds in the file.)
 """
 
 import math
@@ -56,8 +55,8 @@ class AdapterEntries:
 class CacheFile:
     """Keys `ADAPTER:DIGEST` -> answers as text. For one thread at a time; every method blocks.
 
-    Each of them may raise ConfigurationError (the file is no verdict cache, of another version, damaged, or cannot be
-    made) and `STORAGE_ERRORS`; the connection is then given up, and the next call opens the file anew.
+    Each may raise ConfigurationError (the file is no verdict cache, of another version, damaged, or cannot be made) and
+    `STORAGE_ERRORS`; the next call then opens the file anew.
 
     Args:
         path: made if missing, with its folder.
@@ -108,16 +107,16 @@ class CacheFile:
         `unused_for_s` and `adapter`: those that both apply to. Then, until the rest fits `max_bytes`, the longest
         unused. `compact`: shrink the file to what is left; this writes all of it anew.
         """
-        before = math.inf if adapter is not None else -math.inf
-        if unused_for_s is not None:
-            before = self._now() - unused_for_s
+        age_s = unused_for_s if unused_for_s is not None else math.inf if adapter is None else -math.inf
         old = "last_used <= ? AND (? IS NULL OR adapter = ?)"
         newest_first = (
             "SELECT key, sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far FROM verdicts"
         )
         too_many = f"key IN (SELECT key FROM ({newest_first}) WHERE so_far > ?)"
         limit = math.inf if max_bytes is None else max_bytes
-        deleted = self._execute(f"DELETE FROM verdicts WHERE {old} RETURNING 1", before, adapter, adapter)
+        deleted = self._execute(
+            f"DELETE FROM verdicts WHERE {old} RETURNING 1", self._now() - age_s, adapter, adapter
+        )
         deleted += self._execute(f"DELETE FROM verdicts WHERE {too_many} RETURNING 1", limit)
         self._execute("VACUUM" if compact else "PRAGMA incremental_vacuum")
         self._execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if compact else 'PASSIVE'})")
@@ -149,20 +148,21 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"), path.open("rb") as file:
-            head = file.read(len(_MAGIC))
+            head = file.read(72)
     except OSError as error:
         raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
-    if head not in (b"", _MAGIC):  # a few bytes of text count as empty for SQLite
+    if head and (head[:16], head[68:]) != (
+        _MAGIC,
+        APPLICATION_ID.to_bytes(4),
+    ):  # as SQLite's file format has it
         raise ConfigurationError(f"{path} is no verdict cache: name another file, or delete this one")
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.executescript(_CREATE)
-        queries = ("PRAGMA application_id", "PRAGMA user_version", "PRAGMA quick_check(1)")
-        application_id, schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
-        if application_id != APPLICATION_ID:
-            raise ConfigurationError(f"{path} is the database of something else: name another verdict cache")
+        queries = ("PRAGMA user_version", "PRAGMA quick_check(1)")
+        schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
         if schema != SCHEMA:
             raise ConfigurationError(
                 f"the verdict cache {path} has schema {schema}, and this version of async-grpo knows {SCHEMA}: "

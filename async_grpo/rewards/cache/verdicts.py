@@ -1,8 +1,7 @@
 """VerdictCache: what was asked once is not asked again, in this run or in a later one.
 
-Kept are answers (see `adapter.result`) with the status ok or abstained; a failure or a time-out is asked again. A file
-that breaks during the run (full disk, locked or damaged file) is said so once and done without until it works again: no
-sample fails for it.
+Kept are answers (see `adapter.result`) with the status ok or abstained. A file that breaks during the run (full disk,
+locked or damaged file) is said so once and done without until it works again: no sample fails for it.
 """
 
 import asyncio
@@ -12,7 +11,6 @@ import json
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -30,6 +28,7 @@ DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
 KEPT_STATUSES = frozenset({"ok", "abstained"})
 COST = "judge_cost"  # of the answer's extras: what the call cost, in the judge's currency
 WRITES_PER_PRUNE = 1000
+COUNTS = ("hits", "shared", "misses", "stored", "errors", "skipped", "cost_saved")
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
@@ -61,18 +60,16 @@ class VerdictCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
         self._in_flight: dict[str, asyncio.Future[str]] = {}
         self._retry_at = 0.0  # 0 while the file works
-        self._counts: Counter[str] = Counter()
-        self._cost_saved = 0.0
+        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         try:
             self._file.open()
         except STORAGE_ERRORS as error:
             self._broke(error)
 
     async def get_or_call(self, key: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The kept answer, or that of `call`, which is made once however many ask for it at the same time.
-
-        If the one who calls is cancelled, another one calls with its own `call`. What `call` raises reaches everybody
-        who waits for it. An answer that cost nothing (this time) has 0 as its extra `judge_cost`.
+        """The kept answer, or that of `call`, which is made once however many ask for it at the same time; if that one is
+        cancelled, another one calls. What `call` raises reaches all who wait. An answer that cost nothing this time has 0
+        as its extra `judge_cost`.
         """
         while (flight := self._in_flight.get(key)) is not None:
             await asyncio.wait({flight})
@@ -104,8 +101,7 @@ class VerdictCache:
 
     def stats(self) -> dict[str, float]:
         """Since the start: calls saved by the file (`hits`) and by each other (`shared`), calls made (`misses`) ..."""
-        names = ("hits", "shared", "misses", "stored", "errors", "skipped")
-        return {name: self._counts[name] for name in names} | {"cost_saved": self._cost_saved}
+        return dict(self._counts)
 
     async def close(self) -> None:
         """Let go of the file; later calls go through uncached."""
@@ -143,7 +139,7 @@ class VerdictCache:
     def _for_free(self, text: str) -> Answer:
         answer: Answer = json.loads(text)
         if cost := _cost(answer):
-            self._cost_saved += cost
+            self._counts["cost_saved"] += cost
             answer["extra"][COST] = 0.0
         return answer
 
@@ -165,10 +161,9 @@ def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
 
 
 def version_of(*settings: Any) -> str:
-    """A digest of whatever a reward's answers depend on: of user code, the sha256 of its registry file and its options.
-
-    The library's own rewards and judges count as well, so that an upgrade asks anew. What a file imports beside them
-    does not: after the upgrade of such a package, `async-grpo cache --prune-adapter` forgets the old answers.
+    """A digest of what a reward's answers depend on (of user code, the sha256 of its registry file and its options), and
+    of the library's own rewards and judges, so that an upgrade asks anew. Other packages do not count: after an upgrade
+    of theirs, `async-grpo cache --prune-adapter` forgets the old answers.
     Raises ValueError for settings that hold what JSON cannot."""
     return _digest([_library(), *settings])
 
@@ -207,9 +202,8 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
 
 @lru_cache
 def _library() -> str:
-    room = Path(__file__).parents[1]
-    files = sorted(room.rglob("*.py"))
-    return _digest([[str(file.relative_to(room)), file.read_text(encoding="utf-8")] for file in files])
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return _digest([[file.name, file.read_text(encoding="utf-8")] for file in files])
 
 
 def _digest(value: Any) -> str:

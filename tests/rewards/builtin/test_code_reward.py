@@ -27,32 +27,19 @@ def fenced(code: str) -> str:
 DOUBLE = "print(2 * int(input()))"
 
 
-def test_the_reward_is_the_share_of_tests_passed():
-    tests = [
-        {"input": "2", "output": "4"},
-        {"input": "3", "output": "7"},
-        {"input": "-1\n", "output": "-2\n\n"},
-    ]
-    result = score({"completion": fenced(DOUBLE), "tests": tests})
-    assert result["reward"] == pytest.approx(2 / 3)
-    assert (result["passed"], result["total"], result["timed_out"]) == (2.0, 3.0, 0.0)
-    assert result["network_blocked"] == 1.0 and result["files_hidden"] == float("landlock" in STANDING)
-
-
-def test_all_or_nothing_gives_no_part():
-    tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "7"}]
-    assert score({"completion": fenced(DOUBLE), "tests": tests}, all_or_nothing=True)["reward"] == 0.0
-    assert score({"completion": fenced(DOUBLE), "tests": tests[:1]}, all_or_nothing=True)["reward"] == 1.0
-
-
-def test_both_kinds_of_tests_mix():
+def test_the_reward_is_the_share_of_tests_of_both_kinds_that_are_passed_or_with_all_or_nothing_no_part():
     code = "def double(n):\n    return 2 * n\n\nif __name__ == '__main__':\n    print(double(int(input())))"
     tests = [
-        {"input": "2", "output": "4"},
+        {"input": "-1\n", "output": "-2\n\n"},
+        {"input": "3", "output": "7"},
         {"assert": "assert double(5) == 10"},
         {"assert": "assert double(5) == 11"},
     ]
-    assert score({"completion": fenced(code), "tests": tests})["passed"] == 2.0
+    result = score({"completion": fenced(code), "tests": tests})
+    assert (result["reward"], result["passed"], result["total"], result["timed_out"]) == (0.5, 2.0, 4.0, 0.0)
+    assert result["network_blocked"] == 1.0 and result["files_hidden"] == float("landlock" in STANDING)
+    assert score({"completion": fenced(code), "tests": tests}, all_or_nothing=True)["reward"] == 0.0
+    assert score({"completion": fenced(code), "tests": tests[:1]}, all_or_nothing=True)["reward"] == 1.0
 
 
 def test_the_prelude_goes_before_the_code():
@@ -127,15 +114,6 @@ def test_the_metrics_say_when_the_network_was_open(monkeypatch):
     with pytest.raises(ConfigurationError, match="allow_unsandboxed"):
         score(row)
     assert score(row, allow_unsandboxed=True)["network_blocked"] == 0.0
-
-
-async def test_the_reward_works_in_the_process_of_its_adapter_with_options():
-    tests = [{"input": "2", "output": "4"}, {"input": "2", "output": "5"}]
-    worker = AdapterProcess(PAGE, "code", {"all_or_nothing": True})
-    result = await worker.score({"completion": fenced(DOUBLE), "tests": tests}, 50)
-    await worker.close()
-    assert result.status is RewardStatus.OK, result.reason
-    assert result.reward == 0.0 and result.extra["passed"] == 1.0
 
 
 def processes_below(pid: int) -> set[int]:
