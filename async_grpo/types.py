@@ -214,7 +214,6 @@ class SharedRunSettings:
     stop_token_ids: tuple[int, ...]
     max_total_tokens: int  # prompt and completion together
     max_completion_tokens: int
-    samples_per_question: int
     transport: str  # how weights travel: see `weights.transports`
     logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
     seed: int

@@ -2,11 +2,11 @@
 
     dispatchers   settings, register, activate, deregister, refuse, closed
     the sync      begin_sync, end_sync
-    rank 0        roll_call, start_batcher, start, evaluate, stop, close
+    rank 0        lacks, start_batcher, start, evaluate, stop, close
     every rank    settings, next_message
 
 A sample leaves this process for an engine, for a reward worker and for a rank; all else is a method call. Plain asyncio
-without Ray: `run_setup` makes an actor of it on rank 0's node. Its death ends the run.
+without Ray: `trainer_rank` makes an actor of it on rank 0's node. Its death ends the run.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
+from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, RunFacts
 from async_grpo.experience.dataset import Question
@@ -23,7 +24,6 @@ from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 GENERATION = "generation"  # the kind of worker that every run needs
-RollCall = dict[str, list[WorkerInfo]]  # kind -> its members
 
 
 class RunController:
@@ -89,10 +89,25 @@ class RunController:
         if self._batcher is not None and package.version != SELF_TEST:
             await self._batcher.weights_live(package.version)
 
-    async def roll_call(self) -> tuple[RollCall, list[str]]:
-        """The workers by kind, and what others refused the run for."""
+    async def lacks(self) -> tuple[str, str]:
+        """What the run still lacks, in words ("" when it can start), and the rewards that its workers name, or "".
+
+        Raises:
+            ConfigurationError: a worker refused, or they name different rewards.
+        """
+        if self._refusals:
+            raise ConfigurationError("; ".join(self._refusals))
         members = {kind: workers.registry.members() for kind, workers in self._workers.items()}
-        return members, self._refusals
+        named = sorted({info.rewards for info in members[GENERATION]} - {""})
+        if len(named) > 1:
+            raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
+        modes = {kind: GENERATION if kind == GENERATION else f"logprob --role {kind}" for kind in members}
+        missing = [
+            f"no {kind} worker (python worker_dispatcher.py --mode {modes[kind]} ...)"
+            for kind, infos in members.items()
+            if not infos
+        ]
+        return "; and ".join(missing), "".join(named)
 
     async def start_batcher(
         self,

@@ -1,20 +1,33 @@
-"""One trainer rank, assembled: the run on the cluster, the sharded policy, and the loop that joins them."""
+"""One trainer rank, assembled: what rank 0 opens on the cluster, the sharded policy, and the loop that joins them."""
 
 import dataclasses
 import logging
+import time
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_grpo.cluster.ray_session import answer, connect, find_controller
+from async_grpo.cluster.channel import Channel
+from async_grpo.cluster.controller import RunController
+from async_grpo.cluster.ray_session import (
+    CONTROL_TIMEOUT_S,
+    CONTROLLER,
+    answer,
+    connect,
+    find_controller,
+    zero_cpu_actor,
+)
 from async_grpo.cluster.reward_actors import RunVerification
-from async_grpo.cluster.run_setup import RemoteExperience, await_workers, close_run, open_run
 from async_grpo.cluster.weight_sync import RayEngines
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import RunConfig, write_params
-from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter
+from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.experience.dataset import Question
+from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
@@ -26,13 +39,14 @@ from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.training.trainer import Trainer
-from async_grpo.types import SharedRunSettings
+from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
 from async_grpo.weights.publisher import Canary
 from async_grpo.weights.transports import get_transport
 
 log = logging.getLogger(__name__)
 CANARY_TOKENS = 128
 BUDGET_FILE = "judge_budget.jsonl"
+SHUTDOWN_TIMEOUT_S = 10.0
 
 
 def train(config: RunConfig, prepared: Prepared | None) -> None:
@@ -81,6 +95,51 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     close_run(controller, f"{config.num_steps} steps are done")
 
 
+def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
+    """Make the run's controller on this node, which needs no other one for its bookkeeping; returns its handle.
+
+    Raises:
+        ConfigurationError: a run of this name is open already.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    try:
+        actor = zero_cpu_actor(RunController, scheduling_strategy=here, name=CONTROLLER)
+        return actor.remote(settings, config.worker_grace_s, Channel, config.scheduling)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
+        ) from error
+
+
+def await_workers(controller: Any, config: RunConfig) -> str:
+    """Wait for a worker of each kind that the run needs; returns the rewards that they name ("" if they name none).
+
+    Raises:
+        ConfigurationError: see `RunController.lacks`.
+        DeadlineExceeded: a kind is still missing after `start_timeout_s`.
+    """
+    give_up, next_word = time.monotonic() + config.start_timeout_s, time.monotonic() + 2.0
+    while True:
+        missing, rewards = answer(controller.lacks.remote())
+        if not missing:
+            return str(rewards)
+        if time.monotonic() > give_up:
+            raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
+        if time.monotonic() > next_word:
+            log.info("waiting for workers to load and join: there is still %s", missing)
+            next_word = time.monotonic() + 15.0
+        time.sleep(0.2)
+
+
+def close_run(controller: Any, reason: str) -> None:
+    """End rollouts and rewards, tell the workers that the run is over, and wait until they have signed off."""
+    for ending in (controller.stop.remote, partial(controller.close.remote, reason)):
+        try:
+            answer(ending(), SHUTDOWN_TIMEOUT_S)
+        except (DeadlineExceeded, WorkerLost) as error:  # the training is done, whatever becomes of them
+            log.warning("the rewards, or the workers, did not end in order: %s", error)
+
+
 def make_trainer(
     config: RunConfig,
     settings: SharedRunSettings,
@@ -91,7 +150,8 @@ def make_trainer(
     hook: StepHook | None = None,
 ) -> Trainer:
     """The trainer of one rank. Rank 0 alone reaches engines and writes metrics: the others take part in the gathering."""
-    ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(_own_code(config)))
+    own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
+    ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
     policy = _policy(config, settings, ranks)
     length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
@@ -148,11 +208,6 @@ def _accumulator(
     )
 
 
-def _own_code(config: RunConfig) -> dict[str, str]:
-    """The digests of the user's own estimator and loss. Every rank reads them from its own disk, by their path."""
-    return digests([config.advantage_estimator, config.policy_loss])
-
-
 def _write_params(prepared: Prepared, rewards: ResolvedRewards, ranks: Ranks) -> None:
     """Every setting of the run, beside its metrics; `async-grpo run THIS_FILE --output-dir NEW` starts it again."""
     config = prepared.config
@@ -160,9 +215,57 @@ def _write_params(prepared: Prepared, rewards: ResolvedRewards, ranks: Ranks) ->
         "WORLD_SIZE": ranks.world_size,
         "reward_registry_sha256": rewards.source.sha256,
         "reward_sources_sha256": rewards.source.digests,
-        "algorithm_sources_sha256": _own_code(config),
+        "algorithm_sources_sha256": digests([config.advantage_estimator, config.policy_loss]),
         "settings": dataclasses.asdict(prepared.settings),
         "num_questions": len(prepared.questions),
         "ray_version": ray.__version__,
     }
     write_params(config.output_path / PARAMS_FILE, config, facts)
+
+
+class RemoteExperience:
+    """`ExperienceSource` and `StepHook` of one rank: fetches the next message while the rank computes on the last one.
+
+    Where there are questions for it, on rank 0, it evaluates before the first step, every `eval_every`, and at the end.
+    """
+
+    def __init__(self, config: RunConfig, controller: Any, rank: int, eval_questions: list[Question]) -> None:
+        self._config, self._controller, self._rank = config, controller, rank
+        self._questions = eval_questions
+        self._next: Any = None
+
+    def start(self) -> None:
+        self._evaluate(0)
+        if self._rank == 0:
+            answer(self._controller.start.remote())
+
+    def next_message(self, rank: int) -> MicroBatch | StepEnd:
+        """The next micro-batch or step end; raises what the batcher raises."""
+        self._next = self._next or self._controller.next_message.remote(rank)
+        # The batcher's own deadline has the better message
+        message = answer(self._next, self._config.experience_timeout_s + CONTROL_TIMEOUT_S)
+        # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates
+        self._next = None if isinstance(message, StepEnd) else self._controller.next_message.remote(rank)
+        return message
+
+    def on_step(self, step: int) -> dict[str, float]:
+        every, last = self._config.eval_every, self._config.num_steps
+        return self._evaluate(step) if step == last or (every and step % every == 0) else {}
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        if not self._questions:
+            return {}
+        started = time.monotonic()
+        log.info("evaluating %d held-out questions at step %d", len(self._questions), step)
+        evaluation = self._controller.evaluate.remote(self._questions, 1)
+        result = answer(evaluation, self._config.experience_timeout_s)
+        samples = result.pop("samples")
+        numbers = {f"eval_{key}": value for key, value in result.items()}
+        folder = self._config.output_path
+        with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
+        (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")
+        reward = "-" if result["avg_reward"] is None else f"{result['avg_reward']:.3f}"
+        scored, asked = result["num_reward_ok"], result["num_samples"]
+        log.info("held-out at step %d: mean reward %s over %d of %d samples", step, reward, scored, asked)
+        return numbers

@@ -102,7 +102,6 @@ def prepare(config: RunConfig) -> Prepared:
         stop_token_ids=stop_token_ids(model),
         max_total_tokens=longest_prompt + guaranteed,
         max_completion_tokens=config.max_generation_tokens,
-        samples_per_question=config.samples_per_question,
         transport=absolute(config.weight_transport),
         logprob_roles=config.logprob_roles,
         seed=config.infinite_sampler_seed,

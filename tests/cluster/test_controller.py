@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.cluster import run_setup, worker_program
+from async_grpo.cluster import worker_program
 from async_grpo.cluster.controller import RunController
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
@@ -28,7 +28,6 @@ SETTINGS = SharedRunSettings(
     stop_token_ids=(1,),
     max_total_tokens=64,
     max_completion_tokens=16,
-    samples_per_question=8,
     transport="object_store",
     logprob_roles=("reference",),
     seed=0,
@@ -81,8 +80,8 @@ def controller(links) -> RunController:
     return RunController(SETTINGS, 5.0, links)
 
 
-def worker(worker_id="g0", kind="generation", max_sequences=8, rewards="") -> WorkerInfo:
-    return WorkerInfo(worker_id, kind, max_sequences, 1000, rewards=rewards)
+def worker(worker_id="g0", kind="generation", rewards="") -> WorkerInfo:
+    return WorkerInfo(worker_id, kind, 8, 1000, rewards=rewards)
 
 
 def package(version: int, chunks: list | None = None) -> WeightPackage:
@@ -90,7 +89,7 @@ def package(version: int, chunks: list | None = None) -> WeightPackage:
 
 
 async def lacking(controller: RunController) -> str:
-    return run_setup.missing_workers(*await controller.roll_call(), SETTINGS.samples_per_question)
+    return (await controller.lacks())[0]
 
 
 async def is_waiting(task: asyncio.Task) -> bool:
@@ -112,25 +111,15 @@ async def at_work(controller: RunController, *names: str) -> None:
 async def test_a_run_starts_when_every_kind_of_worker_is_there_and_says_what_is_missing(controller):
     assert "no generation worker (python worker_dispatcher.py --mode generation" in await lacking(controller)
     await controller.register(worker("g0", rewards="countdown"), "handle")
-    assert (await lacking(controller)).startswith("no reference logprob worker (python worker_dispatcher.py")
+    assert (await lacking(controller)).startswith("no reference worker (python worker_dispatcher.py")
     await controller.register(worker("r0", kind="reference"), "handle")
     assert await lacking(controller) == ""
 
 
-@pytest.mark.parametrize(
-    ("offered", "why"),
-    [
-        ([worker(max_sequences=7)], r"a group of 8 .* takes 7 sequences"),
-        (
-            [worker("g0", rewards="countdown"), worker("g1"), worker("g2", rewards="format")],
-            "different rewards: countdown / format",
-        ),
-    ],
-)
-async def test_workers_that_cannot_do_this_run_are_refused(controller, offered, why):
-    for info in (*offered, worker("r0", kind="reference")):
-        await controller.register(info, "handle")
-    with pytest.raises(ConfigurationError, match=why):
+async def test_workers_that_name_different_rewards_are_refused(controller):
+    for number, rewards in enumerate(("countdown", "", "format")):
+        await controller.register(worker(f"g{number}", rewards=rewards), "handle")
+    with pytest.raises(ConfigurationError, match="different rewards: countdown / format"):
         await lacking(controller)
 
 
@@ -192,7 +181,7 @@ async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controlle
     await at_work(controller, "early")
     await controller.register(worker("late"), "handle")
     links.lost["generation worker late"](WorkerLost("late died: killed"))
-    members = (await controller.roll_call())[0]["generation"]
+    members = controller._generation.registry.members()
     assert [info.worker_id for info in members] == ["early"] and links.closed == ["generation worker late"]
     with pytest.raises(WorkerLost, match="late was given up"):
         await controller.activate(worker("late"), 0)

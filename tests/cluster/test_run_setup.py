@@ -13,7 +13,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 
 ray = pytest.importorskip("ray")
-from async_grpo.cluster import run_setup, worker_program  # noqa: E402 - after the check that ray is there
+from async_grpo.cluster import trainer_rank, worker_program  # noqa: E402 - after the check that ray is there
 from async_grpo.cluster.channel import ChannelServer  # noqa: E402
 from async_grpo.cluster.ray_session import answer, zero_cpu_actor  # noqa: E402
 from async_grpo.cluster.weight_sync import RayEngines  # noqa: E402
@@ -28,7 +28,7 @@ def config(**changes: Any) -> RunConfig:
 
 @pytest.fixture
 def run() -> Iterator[Any]:
-    controller = run_setup.open_run(config(), SETTINGS)
+    controller = trainer_rank.open_run(config(), SETTINGS)
     yield controller
     ray.kill(controller)
 
@@ -63,18 +63,18 @@ def test_a_missing_worker_is_named_and_so_is_a_second_run_and_the_rewards_are_th
     run, handle
 ):
     register(run, handle, "g0", "g1", rewards="countdown")
-    with pytest.raises(DeadlineExceeded, match="no reference logprob worker .python worker_dispatcher.py"):
-        run_setup.await_workers(run, config(start_timeout_s=0.5))
+    with pytest.raises(DeadlineExceeded, match="no reference worker .python worker_dispatcher.py"):
+        trainer_rank.await_workers(run, config(start_timeout_s=0.5))
     register(run, handle, "r0", kind="reference")
-    assert run_setup.await_workers(run, config()) == "countdown"
+    assert trainer_rank.await_workers(run, config()) == "countdown"
     with pytest.raises(ConfigurationError, match="a run named 'default' is open on this cluster"):
-        run_setup.open_run(config(), SETTINGS)
+        trainer_rank.open_run(config(), SETTINGS)
     assert RayEngines(run, 30).begin() == {"g0": 1, "g1": 1}  # whom an NCCL sync begins with, and their sizes
 
 
 def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle):
     def members() -> list[str]:
-        return [info.worker_id for info in call(run.roll_call.remote())[0]["generation"]]
+        return [info.worker_id for info, _ in call(run.begin_sync.remote())]
 
     register(run, handle, "g0")
     assert members() == ["g0"]
@@ -88,7 +88,7 @@ def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle)
 def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle):
     register(run, handle, "g0")
     waiting = run.closed.remote()
-    closing = threading.Thread(target=run_setup.close_run, args=(run, "all steps are done"))
+    closing = threading.Thread(target=trainer_rank.close_run, args=(run, "all steps are done"))
     closing.start()
     assert call(waiting) == "all steps are done"
     assert closing.is_alive()  # it waits for the workers to sign off

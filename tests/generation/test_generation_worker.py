@@ -26,7 +26,6 @@ SETTINGS = SharedRunSettings(
     stop_token_ids=(1,),
     max_total_tokens=16,
     max_completion_tokens=4,
-    samples_per_question=1,
     transport="object_store",
     logprob_roles=(),
     seed=0,

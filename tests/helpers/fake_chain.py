@@ -36,7 +36,6 @@ SETTINGS = SharedRunSettings(
     stop_token_ids=(3,),
     max_total_tokens=64,
     max_completion_tokens=16,
-    samples_per_question=MEMBERS,
     transport="object_store",
     logprob_roles=(),
     seed=0,

@@ -103,8 +103,8 @@ def test_the_loss_of_an_engine_in_the_middle_of_its_groups_costs_no_sample(tmp_p
     lines = chain.train()
     assert [line["samples_in_batch"] for line in lines] == [GROUPS * MEMBERS] * STEPS
     assert chain.workers[0]._lost
-    members = chain.loop.run(chain.controller.roll_call())[0]["generation"]
-    assert [info.worker_id for info in members] == ["g1"]
+    members = chain.loop.run(chain.controller.begin_sync())
+    assert [info.worker_id for info, _ in members] == ["g1"]
 
 
 def test_an_error_of_the_verifiers_ends_the_training_by_name(tmp_path):

@@ -76,7 +76,6 @@ def settings_for(temperature: float = 0.7) -> SharedRunSettings:
         stop_token_ids=stop_token_ids(MODEL),
         max_total_tokens=min(256, context_length(MODEL)),
         max_completion_tokens=200,
-        samples_per_question=4,
         transport="object_store",
         logprob_roles=(),
         seed=0,
