@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.types import AdapterResult, RewardStatus
+from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
 SILENT = "silent"  # never answers, but obeys a cancellation
@@ -82,18 +82,17 @@ class Grouped(ScriptedWorker):
 
 
 class Workshop:
-    """Makes scripted workers; raises `mishap` instead after the first `healthy` ones."""
+    """Makes scripted workers of some kind; raises `mishap` instead after the first `healthy` ones."""
 
     def __init__(
         self,
         healthy: int = 10**6,
         mishap: Exception | None = None,
-        kind: type[ScriptedWorker] = ScriptedWorker,
+        kind: Callable[..., ScriptedWorker] = ScriptedWorker,
     ) -> None:
-        self.kind = kind
+        self.healthy, self.mishap, self.num_mishaps, self.kind = healthy, mishap, 0, kind
         self.made: list[ScriptedWorker] = []
         self.journal: list[tuple[str, int]] = []
-        self.healthy, self.mishap, self.num_mishaps = healthy, mishap, 0
 
     async def make(self, adapter: str) -> ScriptedWorker:
         if len(self.made) >= self.healthy and self.mishap is not None:
@@ -109,15 +108,15 @@ async def scripted_pool(
 ) -> AsyncIterator[VerifierPool]:
     options = {"timeout_s": 5.0, "grace_s": 0.2, "make_timeout_s": 0.1, "backoff_s": (0.0, 0.01)} | options
     pool = VerifierPool(adapters, workshop.make, **options)
-    await pool.start()
     try:
         async with asyncio.timeout(20):
+            await pool.start()
             yield pool
     finally:
         await pool.close()
-    await asyncio.sleep(0)
-    assert not [task for task in asyncio.all_tasks() if "AdapterQueue" in task.get_coro().__qualname__]
-    assert all(worker.closed for worker in workshop.made)
+        await asyncio.sleep(0)
+        assert not [t for t in asyncio.all_tasks() if "AdapterQueue" in t.get_coro().__qualname__]
+        assert all(worker.closed for worker in workshop.made)
 
 
 def sample(number: int, *acts: Any) -> dict[str, Any]:
@@ -129,36 +128,30 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_all_adapters_score_each_sample_at_the_same_time():
-    async with scripted_pool(workshop := Workshop(), ("a", "b", "c")) as pool:
-        gate = asyncio.Event()
-        verification = asyncio.create_task(pool.verify(sample(1, gate)))
-        await until(lambda: len(workshop.journal) == 3)  # nobody answered yet
-        gate.set()
-        verdict = await verification
-        assert [r.adapter for r in verdict.results] == ["a", "b", "c"]
-        assert (verdict.status, verdict.reward) == (OK, 1.0)
+def asked(pool: VerifierPool, numbers: Iterable[int], *acts: Any) -> list[asyncio.Task[Verdict]]:
+    """Samples under way."""
+    return [asyncio.create_task(pool.verify(sample(number, *acts))) for number in numbers]
 
 
-async def test_a_slow_adapter_does_not_hold_up_another_ones_queue():
+async def test_all_adapters_score_each_sample_at_once_and_a_slow_one_holds_up_no_other_ones_queue():
     async with scripted_pool(workshop := Workshop(), ("slow", "quick")) as pool:
         gate = asyncio.Event()
-        acts = {"slow": [gate], "quick": [1.0]}
-        verifications = [
-            asyncio.create_task(pool.verify({"id": number, "acts": acts})) for number in range(5)
-        ]
+        acts = {"slow": [gate], "quick": [0.5]}
+        verifications = [asyncio.create_task(pool.verify({"id": n, "acts": acts})) for n in range(5)]
         await until(lambda: ("quick", 4) in workshop.journal)
         assert Counter(adapter for adapter, _ in workshop.journal) == {"quick": 5, "slow": 1}
         gate.set()
-        assert all(verdict.status is OK for verdict in await asyncio.gather(*verifications))
+        for verdict in await asyncio.gather(*verifications):
+            assert [r.adapter for r in verdict.results] == ["slow", "quick"]
+            assert (verdict.status, verdict.reward) == (OK, 1.0)
 
 
 async def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
     async with scripted_pool(workshop := Workshop(), timeout_s=0.1, grace_s=5.0) as pool:
         gate = asyncio.Event()
-        first = asyncio.create_task(pool.verify(sample(1, gate)))
+        (first,) = asked(pool, [1], gate)
         await until(lambda: workshop.journal)
-        second = asyncio.create_task(pool.verify(sample(2, 1.0)))
+        (second,) = asked(pool, [2], 1.0)
         await asyncio.sleep(0.3)  # longer than timeout_s, but shorter than timeout_s + grace_s
         gate.set()
         (fast,), (waited,) = (await first).results, (await second).results
@@ -178,36 +171,24 @@ async def test_a_lost_worker_is_fenced_and_replaced_and_its_sample_scored_by_ano
         assert counts == {"ok": 1, "failed": 0, "retries": 1, "workers_lost": 1, "workers": 1}
 
 
-async def test_a_sample_that_costs_two_workers_has_failed_and_the_next_one_is_scored():
+async def test_a_sample_that_costs_two_workers_has_failed_before_the_next_one_is_scored():
     async with scripted_pool(workshop := Workshop()) as pool:
         poison, good = await asyncio.gather(
             pool.verify(sample(1, WorkerLost("gone"))), pool.verify(sample(2, 1.0))
         )
-        assert (poison.status, poison.reward) == (FAILED, None)
+        assert (poison.status, poison.reward, poison.results[0].attempts) == (FAILED, None, 2)
         assert poison.results[0].reason == "2 workers of 'a' were lost over it, the last: WorkerLost: gone"
-        assert poison.results[0].attempts == 2
-        assert good.reward == 1.0
-        assert len(workshop.made) == 3
-
-
-async def test_a_retried_sample_keeps_its_place_at_the_head_of_the_queue():
-    async with scripted_pool(workshop := Workshop()) as pool:
-        await asyncio.gather(
-            pool.verify(sample(1, WorkerLost("gone"), 1.0)), *(pool.verify(sample(n, 1.0)) for n in (2, 3))
-        )
-        assert [number for _, number in workshop.journal] == [1, 1, 2, 3]
+        assert good.reward == 1.0 and len(workshop.made) == 3
+        assert [number for _, number in workshop.journal] == [1, 1, 2]  # back at the head of the queue
 
 
 async def test_when_no_worker_can_be_made_any_more_all_samples_fail_with_the_reason_and_nobody_hangs():
     async with scripted_pool(workshop := Workshop(healthy=1, mishap=OSError("the node is gone"))) as pool:
         verdicts = await asyncio.gather(*(pool.verify(sample(n, WorkerLost("gone"), 1.0)) for n in range(5)))
         late = await pool.verify(sample(9, 1.0))
+        reason = "no worker of 'a' can be made any more: OSError: the node is gone"
         for verdict in (*verdicts, late):
-            assert verdict.status is FAILED
-            assert (
-                "no worker of 'a' can be made any more: OSError: the node is gone"
-                in verdict.results[0].reason
-            )
+            assert verdict.status is FAILED and reason in verdict.results[0].reason
         assert workshop.num_mishaps == 2  # one per back-off, no more
         assert [verdict.results[0].attempts for verdict in (*verdicts, late)] == [1, 0, 0, 0, 0, 0]
         assert pool.stats()["a"]["failed"] == 6
@@ -233,16 +214,14 @@ async def test_a_worker_that_never_gets_ready_counts_as_not_made():
         await asyncio.sleep(1000)
         raise AssertionError
 
-    pool = VerifierPool(["a"], make, make_timeout_s=0.05, backoff_s=(0.0, 0.0))
     with pytest.raises(WorkerLost, match="no worker of 'a' was ready within 0.05 s"):
-        await pool.start()
+        await VerifierPool(["a"], make, make_timeout_s=0.05, backoff_s=(0.0, 0.0)).start()
 
 
 async def test_a_start_that_fails_leaves_no_worker_behind():
     workshop = Workshop(healthy=3, mishap=ConfigurationError("unknown reward function"))
-    pool = VerifierPool(["a", "b"], workshop.make, workers=2)
     with pytest.raises(ConfigurationError, match="unknown reward function"):
-        await pool.start()
+        await VerifierPool(["a", "b"], workshop.make, workers=2).start()
     assert len(workshop.made) == 3 and all(worker.closed for worker in workshop.made)
     assert workshop.num_mishaps == 1  # a user's mistake is not tried again
 
@@ -255,8 +234,8 @@ async def test_a_start_of_the_evaluation_that_fails_is_tried_again_and_makes_onl
             with pytest.raises(OSError, match="the node is full"):
                 await pool.verify(sample(1, 1.0), evaluation=True)
         workshop.healthy = 10
-        assert (await pool.verify(sample(2, 1.0), evaluation=True)).status is OK
-        assert (await pool.verify(sample(3, 1.0), evaluation=True)).status is OK
+        for number in (2, 3):
+            assert (await pool.verify(sample(number, 1.0), evaluation=True)).status is OK
         assert len(workshop.made) == 1 + 3 and pool.stats()["a (evaluation)"]["workers"] == 3
 
 
@@ -282,20 +261,18 @@ async def test_closing_while_the_evaluation_starts_leaves_no_worker_and_its_samp
 
 async def test_a_cancelled_verification_stops_the_running_call_and_keeps_its_worker():
     async with scripted_pool(workshop := Workshop()) as pool:
-        for number in range(0, 10, 2):
-            stuck = asyncio.create_task(pool.verify(sample(number, SILENT)))
+        for number in (0, 2):
+            (stuck,) = asked(pool, [number], SILENT)
             await until(lambda number=number: ("a", number) in workshop.journal)
             stuck.cancel()
             async with asyncio.timeout(3):  # less than timeout_s: nobody waits for the stuck call
                 assert (await pool.verify(sample(number + 1, 1.0))).results[0].extra == {"id": number + 1}
         assert len(workshop.made) == 1
-        assert pool.stats()["a"]["ok"] == 5
 
 
 async def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker():
     async with scripted_pool(workshop := Workshop()) as pool:
-        gate = asyncio.Event()
-        first, second, third = (asyncio.create_task(pool.verify(sample(n, gate))) for n in (1, 2, 3))
+        first, second, third = asked(pool, (1, 2, 3), gate := asyncio.Event())
         await until(lambda: workshop.journal)
         second.cancel()
         gate.set()
@@ -305,24 +282,21 @@ async def test_a_verification_cancelled_in_the_queue_is_never_given_to_a_worker(
 
 @pytest.mark.parametrize("evaluation", [False, True])
 async def test_only_adapters_that_look_at_groups_are_asked_about_them(evaluation):
-    async def make(adapter: str) -> ScriptedWorker:
-        return (Grouped if adapter == "grouped" else ScriptedWorker)(adapter, [])
+    def kind(adapter: str, journal: list) -> ScriptedWorker:
+        return (Grouped if adapter == "grouped" else ScriptedWorker)(adapter, journal)
 
-    first, second = (VerifierPool(["grouped", "alone"], make) for _ in range(2))
-    group = [sample(n, 0.5) for n in range(3)]
-    for pool in (first, second):
-        await pool.start()
-    verdicts = [await first.verify(s, evaluation=evaluation) for s in group]
-    for pool in (first, second):  # the second as after a restart of the one that gave the verdicts
-        for verdict in await pool.post_process(group, verdicts, evaluation=evaluation):
-            assert [(r.status, r.reward) for r in verdict.results] == [(OK, 3.0), (OK, 0.5)]
-        assert pool.stats()["alone"]["workers_lost"] == 0
-        await pool.close()
+    group, verdicts = [sample(n, 0.5) for n in range(3)], []
+    for _ in range(2):  # the second as after a restart of the one that gave the verdicts
+        async with scripted_pool(Workshop(kind=kind), ("grouped", "alone")) as pool:
+            verdicts = verdicts or [await pool.verify(s, evaluation=evaluation) for s in group]
+            for verdict in await pool.post_process(group, verdicts, evaluation=evaluation):
+                assert [(r.status, r.reward) for r in verdict.results] == [(OK, 3.0), (OK, 0.5)]
+            assert pool.stats()["alone"]["workers_lost"] == 0
 
 
 async def test_closing_fails_what_waits_and_ends_what_runs():
     async with scripted_pool(workshop := Workshop()) as pool:
-        verifications = [asyncio.create_task(pool.verify(sample(n, SILENT))) for n in range(3)]
+        verifications = asked(pool, range(3), SILENT)
         await until(lambda: workshop.journal)
         await pool.close()
         for verdict in await asyncio.gather(*verifications):
@@ -336,15 +310,11 @@ async def test_closing_is_bounded_even_if_a_worker_ignores_everything():
             self.closed = True  # for the fake's own check
             await asyncio.sleep(1000)
 
-    async def make(adapter: str) -> Immortal:
-        return Immortal(adapter, [])
-
-    pool = VerifierPool(["a"], make, grace_s=0.05)
-    await pool.start()
-    verification = asyncio.create_task(pool.verify(sample(1, DEAF)))
-    await asyncio.sleep(0.02)
-    await pool.close()
-    assert (await verification).status is FAILED
+    async with scripted_pool(workshop := Workshop(kind=Immortal), grace_s=0.05) as pool:
+        (verification,) = asked(pool, [1], DEAF)
+        await until(lambda: workshop.journal)
+        await pool.close()
+        assert (await verification).status is FAILED
 
 
 async def test_verifying_before_the_start_is_an_error():
@@ -370,16 +340,12 @@ def test_impossible_settings_are_refused_with_their_values(adapters, workers, me
 async def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken():
     async with scripted_pool(workshop := Workshop()) as pool:
         for act in (1.0, 0.0, FAILED, TIMED_OUT, ABSTAINED, 1.0):
-            verdict = await pool.verify(sample(1, act))
-            assert (
-                verdict.status is (OK if isinstance(act, float) else act) and verdict.results[0].attempts == 1
-            )
+            assert (await pool.verify(sample(1, act))).results[0].attempts == 1
         assert len(workshop.made) == 1  # what an adapter says is no failure of its worker
-        gate = asyncio.Event()
-        running, waiting = (asyncio.create_task(pool.verify(sample(n, gate))) for n in (7, 8))
+        running, waiting = asked(pool, (7, 8), gate := asyncio.Event())
         await until(lambda: workshop.journal[-1] == ("a", 7))
         taken = pool.take_stats()["a"]
-        assert [taken[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)] == [3, 1, 1, 1]
+        assert counts(taken) == [3, 1, 1, 1]
         assert (taken["queue_depth"], taken["workers"], taken["retries"]) == (1, 1, 0)
         assert 0 < taken["latency_p50_s"] <= taken["latency_p95_s"] <= taken["latency_max_s"]
         assert taken["busy_s"] > 0
@@ -390,45 +356,38 @@ async def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken(
         assert pool.stats() == pool.stats()  # looking does not reset
 
 
-async def grouped_verdicts(pool: VerifierPool, size: int, wanted: RewardStatus) -> None:
-    group = [sample(n, 0.0) | {"wanted": wanted} for n in range(size)]
-    await pool.post_process(group, [await pool.verify(s) for s in group])
+def counts(stats: dict[str, Any]) -> list[int]:
+    return [stats[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)]
 
 
 async def test_statistics_of_an_adapter_that_looks_at_groups_are_of_what_it_made_of_them():
+    async def verify_group(size: int, wanted: RewardStatus) -> None:
+        group = [sample(n, 0.0) | {"wanted": wanted} for n in range(size)]
+        await pool.post_process(group, [await pool.verify(s) for s in group])
+
     async with scripted_pool(Workshop(kind=Grouped)) as pool:
-        await grouped_verdicts(pool, 4, OK)
-        await grouped_verdicts(pool, 3, FAILED)
-        await grouped_verdicts(pool, 2, ABSTAINED)
+        for size, wanted in ((4, OK), (3, FAILED), (2, ABSTAINED)):
+            await verify_group(size, wanted)
         await pool.verify(sample(9, 0.0))  # its group never comes
         stats = pool.stats()["a"]
-        assert [stats[status.value] for status in (OK, FAILED, TIMED_OUT, ABSTAINED)] == [5, 3, 0, 2]
-        assert stats["first_reason"] == "the hook's"
+        assert counts(stats) == [5, 3, 0, 2] and stats["first_reason"] == "the hook's"
         assert (stats["rewards_so_far"], stats["only_reward_so_far"]) == (4, 4.0)
-        assert len(pool._queues["train"]["a"].stats._latencies_s) == 10
-        await grouped_verdicts(pool, 2, OK)
+        await verify_group(2, OK)
         assert pool.stats()["a"]["only_reward_so_far"] is None
 
 
-async def test_no_count_is_negative_or_too_many_when_statistics_are_taken_before_a_group_is_looked_at():
+async def test_a_group_moves_no_count_of_what_was_taken_before_or_came_from_a_cache():
     async with scripted_pool(Workshop(kind=Grouped)) as pool:
         group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(3)]
         verdicts = [await pool.verify(s) for s in group]
-        taken = pool.take_stats()["a"]
+        assert counts(pool.take_stats()["a"]) == [3, 0, 0, 0]
         await pool.verify(sample(9, FAILED))
         await pool.post_process(group, verdicts)
-        anew = pool.take_stats()["a"]
-        assert [taken[status.value] for status in (OK, FAILED)] == [3, 0]
-        assert [anew[status.value] for status in (OK, FAILED)] == [0, 1]
-
-
-async def test_a_result_from_a_cache_moves_no_count():
-    async with scripted_pool(Workshop(kind=Grouped)) as pool:
-        group = [sample(n, 0.0) | {"wanted": FAILED} for n in range(2)]
+        assert counts(pool.take_stats()["a"]) == [0, 1, 0, 0]
         verdicts = [await pool.verify(s) for s in group]
         cached = replace(verdicts[0], results=(replace(verdicts[0].results[0], attempts=0),))
-        await pool.post_process(group, [cached, verdicts[1]])
-        assert [pool.stats()["a"][status.value] for status in (OK, FAILED)] == [1, 1]
+        await pool.post_process(group, [cached, *verdicts[1:]])
+        assert counts(pool.stats()["a"]) == [1, 2, 0, 0]
 
 
 async def test_a_fallback_answers_in_the_name_of_the_adapter_that_failed():
@@ -439,17 +398,15 @@ async def test_a_fallback_answers_in_the_name_of_the_adapter_that_failed():
         assert pool.stats()["judge"]["failed"] == 1 and pool.stats()["rule"]["ok"] == 1
 
 
-class Roomy(ScriptedWorker):
-    capacity = 4
-
-
 async def test_a_worker_with_room_for_many_gets_many_at_once_and_if_it_breaks_is_replaced_once():
+    class Roomy(ScriptedWorker):
+        capacity = 4
+
     async with scripted_pool(workshop := Workshop(kind=Roomy)) as pool:
-        gate = asyncio.Event()
-        lost = [asyncio.create_task(pool.verify(sample(n, WorkerLost("gone"), float(n)))) for n in range(4)]
-        verdicts = await asyncio.gather(*lost)
-        assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 2.0, 3.0] and len(workshop.made) == 2
-        waiting = [asyncio.create_task(pool.verify(sample(n, gate))) for n in range(9)]
+        lost = [pool.verify(sample(n, WorkerLost("gone"), float(n))) for n in range(4)]
+        assert [verdict.reward for verdict in await asyncio.gather(*lost)] == [0.0, 1.0, 2.0, 3.0]
+        assert len(workshop.made) == 2
+        waiting = asked(pool, range(9), gate := asyncio.Event())
         await until(lambda: workshop.made[1].busy == 4)
         assert pool.stats()["a"]["queue_depth"] == 5
         gate.set()
@@ -458,8 +415,7 @@ async def test_a_worker_with_room_for_many_gets_many_at_once_and_if_it_breaks_is
 
 async def test_evaluation_has_its_own_workers_and_does_not_wait_behind_training():
     async with scripted_pool(workshop := Workshop(), evaluation_workers=2) as pool:
-        gate = asyncio.Event()
-        training = [asyncio.create_task(pool.verify(sample(n, gate))) for n in range(50)]
+        training = asked(pool, range(50), gate := asyncio.Event())
         await asyncio.sleep(0)
         async with asyncio.timeout(1):
             await asyncio.gather(*(pool.verify(sample(n, 1.0), evaluation=True) for n in range(20)))
