@@ -1,13 +1,12 @@
 """Samples that a worker is given ahead: it is never idle, and none of them pays for another one."""
 
 import asyncio
+import itertools
 import random
 import textwrap
 import time
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter_queue import TAKE_BACK_S
@@ -52,13 +51,13 @@ class Process:
     def __init__(self, folder: Path) -> None:
         self.journal = folder / "journal"
         self.worker = OneWorker(SOURCE, "obeys")
-        self.ids = 0
+        self.ids = itertools.count()
 
     async def __aenter__(self) -> "Process":
         await self.worker.start()
         for _ in range(3):
             await self.ask(0.0)
-        self.ids = 0
+        self.ids = itertools.count()
         self.journal.unlink()
         return self
 
@@ -66,8 +65,7 @@ class Process:
         await self.worker.close()
 
     def ask(self, act: float | str, timeout_s: float = 20.0) -> asyncio.Task[AdapterResult]:
-        sample = {"id": self.ids, "act": act, "journal": str(self.journal)}
-        self.ids += 1
+        sample = {"id": next(self.ids), "act": act, "journal": str(self.journal)}
         return asyncio.create_task(self.worker.score(sample, timeout_s))
 
     @property
@@ -75,6 +73,10 @@ class Process:
         """(sample, process), in the order in which they were begun."""
         lines = self.journal.read_text().splitlines() if self.journal.exists() else []
         return [(int(number), int(pid)) for number, pid in map(str.split, lines)]
+
+
+def outcomes(results: list[AdapterResult]) -> list[tuple[RewardStatus, int]]:
+    return [(result.status, result.attempts) for result in results]
 
 
 async def until(condition) -> None:
@@ -95,29 +97,24 @@ async def test_the_next_sample_is_begun_before_anybody_heard_of_the_last_answer(
 
 async def test_the_time_of_a_sample_begins_when_the_one_before_it_is_done(tmp_path):
     async with Process(tmp_path) as process:
-        results = [await task for task in [process.ask(0.4, timeout_s=0.7) for _ in range(4)]]
-        assert [(r.status, r.attempts) for r in results] == [(OK, 1)] * 4
+        tasks = [process.ask(0.3, timeout_s=0.6) for _ in range(4)]
+        assert outcomes([await task for task in tasks]) == [(OK, 1)] * 4
 
 
 async def test_a_hang_costs_its_sample_alone_and_the_next_goes_to_another_process(tmp_path):
     async with Process(tmp_path) as process:
-        hung, following = process.ask(600, timeout_s=0.3), process.ask(0.0)
-        assert ((await hung).status, (await hung).attempts) == (TIMED_OUT, 1)
-        assert ((await following).status, (await following).attempts) == (OK, 1)
+        tasks = process.ask(600, timeout_s=0.3), process.ask(0.0)
+        assert outcomes([await task for task in tasks]) == [(TIMED_OUT, 1), (OK, 1)]
         (_, first), (_, second) = process.served
         assert first != second
 
 
 async def test_a_crash_is_laid_at_the_door_of_whoever_was_being_served(tmp_path):
     async with Process(tmp_path) as process:
-        results = [await t for t in [process.ask(act) for act in ("crash", 0.0, 0.1, "crash", 0.0)]]
-        assert [(r.status, r.attempts) for r in results] == [
-            (FAILED, 2),
-            (OK, 1),
-            (OK, 1),
-            (FAILED, 2),
-            (OK, 1),
-        ]
+        tasks = [process.ask(act) for act in ("crash", 0.0, 0.1, "crash", 0.0)]
+        crashed, scored = (FAILED, 2), (OK, 1)
+        results = [await task for task in tasks]
+        assert outcomes(results) == [crashed, scored, scored, crashed, scored]
         assert [number for number, _ in process.served].count(0) == 2  # and no third time
 
 
@@ -127,9 +124,8 @@ async def test_a_sample_that_is_cancelled_ahead_of_its_turn_is_never_served(tmp_
         await until(lambda: process.served)
         second.cancel()
         results = [await first, await third]
-        assert [(r.status, r.reward, r.attempts) for r in results] == [(OK, 0.0, 1), (OK, 2.0, 1)]
-        assert second.cancelled()
-        assert [number for number, _ in process.served] == [0, 2]
+        assert outcomes(results) == [(OK, 1)] * 2 and [r.reward for r in results] == [0.0, 2.0]
+        assert second.cancelled() and [number for number, _ in process.served] == [0, 2]
         assert len({pid for _, pid in process.served}) == 1
 
 
@@ -137,14 +133,13 @@ async def test_a_cancellation_that_comes_too_late_costs_the_others_nothing(tmp_p
     """Its process begins it all the same: it is ended with the sample's time, and the next ones go to another."""
     monkeypatch.setattr(ChildProcess, "_withdraw", lambda self, request: None)
     async with Process(tmp_path) as process:
-        first, hang = process.ask(0.1), process.ask(600, timeout_s=0.5)
+        first, hang = process.ask(0.1), process.ask(600, timeout_s=0.3)
         await until(lambda: process.served)
         hang.cancel()
         following = [process.ask(0.0, timeout_s=0.5) for _ in range(3)]
-        results = [await task for task in (first, *following)]
-        assert [(r.status, r.attempts) for r in results] == [(OK, 1)] * 4
-        assert [number for number, _ in process.served] == [0, 1, 2, 3, 4]
-        assert len({pid for _, pid in process.served[2:]} - {pid for _, pid in process.served[:2]}) == 1
+        assert outcomes([await task for task in (first, *following)]) == [(OK, 1)] * 4
+        numbers, (one, same, *others) = zip(*process.served, strict=True)
+        assert numbers == (0, 1, 2, 3, 4) and one == same and len({*others} - {one}) == 1
 
 
 async def test_a_cancellation_that_crosses_with_the_answer_before_it_harms_nobody(tmp_path):
@@ -154,13 +149,12 @@ async def test_a_cancellation_that_crosses_with_the_answer_before_it_harms_nobod
         request, *_ = process.worker.process._child._requests.values()
         request.reply.add_done_callback(lambda _: second.cancel())
         async with asyncio.timeout(5):
-            assert ((await first).status, (await third).status) == (OK, OK)
+            assert outcomes([await first, await third]) == [(OK, 1)] * 2
         assert second.cancelled()
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_in_chaos_only_the_guilty_fail(tmp_path, seed):
-    chance = random.Random(seed)
+async def test_in_chaos_only_the_guilty_fail(tmp_path):
+    chance = random.Random(0)
     acts = [chance.choice([0.0, 0.0, 0.01, 0.01, "crash", 600]) for _ in range(14)]
     async with Process(tmp_path) as process:
         tasks = [process.ask(act, timeout_s=0.5) for act in acts]
@@ -174,16 +168,16 @@ async def test_in_chaos_only_the_guilty_fail(tmp_path, seed):
             assert number in cancelled
             continue
         expected = {"crash": (FAILED, 2), 600: (TIMED_OUT, 1)}.get(act, (OK, 1))
-        assert (result.status, result.attempts) == expected, (number, act, result)
+        assert outcomes([result]) == [expected], (number, act, result)
         assert act in ("crash", 600) or result.reward == float(number)
 
 
 class Counting:
     """A worker that serves one after the other; counts how many it holds."""
 
-    def __init__(self, seconds: float, prefetch: bool) -> None:
+    def __init__(self, seconds: float = 0.0005, prefetch: bool = True) -> None:
         self.capacity, self.prefetch = 1, prefetch
-        self.seconds, self.held, self.most, self.served = seconds, 0, 0, 0
+        self.seconds, self.held, self.most = seconds, 0, 0
         self.ids: list[int] = []  # of the samples that were served
         self._turn = asyncio.Lock()
 
@@ -195,39 +189,41 @@ class Counting:
                 await asyncio.sleep(sample.get("seconds", self.seconds))
         finally:
             self.held -= 1
-        self.served += 1
-        self.ids.append(sample.get("id", 0))
+        self.ids.append(sample["id"])
         return AdapterResult("a", OK, 1.0)
 
     async def close(self) -> None: ...
 
 
-async def verify_all(workers: list[Counting], count: int) -> None:
+async def verify_all(workers: list[Counting], count: int, slow: dict[int, float] | None = None):
+    """The results of samples, some of which are slow, how long each took in seconds, and the statistics."""
     made = iter(workers)
 
     async def make(_: str) -> Counting:
         return next(made)
 
-    pool = VerifierPool(["a"], make, workers=len(workers))
-    await pool.start()
-    try:
-        await asyncio.gather(*(pool.verify({"completion": ""}) for _ in range(count)))
-    finally:
-        await pool.close()
+    async def timed(number: int) -> tuple[AdapterResult, float]:
+        began = time.monotonic()
+        own = {"seconds": slow[number]} if slow and number in slow else {}
+        verdict = await pool.verify({"completion": "", "id": number} | own)
+        return verdict.results[0], time.monotonic() - began
+
+    async with VerifierPool(["a"], make, workers=len(workers)) as pool:
+        results, took_s = zip(*await asyncio.gather(*map(timed, range(count))), strict=True)
+        return results, took_s, pool.stats()["a"]
 
 
 async def test_only_quick_workers_that_want_it_are_given_samples_ahead():
-    quick, slow, strict = Counting(0.0005, True), Counting(0.2, True), Counting(0.0005, False)
-    await verify_all([quick], 200)
-    await verify_all([slow], 5)
-    await verify_all([strict], 200)
+    quick, slow, strict = Counting(), Counting(0.15), Counting(prefetch=False)
+    for worker, count in ((quick, 200), (slow, 3), (strict, 200)):
+        await verify_all([worker], count)
     assert 1 < quick.most <= 1 + MAX_PREFETCH and slow.most == 1 and strict.most == 1
 
 
 async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
-    workers = [Counting(0.0005, True) for _ in range(4)]
+    workers = [Counting() for _ in range(4)]
     await verify_all(workers, 400)
-    assert min(worker.served for worker in workers) >= 50
+    assert min(len(worker.ids) for worker in workers) >= 50
     for worker in workers:
         worker.most = 0
     await verify_all(workers, 4)
@@ -235,57 +231,26 @@ async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
 
 
 async def test_what_waits_behind_a_slow_sample_is_taken_back_and_scored_once_by_another_worker():
-    workers = [Counting(0.001, True) for _ in range(3)]
-    made = iter(workers)
-
-    async def make(_: str) -> Counting:
-        return next(made)
-
-    async def timed(number: int) -> tuple[float, AdapterResult]:
-        began = time.monotonic()
-        sample = {"completion": "", "id": number, "seconds": 2.0 if number == 200 else 0.001}
-        verdict = await pool.verify(sample)
-        return time.monotonic() - began, verdict.results[0]
-
-    pool = VerifierPool(["a"], make, workers=3)
-    await pool.start()
-    try:
-        timed_results = await asyncio.gather(*map(timed, range(400)))
-    finally:
-        await pool.close()
-    (slowest, *others) = sorted((seconds for seconds, _ in timed_results), reverse=True)
-    assert slowest >= 2.0 and others[0] < 1.5
-    assert {(r.status, r.attempts) for _, r in timed_results} == {(OK, 1)}
-    assert max(r.queue_s for _, r in timed_results) > TAKE_BACK_S  # it was waiting all the same
+    workers = [Counting(0.001) for _ in range(3)]
+    results, took_s, stats = await verify_all(workers, 400, {200: 2.0})
+    *others, slowest = sorted(took_s)
+    assert slowest >= 2.0 and others[-1] < 1.5
+    assert set(outcomes(results)) == {(OK, 1)} and (stats["ok"], stats["retries"]) == (400, 0)
+    assert max(result.queue_s for result in results) > TAKE_BACK_S  # it was waiting all the same
     assert sorted(number for worker in workers for number in worker.ids) == list(range(400))
-    assert pool.stats()["a"]["ok"] == 400 and pool.stats()["a"]["retries"] == 0
 
 
 async def test_what_is_taken_back_waits_for_the_only_worker_and_keeps_its_place():
-    worker = Counting(0.001, True)
-
-    async def make(_: str) -> Counting:
-        return worker
-
-    pool = VerifierPool(["a"], make)
-    await pool.start()
-    samples = [{"completion": "", "id": n, "seconds": 0.5 if n == 50 else 0.001} for n in range(100)]
-    try:
-        await asyncio.gather(*map(pool.verify, samples))
-    finally:
-        await pool.close()
+    worker = Counting(0.001)
+    await verify_all([worker], 100, {50: 0.5})
     assert worker.ids == list(range(100)) and worker.most > 1
 
 
 async def test_a_process_that_takes_long_to_start_costs_no_worker():
-    pool = VerifierPool(["slow_to_build"], process_maker(SOURCE), timeout_s=0.3, grace_s=0.2)
-    await pool.start()
-    try:
-        verdicts = await asyncio.gather(
-            *(pool.verify({"completion": "", "act": act}) for act in (600, 0, 600, 0))
-        )
-        assert [verdict.status for verdict in verdicts] == [TIMED_OUT, OK, TIMED_OUT, OK]
+    make = process_maker(SOURCE)
+    async with VerifierPool(["slow_to_build"], make, timeout_s=0.3, grace_s=0.2) as pool:
+        samples = [{"completion": "", "act": act} for act in (600, 0)]
+        verdicts = await asyncio.gather(*map(pool.verify, samples))
+        assert [verdict.status for verdict in verdicts] == [TIMED_OUT, OK]
         stats = pool.stats()["slow_to_build"]
         assert (stats["workers_lost"], stats["retries"]) == (0, 0)
-    finally:
-        await pool.close()
