@@ -30,28 +30,23 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_limit_is_spent_to_the_last_unit_however_small_the_calls():
-    budget = Budget(0.3, policy="fallback")
+async def test_a_limit_is_spent_to_the_last_unit_however_small_the_calls_and_without_one_it_only_counts():
+    budget, unlimited = Budget(0.3, policy="fallback"), Budget(None)
     for _ in range(3):
         await spend(budget, "judge", 0.1, 0.1)  # 3 * 0.1 > 0.3 in binary fractions
+        await spend(unlimited, "judge", 1e6, 1e5)
     with pytest.raises(BudgetExhausted, match=r"a call of judge needs 1e-06 and 0.3 of 0.3 is spent"):
         await budget.reserve("judge", 1e-6)
     stats = budget.stats()
     assert (pytest.approx(stats["spent"]), stats["reserved"], stats["refused"]) == (0.3, 0.0, 1)
     assert (stats["spent_by_judge"], stats["calls_by_judge"]) == ({"judge": pytest.approx(0.3)}, {"judge": 3})
-
-
-async def test_without_a_limit_it_only_counts():
-    budget = Budget(None)
-    await asyncio.gather(*(spend(budget, "judge", 1e6, number) for number in range(10)))
-    assert budget.spent == 45 and budget.stats()["limit"] is None
+    assert unlimited.spent == 3e5 and unlimited.stats()["limit"] is None
 
 
 async def test_fallback_waits_for_calls_in_flight_before_it_gives_up():
     budget = Budget(1.0, policy="fallback")
     await budget.reserve("judge", 0.9)
-    second = asyncio.create_task(budget.reserve("judge", 0.5))
-    third = asyncio.create_task(budget.reserve("judge", 0.6))
+    second, third = (asyncio.create_task(budget.reserve("judge", cost)) for cost in (0.5, 0.6))
     await turns()
     assert not second.done() and not third.done()
     budget.settle("judge", 0.9, 0.45)  # cheaper than thought: 0.55 are left, enough for one of the two
@@ -82,67 +77,45 @@ async def test_pause_waits_until_the_limit_is_raised_and_says_so_once(caplog):
 async def test_a_large_call_is_not_starved_by_small_ones():
     budget = Budget(1.0)
     await budget.reserve("judge", 0.5)
-    large = asyncio.create_task(budget.reserve("judge", 0.8))
-    await turns()
-    small = asyncio.create_task(budget.reserve("judge", 0.1))
+    large, small = (asyncio.create_task(budget.reserve("judge", cost)) for cost in (0.8, 0.1))
     await turns()
     assert not large.done() and not small.done()  # 0.5 + 0.1 would fit, but the large one came first
     budget.settle("judge", 0.5, 0.0)
     await asyncio.wait_for(asyncio.gather(large, small), 1)
 
 
-async def test_a_cancelled_wait_takes_nothing():
-    budget = Budget(1.0)
-    await budget.reserve("judge", 1.0)
-    first, second, last = (asyncio.create_task(budget.reserve("judge", 1.0)) for _ in range(3))
-    await turns()
-    second.cancel()
-    await turns()
-    budget.settle("judge", 1.0, 0.0)  # the first could go now, but is cancelled before it wakes
-    first.cancel()
-    await asyncio.wait_for(last, 1)
-    assert budget.stats()["reserved"] == 1.0 and budget.stats()["waiting"] == 0
-
-
-async def test_only_a_finite_cost_of_0_or_more_is_one():
+@pytest.mark.parametrize("cost", [-0.1, float("nan"), float("inf")])
+async def test_only_a_finite_cost_of_0_or_more_is_one(cost):
     budget = Budget(1.0)
     await budget.reserve("judge", 0.5)
-    for cost in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="must be finite and not negative"):
-            budget.settle("judge", 0.5, cost)
-        with pytest.raises(ValueError, match="must be finite and not negative"):
-            await budget.reserve("judge", cost)
-    budget.settle("judge", 0.5, 0.7)
-    assert budget.stats()["spent"] == 0.7 and budget.stats()["reserved"] == 0.0
+    with pytest.raises(ValueError, match="must be finite and not negative"):
+        budget.settle("judge", 0.5, cost)
+    with pytest.raises(ValueError, match="must be finite and not negative"):
+        await budget.reserve("judge", cost)
+    assert (budget.spent, budget.stats()["reserved"]) == (0.0, 0.5)
 
 
-def test_what_was_spent_is_remembered_and_a_torn_line_is_not(tmp_path):
+async def test_what_was_spent_is_remembered_and_a_torn_line_is_not(tmp_path):
     path = tmp_path / "new" / "spending.jsonl"
-
-    async def main() -> None:
-        budget = Budget(1.0, path=path)
-        await asyncio.gather(spend(budget, "judge", 0.1, 0.15), spend(budget, "small", 0.1, 0.05))
-        with path.open("ab") as file:
-            file.write(b'{"judge": "jud')
-        again = Budget(1.0, path=path)
-        assert again.stats()["spent_by_judge"] == {"judge": 0.15, "small": 0.05}
-        await spend(again, "judge", 0.2, 0.2)
-        assert Budget(1.0, path=path).spent == pytest.approx(0.4)
-
-    asyncio.run(main())
+    budget = Budget(1.0, path=path)
+    await asyncio.gather(spend(budget, "judge", 0.1, 0.15), spend(budget, "small", 0.1, 0.05))
+    with path.open("ab") as file:
+        file.write(b'{"judge": "jud')
+    again = Budget(1.0, path=path)
+    assert again.stats()["spent_by_judge"] == {"judge": 0.15, "small": 0.05}
+    await spend(again, "judge", 0.2, 0.2)
+    assert Budget(1.0, path=path).spent == pytest.approx(0.4)
     assert len(path.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("policy", ["pause", "fallback"])
-async def test_a_higher_limit_written_beside_the_record_holds_from_then_on(
-    tmp_path, caplog, monkeypatch, policy
-):
+async def test_a_higher_limit_beside_the_record_holds_from_then_on(tmp_path, caplog, monkeypatch, policy):
     monkeypatch.setattr(budget_module, "POLL_INTERVAL_S", 0.02)
     path, door = tmp_path / "judge_budget.jsonl", tmp_path / "judge_budget.limit"
     budget = Budget(1.0, policy=policy, path=path)
     await spend(budget, "judge", 1.0, 1.0)
     waiting = asyncio.create_task(budget.reserve("judge", 0.5))
-    for text in ("", "plenty", "-3", "nan", "0.5", "1.4"):  # the last two are numbers, and too low
+    for text in ("plenty", "-3", "nan", "1.4"):  # the last is a number, and too low
         door.write_text(text)
         await asyncio.sleep(0.05)
         assert waiting.done() == (policy == "fallback")
@@ -160,13 +133,11 @@ async def test_a_higher_limit_written_beside_the_record_holds_from_then_on(
     assert Budget(2.0, path=path).stats()["limit"] == 2.0
 
 
-@pytest.mark.parametrize("text", ["my only copy", '{"judge": 1}\n', "[]\n", "\xff\n"])
+@pytest.mark.parametrize("text", ["my only copy", '{"judge": 1}\n', "\xff\n"])
 def test_a_file_that_is_no_record_of_spending_is_refused_and_kept(tmp_path, text):
     path = tmp_path / "notes"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(
-        ConfigurationError, match=r"notes, line 1: not a line of spending .*name another file"
-    ):
+    with pytest.raises(ConfigurationError, match=r"notes, line 1: not a line of spending .*name another"):
         Budget(1.0, path=path)
     assert path.read_text(encoding="latin-1") == text
 
@@ -181,57 +152,56 @@ async def test_a_record_that_cannot_be_written_is_said_once_and_does_not_stop_th
     assert budget.spent == pytest.approx(0.3) and caplog.text.count("a resumed run will not know of it") == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from(["pause", "fallback"]), st.booleans())
 def test_no_limit_is_exceeded_by_more_than_the_calls_in_flight_and_no_call_is_lost(seed, policy, honest):
     """Random calls, cancellations and raises, recomputed in fractions at every moment of a grant."""
     chance = random.Random(seed)  # drawn from in the order of events, which is not hypothesis' to know
-    limit = [Fraction(1)]
-    spent, reserved, estimates = [Fraction(0)], {}, {}
-    budget = Budget(float(limit[0]), policy=policy)
+    limit, spent = Fraction(1), Fraction(0)
+    reserved: dict[int, Fraction] = {}
+    budget = Budget(1.0, policy=policy)
 
     def thousandths(low: int, high: int) -> Fraction:
         return Fraction(chance.randrange(low, high), 1000)
 
     async def call(number: int) -> str:
+        nonlocal spent
         await turns(chance.randrange(30))
         estimate = thousandths(1, 400)
         try:
             await budget.reserve("judge", float(estimate))
         except BudgetExhausted:
-            assert spent[0] + estimate > limit[0]
+            assert spent + estimate > limit
             return "refused"
         reserved[number] = estimate
-        estimates[number] = estimate
-        assert honest is False or spent[0] + sum(reserved.values()) <= limit[0]
+        assert honest is False or spent + sum(reserved.values()) <= limit
         real = estimate * thousandths(0, 1000) if honest else estimate + thousandths(0, 100)
         try:
             await turns(chance.randrange(30))
         finally:
             del reserved[number]
-            spent[0] += real
+            spent += real
             budget.settle("judge", float(estimate), float(real))
         return "made"
 
     async def main() -> None:
+        nonlocal limit
         tasks = [asyncio.create_task(call(number)) for number in range(25)]
         for task in chance.sample(tasks, 4):
             await turns(chance.randrange(10))
             task.cancel()
         await turns(200)  # until nothing goes on by itself
-        # 25 calls could all have been granted on the strength of their estimates, each 0.1 dearer at most
-        assert spent[0] <= limit[0] + (0 if honest else Fraction(1, 10) * len(estimates))
-        for _ in range(40):
-            if all(task.done() for task in tasks):
-                break
+        # All could have been granted on the strength of their estimates, each 0.1 dearer at most
+        assert spent <= limit + (0 if honest else Fraction(1, 10) * len(tasks))
+        while not all(task.done() for task in tasks):
             assert policy == "pause" and not reserved
-            limit[0] += Fraction(1, 2)
-            budget.set_limit(float(limit[0]))
+            limit += Fraction(1, 2)
+            budget.set_limit(float(limit))
             await turns(200)
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         assert policy == "fallback" or outcomes.count("made") >= 21
-        assert budget.spent == pytest.approx(float(spent[0]))
+        assert budget.spent == pytest.approx(float(spent))
         assert (budget.stats()["reserved"], budget.stats()["waiting"]) == (pytest.approx(0.0), 0)
 
     asyncio.run(asyncio.wait_for(main(), 30))
