@@ -23,8 +23,7 @@ OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
 PAGE = textwrap.dedent(
     '''
     import asyncio, ctypes, mmap, os, signal, socket, struct, subprocess, sys, threading, time
-    from async_grpo.rewards.adapter.decorators import batch
-    from async_grpo.rewards.adapter.decorators import post_process
+    from async_grpo.rewards.adapter.decorators import batch, post_process
 
     BOMBS = mmap.mmap(-1, 8)  # shared by all forks: the test must not take the machine down if nobody stops the bomb
 
@@ -40,7 +39,7 @@ PAGE = textwrap.dedent(
     def channel_fd():
         return int(sys.argv[1])
 
-    def lose_a_child(then):
+    def orphan():
         """A grandchild in a session of its own, whose parent is gone."""
         if os.fork() == 0:
             os.setsid()
@@ -48,7 +47,9 @@ PAGE = textwrap.dedent(
                 time.sleep(600)
             os._exit(0)
         os.wait()
-        then()
+
+    def close_channel():
+        os.closerange(3, 100)
 
     DEEDS = {
         "nothing": lambda: None,
@@ -57,28 +58,25 @@ PAGE = textwrap.dedent(
         "shell bomb": lambda: subprocess.run(["bash", "-c", "for i in $(seq 2000); do sleep 30 & done; wait"]),
         "exit": lambda: sys.exit(3),
         "_exit": lambda: os._exit(3),
-        "orphan": lambda: lose_a_child(lambda: None),
-        "orphan and _exit": lambda: lose_a_child(lambda: os._exit(3)),
-        "orphan and kill group": lambda: lose_a_child(lambda: os.killpg(0, signal.SIGKILL)),
-        "orphan and hang": lambda: lose_a_child(lambda: time.sleep(600)),
+        "orphan": orphan,
+        "orphan and kill group": lambda: (orphan(), os.killpg(0, signal.SIGKILL)),
+        "orphan and hang": lambda: (orphan(), time.sleep(600)),
         "fork comes back": lambda: os.fork(),
         "kill parent": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(600)),
         "stop parent and hang": lambda: (os.kill(os.getppid(), signal.SIGSTOP), time.sleep(600)),
-        "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
         "SIGSEGV": lambda: ctypes.string_at(0),
-        "SIGABRT": lambda: os.abort(),
         "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "ignore all and hang": lambda: ([signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)], time.sleep(600)),
         "memory": lambda: [bytearray(2**26) for _ in range(1000)],
         "recursion": lambda: eval("(" * 50 + "f(f)" + ")" * 50, {"f": lambda f: f(f)}),
         "threads": lambda: [threading.Thread(target=time.sleep, args=(600,), daemon=True).start() for _ in range(5000)],
-        "close channel": lambda: os.close(channel_fd()),
-        "close channel and hang": lambda: (os.close(channel_fd()), time.sleep(600)),
+        "close channel": close_channel,
+        "close channel and hang": lambda: (close_channel(), time.sleep(600)),
+        "close channel and die slowly": lambda: (close_channel(), time.sleep(0.1), os._exit(7)),
         "shut channel": lambda: socket.socket(fileno=channel_fd()).shutdown(socket.SHUT_RDWR),
         "print": lambda: print("x" * 100_000, flush=True),
         "noise": lambda: os.write(channel_fd(), b"\\xff" * 1000 + b"\\n"),
-        "a line of noise": lambda: os.write(channel_fd(), b"{]}\\n"),
         "a line of brackets": lambda: os.write(channel_fd(), b"[" * 65536 + b"\\n"),
         "an answer to nothing": lambda: os.write(channel_fd(), b'{"id": 99, "answers":[]}\\n'),
         "hang": lambda: time.sleep(600),
@@ -94,7 +92,7 @@ PAGE = textwrap.dedent(
         """Waits first, so that the others are in flight when it does its deed."""
         await asyncio.sleep(sample.get("seconds", 0.3))
         DEEDS[sample.get("deed", "nothing")]()
-        return {"reward": sample.get("value", 1.0), "pid": os.getpid()}
+        return sample.get("value", 1.0)
 
     async def deaf(sample):
         while sample.get("deaf"):
@@ -103,14 +101,14 @@ PAGE = textwrap.dedent(
             except asyncio.CancelledError:
                 pass
         await asyncio.sleep(sample.get("seconds", 0.0))
-        return {"reward": 1.0, "pid": os.getpid()}
+        return 1.0
 
     @post_process(lambda group: [None for _ in group])
-    @batch(max_samples=8, max_wait_s=0.3)
+    @batch(max_samples=8, max_wait_s=0.2)
     def batched(samples):
         for sample in samples:
             DEEDS[sample.get("deed", "nothing")]()
-        return [{"reward": sample.get("value", 1.0), "pid": os.getpid(), "size": len(samples)} for sample in samples]
+        return [{"reward": sample.get("value", 1.0), "size": len(samples)} for sample in samples]
 
     @post_process(lambda group: [DEEDS[member["sample"].get("deed", "nothing")]() for member in group])
     def grouped(sample):
@@ -165,10 +163,8 @@ async def both(process: OneWorker, timeout_s: float, **sample: Any) -> AdapterRe
 
 
 def may_raise_its_priority() -> bool:
-    (capabilities,) = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line
-    ]
-    return bool(int(capabilities.split()[1], 16) >> 23 & 1)  # CAP_SYS_NICE
+    capabilities = Path("/proc/self/status").read_text().split("CapEff:")[1].split()[0]
+    return bool(int(capabilities, 16) >> 23 & 1)  # CAP_SYS_NICE
 
 
 # One at a time ----------------------------------------------------------------------------------------------------
@@ -181,11 +177,9 @@ async def test_a_fork_bomb_costs_its_sample_and_none_of_its_processes_survives(d
     async with worker("plain", mark, max_processes=24) as process:
         started = time.monotonic()
         bombed = await both(process, 30.0, deed=deed)
-        assert (bombed.status, bombed.attempts) == (FAILED, 2)
-        assert bombed.reason == (
-            "the process of 'plain' was ended, for it had started more than 24 processes"
-        )
-        assert time.monotonic() - started < 15
+        assert (bombed.status, bombed.attempts) == (FAILED, 2) and time.monotonic() - started < 15
+        reason = "the process of 'plain' was ended, for it had started more than 24 processes"
+        assert bombed.reason == reason
 
 
 @pytest.mark.parametrize(
@@ -210,24 +204,19 @@ async def test_what_python_notices_is_a_failure_and_the_process_lives_on(deed, r
     ("deed", "reason"),
     [
         ("_exit", "died (exit status 3)"),
-        ("orphan and _exit", "died (exit status 3)"),
         ("orphan and kill group", "died (signal SIGKILL)"),
-        ("SIGTERM", "died (signal SIGTERM)"),
         ("SIGSEGV", "died (signal SIGSEGV)"),
-        ("SIGABRT", "died (signal SIGABRT)"),
         ("kill parent", "died (signal SIGKILL)"),
         ("close channel", "died (exit status 1)"),
+        ("close channel and die slowly", "died (exit status 7)"),
         ("close channel and hang", "died (signal SIGKILL)"),
         ("shut channel", "died (exit status 1)"),
         ("noise", "answered nonsense: UnicodeDecodeError"),
-        ("a line of noise", "answered nonsense: JSONDecodeError"),
         ("a line of brackets", "answered nonsense: ValueError: a message is nested too deeply"),
         ("an answer to nothing", "answered nonsense: KeyError: 99"),
     ],
 )
-async def test_what_ends_the_process_or_spoils_its_channel_is_a_failure_on_the_second_attempt(
-    deed, reason, mark
-):
+async def test_what_ends_the_process_or_spoils_its_channel_fails_on_the_second_attempt(deed, reason, mark):
     async with worker("plain", mark) as process:
         result = await both(process, 20.0, deed=deed)
         assert (result.status, result.reward, result.attempts) == (FAILED, None, 2)
@@ -235,7 +224,7 @@ async def test_what_ends_the_process_or_spoils_its_channel_is_a_failure_on_the_s
 
 
 @pytest.mark.parametrize(
-    "deed", ["hang", "spin", "SIGSTOP", "ignore all and hang", "orphan and hang", "stop parent and hang"]
+    "deed", ["spin", "SIGSTOP", "ignore all and hang", "orphan and hang", "stop parent and hang"]
 )
 async def test_what_never_ends_is_timed_out_and_killed(deed, mark):
     async with worker("plain", mark) as process:
@@ -264,8 +253,7 @@ async def test_nothing_of_a_worker_survives_its_parent(mark, tmp_path):
         f"source = RewardRegistrySource.from_text('hostile_page', {PAGE!r})\n"
         "asyncio.run(AdapterProcess(source, 'plain').score({'deed': 'orphan and hang'}, 600))\n"
     )
-    environment = child_environment()
-    parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    parent = subprocess.Popen([sys.executable, "-c", program], env=child_environment())
     try:
         while len(marked(mark)) < 4:  # the parent, the keeper, its process, the orphan
             await asyncio.sleep(0.01)
@@ -292,7 +280,7 @@ async def gathered(process: OneWorker, samples: list[dict[str, Any]], timeout_s:
     )
 
 
-@pytest.mark.parametrize("deed", ["_exit", "SIGSEGV", "noise", "close channel", "bomb"])
+@pytest.mark.parametrize("deed", ["_exit", "close channel", "bomb"])
 async def test_a_crash_among_many_in_flight_fails_one_sample_and_the_others_are_scored(deed, mark):
     async with worker("slow", mark, max_processes=24) as process:
         samples = [{"value": float(number), "seconds": 0.2} for number in range(6)]
@@ -308,9 +296,8 @@ async def test_a_timed_out_sample_is_cancelled_and_its_siblings_do_not_notice(ma
         siblings = asyncio.create_task(gathered(process, [{"seconds": 0.6}] * 5))
         late = await score(process, 0.2, seconds=600)
         assert (late.status, late.reason) == (TIMED_OUT, "no answer within 0.2 s")
-        results = await siblings
-        assert [result.reward for result in results] == [1.0] * 5
-        assert {result.attempts for result in results} == {1} and process.pid == pid
+        assert [(result.reward, result.attempts) for result in await siblings] == [(1.0, 1)] * 5
+        assert process.pid == pid
 
 
 async def test_a_cancelled_call_ends_when_its_place_is_free_and_costs_no_other(mark):
@@ -330,65 +317,47 @@ async def test_a_cancelled_call_ends_when_its_place_is_free_and_costs_no_other(m
         assert process.pid == pid and (await score(process)).reward == 1.0
 
 
-async def test_a_sample_that_ignores_its_cancellation_costs_the_process_and_no_sibling(mark):
-    async with worker("deaf", mark, grace_s=0.3) as process:
-        siblings = asyncio.create_task(gathered(process, [{"seconds": 1.0}] * 3, timeout_s=20.0))
+@pytest.mark.parametrize(
+    ("adapter", "sample"),
+    [("deaf", {"deaf": True}), ("slow", {"seconds": 0.1, "deed": "spin"}), ("slow", {"deed": "SIGSTOP"})],
+)
+async def test_a_sample_that_cannot_be_cancelled_costs_the_process_and_no_sibling(adapter, sample, mark):
+    async with worker(adapter, mark, grace_s=0.3) as process:
+        siblings = asyncio.create_task(gathered(process, [{"seconds": 1.0}] * 3))
         await asyncio.sleep(0)
-        assert (await score(process, 0.2, deaf=True)).status is TIMED_OUT
-        assert [(result.status, result.attempts) for result in await siblings] == [(OK, 1)] * 3
-        assert (await score(process)).reward == 1.0
-
-
-@pytest.mark.parametrize("deed", ["hang", "spin", "SIGSTOP"])
-async def test_a_blocked_event_loop_costs_the_process_and_the_blocking_sample_alone(deed, mark):
-    async with worker("slow", mark, grace_s=0.3) as process:
-        siblings = asyncio.create_task(gathered(process, [{"seconds": 1.0}] * 3, timeout_s=20.0))
-        await asyncio.sleep(0)
-        blocked = await score(process, 0.4, seconds=0.1, deed=deed)
-        assert blocked.status is TIMED_OUT
+        assert (await score(process, 0.4, **sample)).status is TIMED_OUT
         assert [(result.status, result.attempts) for result in await siblings] == [(OK, 1)] * 3
         assert (await score(process, seconds=0)).reward == 1.0
 
 
-@pytest.mark.parametrize(("deed", "attempts"), [("exit", 1), ("_exit", 2), ("memory", 1)])
+@pytest.mark.parametrize(("deed", "attempts"), [("exit", 1), ("_exit", 2)])
 async def test_one_bad_sample_does_not_cost_its_batch(deed, attempts, mark):
-    async with worker("batched", mark, memory_limit_bytes=2**30) as process:
-        samples = [{"value": float(number)} for number in range(6)]
-        samples[3]["deed"] = deed
+    async with worker("batched", mark) as process:
+        samples = [{"value": float(number)} for number in range(4)]
+        samples[2]["deed"] = deed
         results = await gathered(process, samples)
-        assert [result.reward for result in results] == [0.0, 1.0, 2.0, None, 4.0, 5.0]
-        assert results[3].status is FAILED and {result.attempts for result in results} == {attempts}
+        assert [result.reward for result in results] == [0.0, 1.0, None, 3.0]
+        assert results[2].status is FAILED and {result.attempts for result in results} == {attempts}
 
 
-async def test_a_batch_that_hangs_is_timed_out_as_one_and_killed(mark):
+async def test_a_batch_that_hangs_is_timed_out_as_one_and_what_waits_behind_it_has_its_own_time(mark):
     async with worker("batched", mark) as process:
-        results = await gathered(process, [{}, {"deed": "hang"}, {}], timeout_s=0.8)
-        assert [result.status for result in results] == [TIMED_OUT] * 3
-        assert (await score(process)).reward == 1.0
-
-
-@pytest.mark.parametrize("what", ["a sample", "a group"])
-async def test_what_waits_behind_a_batch_has_its_own_time(what, mark):
-    async with worker("batched", mark) as process:
-        hanging = asyncio.create_task(score(process, 2.0, deed="hang"))
-        await asyncio.sleep(0.6)  # it is under way
-        if what == "a sample":
-            following = [await score(process, 1.0)]
-        else:
-            following = await process.post_process([{}] * 2, [AdapterResult("batched", OK, 1.0)] * 2, 1.0)
-        assert (await hanging).status is TIMED_OUT
+        hanging = asyncio.create_task(gathered(process, [{}, {"deed": "hang"}, {}], timeout_s=1.2))
+        await asyncio.sleep(0.5)  # it is under way
+        group = process.post_process([{}] * 2, [AdapterResult("batched", OK, 1.0)] * 2, 0.6)
+        following = [*await group, await score(process, 0.6)]
+        assert [result.status for result in await hanging] == [TIMED_OUT] * 3
         assert {(result.status, result.attempts) for result in following} == {(OK, 1)}
 
 
-@pytest.mark.parametrize(("cancelled_after_s", "size"), [(0.1, 1), (0.6, 2)])
+@pytest.mark.parametrize(("cancelled_after_s", "size"), [(0.05, 1), (0.4, 2)])
 async def test_a_batch_goes_on_without_the_one_whose_caller_has_gone(cancelled_after_s, size, mark):
     """Before it is begun the sample is withdrawn, afterwards it is computed for no one."""
     async with worker("batched", mark) as process:
         gone, stays = (asyncio.create_task(score(process, value=v, deed="nap")) for v in (0.25, 0.5))
         await asyncio.sleep(cancelled_after_s)
         gone.cancel()
-        assert (await stays).reward == 0.5 and gone.cancelled()
-        assert (await stays).extra["size"] == size
+        assert ((await stays).reward, (await stays).extra["size"]) == (0.5, size) and gone.cancelled()
         assert (await score(process)).attempts == 1
 
 
@@ -397,15 +366,14 @@ async def test_a_batch_goes_on_without_the_one_whose_caller_has_gone(cancelled_a
     [
         ("_exit", FAILED, "the process of 'grouped' died (exit status 3)"),
         ("exit", FAILED, "post_process_scores: SystemExit: 3"),
-        ("hang", TIMED_OUT, "no answer within 1 s"),
-        ("nothing", OK, ""),
+        ("hang", TIMED_OUT, "no answer within 0.6 s"),
     ],
 )
 async def test_what_post_processing_does_costs_its_group(deed, status, reason, mark):
     async with worker("grouped", mark) as process:
         group = [{}, {"deed": deed}]
         results = [await process.score({}, 20.0) for _ in group]
-        changed = await process.post_process(group, results, 1.0)
+        changed = await process.post_process(group, results, 0.6)
         assert [result.status for result in changed] == [status] * 2
         assert all(result.reason.startswith(reason) for result in changed)
         assert (await score(process)).reward == 1.0
@@ -416,10 +384,11 @@ async def test_closing_ends_all_calls_in_flight(mark):
         process = AdapterProcess(SOURCE, adapter)
         sample = {"seconds": 600, "deed": "hang"}
         calls = [asyncio.create_task(process.score(sample, 20.0)) for _ in range(4)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         await process.close()
-        lost = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(error, WorkerLost) for error in lost)
+        for call in calls:
+            with pytest.raises(WorkerLost, match="closed"):
+                await call
         with pytest.raises(WorkerLost, match="closed"):
             await process.score(sample, 20.0)
         assert not marked(mark)
