@@ -8,9 +8,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from async_grpo import __version__
+from async_grpo.config.run import FACTS
 from async_grpo.data import create_count_down, create_gsm8k
 from async_grpo.options.command_line import run_command, set_up_logging
-from async_grpo.programs.options_page import foreign_keys
 
 
 class Command(NamedTuple):
@@ -36,11 +36,11 @@ COMMANDS = {
     ),
     "train": Command(
         "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.programs.trainer.",
-        "async_grpo.programs.trainer",
+        *("async_grpo.programs.trainer", "RunConfig", "run"),
     ),
     "worker": Command(
         "Run one generation or logprob worker on a Ray cluster that runs already.",
-        "async_grpo.programs.worker",
+        *("async_grpo.programs.worker", "WorkerConfig", "run"),
     ),
     "verify": Command(
         "Try rewards on a file of completions: scores, latencies, failures, disagreements. Exit code 1 if a reward "
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: the program's own), and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
-        _run(arguments[0], arguments[1:])
+        run_program(arguments[0], arguments[1:])
         return
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
@@ -78,19 +78,31 @@ def main(argv: list[str] | None = None) -> None:
     app(args=arguments, prog_name="async-grpo")
 
 
-def _run(name: str, arguments: list[str]) -> None:
+def run_program(name: str, argv: list[str] | None = None) -> None:
+    """Run the command of that name with `argv` (default: the program's own), and exit."""
     command, program = COMMANDS[name], f"async-grpo {name}"
     module = _imported(command.module)
     if command.config is None:
-        getattr(module, command.run)(arguments, program)
+        getattr(module, command.run)(argv, program)
         return
 
     def run(config: Any) -> None:
         set_up_logging(getattr(config, "logging_level", "INFO"))
         getattr(module, command.run)(config)
 
-    config_class = getattr(module, command.config)
-    run_command(config_class, run, help=command.help, argv=arguments, program=program, foreign=foreign_keys)
+    told: Any = {"help": command.help, "retired": getattr(module, "RETIRED", None), "program": program}
+    run_command(config_class(name), run, argv=argv, foreign=foreign_keys, **told)
+
+
+def config_class(name: str) -> Any:
+    """The dataclass that the command's options are made from."""
+    command = COMMANDS[name]
+    return getattr(_imported(command.module), str(command.config))
+
+
+def foreign_keys() -> set[str]:
+    """What a configuration file may hold for other programs than the one that reads it."""
+    return {*FACTS, *(key for name in ("run", "worker") for key in config_class(name).__dataclass_fields__)}
 
 
 def _imported(name: str) -> ModuleType:

@@ -1,16 +1,16 @@
 """The rules between two settings: what is refused, what is warned about, and the way out.
 
-They stand in three parts, by what must be known to judge them: the values alone, the methods (the registry's entries of
-estimator, loss, schedule and transport), and in `config.rewards` what the run's rewards are. The range of a single value
-is said where its option is.
+In three parts, by what must be known to judge them: the values alone, the methods (the registries' entries), and in
+`config.rewards` the run's rewards. The range of a single value is said where its option is.
 """
 
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.config.recipes import RECIPES
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
@@ -19,9 +19,8 @@ from async_grpo.weights.transports import get_transport
 if TYPE_CHECKING:
     from async_grpo.config.run import RunConfig
 
-Broken = Iterator[
-    tuple[str, str]
-]  # the options that a rule speaks of, and what its message says after their values
+# The options that a rule speaks of, and what its message says after their values
+Broken = Iterator[tuple[str, str]]
 
 
 def refuse_broken(config: Any, broken: Broken) -> None:
@@ -32,10 +31,13 @@ def refuse_broken(config: Any, broken: Broken) -> None:
 
 def idle(config: Any, flags: str, why: str) -> Broken:
     """Those of the flags that were set, if any, would be accepted, and then do nothing."""
-    defaults = type(config).__dataclass_fields__
-    changed = [name for name in flags.split() if getattr(config, name) != defaults[name].default]
-    if changed:
+    if changed := _changed(config, flags.split()):
         yield " ".join(changed), f"does nothing {why}"
+
+
+def _changed(config: Any, names: Iterable[str]) -> list[str]:
+    defaults = type(config).__dataclass_fields__
+    return [name for name in names if getattr(config, name) != defaults[name].default]
 
 
 def _warn(config: Any, broken: Broken) -> None:
@@ -50,6 +52,10 @@ def _told(config: Any, flags: str, why: str) -> str:
 
 def broken_values(c: "RunConfig") -> Broken:
     """What can be seen to be wrong without looking anything up."""
+    preset, defaults = RECIPES.get(c.recipe or "", {}), type(c).__dataclass_fields__
+    if preset and not _changed(c, (key for key in preset if preset[key] != defaults[key].default)):
+        why = "was named but not applied: use RunConfig.from_options({...}, given={...})"
+        yield "recipe", why
     if c.top_p != 1.0 or c.top_k not in (0, -1):
         yield (
             "top_p top_k",
@@ -58,10 +64,8 @@ def broken_values(c: "RunConfig") -> Broken:
             "by an entropy or length term",
         )
     if not 2 <= c.min_valid_samples <= c.samples_per_question:
-        fit = (
-            "--min-valid-samples must lie between 2 (one has nothing to compare with) and the size of a group"
-        )
-        yield "min_valid_samples samples_per_question", f"do not fit: {fit}"
+        fit = "must lie between 2 (one has nothing to compare with) and the size of a group"
+        yield "min_valid_samples samples_per_question", f"do not fit: --min-valid-samples {fit}"
     size, per_step = c.samples_per_question, c.samples_per_step
     if per_step % size:
         fit = f"a step is not a whole number of groups of {size}: use {max(1, per_step // size) * size}"
@@ -76,10 +80,8 @@ def broken_values(c: "RunConfig") -> Broken:
     if c.zero_variance == "resample" and not c.max_resamples:
         yield "zero_variance max_resamples", "replaces nothing: allow at least one, or use keep"
     if c.overlong_buffer and not c.overlong_penalty:
-        yield (
-            "overlong_buffer overlong_penalty",
-            "penalises nothing: give a penalty above 0, or leave both out",
-        )
+        why = "penalises nothing: give a penalty above 0, or leave both out"
+        yield "overlong_buffer overlong_penalty", why
     yield from _broken_rejection(c)
     yield from _idle_values(c)
 
@@ -101,30 +103,28 @@ def _broken_rejection(c: "RunConfig") -> Broken:
 
 
 def _idle_values(c: "RunConfig") -> Broken:
-    if not c.kl_coef:
-        yield from idle(c, "kl_kind kl_clamp kl_in_reward", "without --kl-coef above 0: give --kl-coef")
-    if c.importance_level == "none":
-        flags = "importance_mode importance_low importance_high importance_normalize"
-        yield from idle(c, flags, "without --importance-level token or sequence")
-    if c.zero_variance != "resample" and "refill" not in c.failure_policies.values():
-        why = "without --zero-variance resample (or a reward that is refilled by --on-reward-failure)"
-        yield from idle(c, "max_resamples", why)
-    if not c.overlong_buffer:
-        yield from idle(c, "overlong_penalty", "without --overlong-buffer above 0")
-    if c.reward_combine != "gate":
-        yield from idle(c, "gate_threshold", "without --reward-combine gate")
-    if not c.verdict_cache:
-        yield from idle(c, "verdict_cache_mb", "without --verdict-cache")
-    if c.judge_budget is None:
-        yield from idle(c, "judge_budget_policy", "without --judge-budget")
-    if not c.eval_data_path:
-        yield from idle(c, "eval_every evaluation_verifiers", "without --eval-data-path")
+    resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
+    for used, flags, why in (
+        (c.kl_coef, "kl_kind kl_clamp kl_in_reward", "--kl-coef above 0: give --kl-coef"),
+        (
+            c.importance_level != "none",
+            "importance_mode importance_low importance_high importance_normalize",
+            "--importance-level token or sequence",
+        ),
+        (resamples, "max_resamples", "--zero-variance resample (or --on-reward-failure with refill)"),
+        (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
+        (c.reward_combine == "gate", "gate_threshold", "--reward-combine gate"),
+        (c.verdict_cache, "verdict_cache_mb", "--verdict-cache"),
+        (c.judge_budget is not None, "judge_budget_policy", "--judge-budget"),
+        (c.eval_data_path, "eval_every evaluation_verifiers", "--eval-data-path"),
+    ):
+        if not used:
+            yield from idle(c, flags, f"without {why}")
     if c.max_token_staleness is not None and c.max_token_staleness >= c.max_staleness:
         why = f"with --max-staleness {c.max_staleness}: no token is older than that"
         _warn(c, idle(c, "max_token_staleness", why))
     if c.lr_scheduler == "constant":
-        why = "with --lr-scheduler constant: use constant_with_warmup"
-        _warn(c, idle(c, "num_warmup_steps", why))
+        _warn(c, idle(c, "num_warmup_steps", "with --lr-scheduler constant: use constant_with_warmup"))
 
 
 def check_methods(config: "RunConfig") -> None:

@@ -1,10 +1,7 @@
 """Published recipes as presets of options: `--recipe dapo` sets what the paper sets, and says so."""
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
-
-from async_grpo.errors import ConfigurationError
 
 _GRPO = {"advantage_estimator": "grpo", "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
 _MEAN_OF_SEQUENCES = {"loss_aggregation": "sequence_mean_token_mean", "mask_truncated": False}
@@ -75,21 +72,6 @@ def apply_recipe(options: Mapping[str, Any], given: Collection[str]) -> tuple[di
     kept = {key: options[key] for key in preset if key in given and options[key] != preset[key]}
     said = f"recipe {name} sets {_listed({**preset, **kept})}"
     return {**options, **preset, **kept}, said + (f"; yours: {_listed(kept)}" if kept else "")
-
-
-def check_applied(config: Any) -> None:
-    """Refuse a configuration that names a recipe of which nothing was applied: it would train something else.
-
-    Raises:
-        ConfigurationError: with the way to apply it.
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    preset = RECIPES.get(config.recipe, {})
-    changed = [name for name, value in preset.items() if value != defaults[name]]
-    if changed and all(getattr(config, name) == defaults[name] for name in changed):
-        raise ConfigurationError(
-            f"recipe {config.recipe!r} was named but not applied: use RunConfig.from_options({{...}}, given={{...}})"
-        )
 
 
 def _listed(options: Mapping[str, Any]) -> str:

@@ -107,9 +107,8 @@ def early_at_gate(config: RunConfig, names: Sequence[str], rewards: ResolvedRewa
 def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
     """Raise ConfigurationError for settings that cannot be meant with these rewards."""
     check_options(rewards.everyone, config.options_by_name)
-    refuse_broken(config, _broken_methods(config, rewards))
-    refuse_broken(config, _broken_names(config, rewards))
-    refuse_broken(config, _broken_roles(config, rewards))
+    for rules in (_broken_methods, _broken_names, _broken_roles):
+        refuse_broken(config, rules(config, rewards))
     _ = config.combination  # raises for weights that come to nothing
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from async_grpo.config.compatibility import broken_values, refuse_broken
-from async_grpo.config.recipes import apply_recipe, check_applied
+from async_grpo.config.recipes import apply_recipe
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
 from async_grpo.generation.config import EngineConfig
@@ -88,7 +88,6 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_applied(self)
         refuse_broken(self, broken_values(self))
 
     @property

@@ -4,18 +4,16 @@ Dashes and underscores are one and the same in option names. Options of the prio
 are accepted with a warning that says what replaced them; an unknown option is an error.
 """
 
+import argparse
 import dataclasses
-import inspect
 import json
 import logging
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, get_args
 
-import typer
-import typer.core
 from rich.console import Console
 from rich.logging import RichHandler
 
@@ -47,28 +45,23 @@ def run_command(
         program: what the help calls it.
         foreign: keys of other programs that a `--config` file may hold as well; they are passed over.
     """
-
-    def command(context: typer.Context, **values: Any) -> None:
-        sources = {name: context.get_parameter_source(name) for name in values}
-        given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-        make = getattr(config_class, "from_options", lambda options, given: config_class(**options))
-        run(make(values, given))
-
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *map(_parameter, fields_in_order(config_class))]
-    vars(command)["__signature__"] = inspect.Signature(parameters)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help=help + CONFIG_HELP, cls=PanelledCommand)(command)
-    fields = dataclasses.fields(config_class)
+    fields = fields_in_order(config_class)
+    parser = _parser(fields, help + CONFIG_HELP, program)
+    make = getattr(config_class, "from_options", lambda options, given: config_class(**options))
     try:
         arguments, files = normalized(sys.argv[1:] if argv is None else argv, fields, retired or {})
-        options: dict[str, Any] = {}
-        for file in files:
-            options |= read_file(Path(file), fields, foreign)
-        app(args=arguments, prog_name=program, default_map=options)
+        stored = [one for file in files for one in read_file(Path(file), fields, foreign)]
+        found, unknown = parser.parse_known_args([*stored, *arguments])
+        if unknown:
+            close = nearest(unknown[0], [f"--{dashed(field.name)}" for field in fields])
+            raise ConfigurationError(f"{unknown[0]} is no option{close}")
+        run(make({field.name: field.default for field in fields} | vars(found), vars(found).keys()))
     except AsyncGrpoError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED) from error
+    except KeyboardInterrupt as interrupt:
+        raise SystemExit(130) from interrupt
+    raise SystemExit(0)
 
 
 def fields_in_order(config_class: type) -> Fields:
@@ -83,32 +76,30 @@ def fields_in_order(config_class: type) -> Fields:
     return sorted(fields, key=place)
 
 
-class PanelledCommand(typer.core.TyperCommand):
-    """A command whose help begins with the options of every day and has a heading for each room's others."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                panel = getattr(parameter, "rich_help_panel", None)
-                heading = "Arguments" if parameter.param_type_name == "argument" else panel or "Help"
-                panels.setdefault(heading, []).append(record)
-        for heading, records in panels.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
+def panel_of(field: "dataclasses.Field[Any]") -> str:
+    """The heading below which an option stands."""
+    return EVERYDAY if field.metadata["everyday"] else field.metadata["panel"]
 
 
-def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
-    name = dashed(field.name)
-    spelling = f"--{name}/--no-{name}" if field.type is bool else f"--{name}"
-    panel = EVERYDAY if field.metadata["everyday"] else field.metadata["panel"]
-    said: Any = typer.Option(spelling, help=help_of(field), rich_help_panel=panel)
-    if field.metadata["argument"]:
-        said = typer.Argument(metavar=name.upper(), help=help_of(field))
-    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.type, said]
+def _parser(fields: Fields, help: str, program: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        program, "%(prog)s [options]", help, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
+    panels = {panel: parser.add_argument_group(panel) for panel in map(panel_of, fields)}
+    for field in fields:
+        kind: Any = next(iter(get_args(field.type)), field.type)  # `float` of `float | None`
+        form: dict[str, Any] = {"type": kind, "metavar": kind.__name__.upper()}
+        if kind is bool:
+            form = {"action": argparse.BooleanOptionalAction}
+        name, said = f"--{dashed(field.name)}", help_of(field).replace("%", "%%")
+        if field.metadata["argument"]:
+            name, form = field.name, {"metavar": field.name.upper()}
+        elif field.default is dataclasses.MISSING:
+            form["required"], said = True, f"{said} [required]"
+        elif field.default not in (None, ""):
+            said += f" [default: {field.default}]"
+        panels[panel_of(field)].add_argument(name, help=said, **form)
+    return parser
 
 
 def help_of(field: "dataclasses.Field[Any]") -> str:
@@ -161,8 +152,8 @@ def field_name(spelling: str, fields: Fields) -> str:
     return name
 
 
-def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]) -> dict[str, Any]:
-    """The options in a TOML file or a run's `training_params.json`, by field; lists and tables as the text of options.
+def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]) -> list[str]:
+    """What a TOML file or a run's `training_params.json` says, as arguments; lists and tables as the text of options.
 
     Raises:
         ConfigurationError: the file cannot be read, or holds a key that no program knows.
@@ -172,15 +163,19 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:  # ValueError: what both parsers raise
         raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
-    options = {}
+    known, arguments = {field.name: field for field in fields}, []
     for key, value in content.items():
-        name, known = field_name(key, fields), {field.name for field in fields}
-        if name not in known and name not in foreign():
-            raise ConfigurationError(f"{path}: {key} is no option{nearest(name, sorted(known))}")
-        if isinstance(value, dict):
-            value = [f"{each}={one}" for each, one in value.items()]
-        options[name] = ",".join(map(str, value)) if isinstance(value, list) else value
-    return options
+        if (name := field_name(key, fields)) not in known:
+            if name not in foreign():
+                raise ConfigurationError(f"{path}: {key} is no option{nearest(name, sorted(known))}")
+        elif isinstance(value, bool):
+            arguments.append(f"--{'' if value else 'no-'}{dashed(name)}")
+        elif value is not None:
+            if isinstance(value, dict):
+                value = [f"{each}={one}" for each, one in value.items()]
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            arguments.append(text if known[name].metadata["argument"] else f"--{dashed(name)}={text}")
+    return arguments
 
 
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.options.fields import option, required
+from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
 DAY_S, MEGABYTE = 86_400.0, 2**20
@@ -18,30 +18,22 @@ BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copy
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(Section):
     """What one may do to a verdict cache."""
 
     path: str = required("The file that --verdict-cache named in a run.", "Cache", argument=True)
     prune_older_than_days: float | None = option(
-        None, "Delete the entries that were last used longer ago.", "Cache"
+        None, "Delete the entries that were last used longer ago.", "Cache", range=NOT_NEGATIVE
     )
     prune_adapter: str | None = option(
         None, "Delete the entries of this reward; with --prune-older-than-days, only the old ones.", "Cache"
     )
     max_mb: float | None = option(
-        None, "Then delete the longest unused until the entries take no more megabytes than this.", "Cache"
+        None,
+        "Then delete the longest unused until the entries take no more megabytes than this.",
+        "Cache",
+        range=NOT_NEGATIVE,
     )
-
-    def __post_init__(self) -> None:
-        for name in ("prune_older_than_days", "max_mb"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"--{name.replace('_', '-')} must be 0 or more, not {value}")
-
-    @property
-    def prunes(self) -> bool:
-        """Whether anything is to be deleted."""
-        return (self.prune_older_than_days, self.prune_adapter, self.max_mb) != (None, None, None)
 
 
 def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
@@ -61,8 +53,11 @@ def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
             raise ConfigurationError(
                 f"--prune-adapter {config.prune_adapter}: the cache holds entries of {', '.join(known) or 'no reward'}"
             )
-        if config.prunes:
-            deleted = _prune(file, config)
+        days, adapter, megabytes = config.prune_older_than_days, config.prune_adapter, config.max_mb
+        if (days, adapter, megabytes) != (None, None, None):
+            seconds = None if days is None else days * DAY_S
+            size = None if megabytes is None else int(megabytes * MEGABYTE)
+            deleted = file.prune(unused_for_s=seconds, adapter=adapter, max_bytes=size, compact=True)
             console.print(f"{deleted} entries deleted")
         entries = file.entries()
     except (OSError, sqlite3.Error) as error:
@@ -71,16 +66,6 @@ def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
         file.close()
     console.print(_table(entries) if entries else "no entries")
     console.print(f"{config.path}: {Path(config.path).stat().st_size / MEGABYTE:.1f} MB", soft_wrap=True)
-
-
-def _prune(file: CacheFile, config: CacheConfig) -> int:
-    days = config.prune_older_than_days
-    return file.prune(
-        unused_for_s=None if days is None else days * DAY_S,
-        adapter=config.prune_adapter,
-        max_bytes=None if config.max_mb is None else int(config.max_mb * MEGABYTE),
-        compact=True,
-    )
 
 
 def _table(entries: list[AdapterEntries]) -> Table:

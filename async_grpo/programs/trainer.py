@@ -6,11 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+from async_grpo.__main__ import run_program
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.metrics.writer import ConsoleHandler, claim
-from async_grpo.options.command_line import run_command, set_up_logging
-from async_grpo.programs.options_page import foreign_keys
+from async_grpo.options.command_line import set_up_logging
 
 RETIRED = {
     "experience_batcher_name": "--run-name keeps runs on one cluster apart",
@@ -60,17 +60,9 @@ def _tell_torchrun(error: AsyncGrpoError) -> None:
         Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
-def main(argv: list[str] | None = None, program: str | None = None) -> None:
-    """Run the command line `argv` (default: the program's own), and exit; `program`: what the help calls it."""
-    run_command(
-        RunConfig,
-        run,
-        help="Train a policy by asynchronous GRPO.",
-        retired=RETIRED,
-        argv=argv,
-        program=program,
-        foreign=foreign_keys,
-    )
+def main(argv: list[str] | None = None) -> None:
+    """As `async-grpo train`."""
+    run_program("train", argv)
 
 
 if __name__ == "__main__":

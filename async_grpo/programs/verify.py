@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.options.fields import option, parse_assignments, required
+from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments, required
 from async_grpo.rewards.bench.adapter_check import check_adapter
 from async_grpo.rewards.bench.completions import CompletionRow, read_rows, score_rows
 from async_grpo.rewards.bench.report import Report, one_line
@@ -32,7 +32,7 @@ WIDTH = 100  # of what is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(Section):
     """On which file, how often and how long rewards are tried."""
 
     file: str = required(
@@ -58,25 +58,24 @@ class VerifyConfig:
         "", "Where the judges without an url of their own are asked: URL,URL,...", "Bench"
     )
     http_scorer_urls: str = option("", "The same for http_scorer.", "Bench")
-    workers: int = option(2, "Processes for each reward.", "Bench")
-    timeout_s: float = option(30.0, "Longest scoring of one row.", "Bench")
+    workers: int = option(2, "Processes for each reward.", "Bench", range=POSITIVE)
+    timeout_s: float = option(30.0, "Longest scoring of one row.", "Bench", range=POSITIVE)
     repeat: int = option(
-        1, "Score each row so many times; with 2 or more, say whether a reward is deterministic.", "Bench"
+        1,
+        "Score each row so many times; with 2 or more, say whether a reward is deterministic.",
+        "Bench",
+        range=POSITIVE,
     )
     threshold: float = option(0.5, "A reward from here on says right, where opinions are compared.", "Bench")
     output: str | None = option(
         None, "Also write a JSON line per row, with every result, to this file.", "Bench"
     )
-
     check: bool = option(
         False, "Also try each reward on poor completions, again, and in other processes.", "Bench"
     )
 
     def __post_init__(self) -> None:
-        for name in ("workers", "timeout_s", "repeat"):
-            if not getattr(self, name) > 0:
-                dashed = name.replace("_", "-")
-                raise ConfigurationError(f"--{dashed} must be above 0, not {getattr(self, name)}")
+        super().__post_init__()
         both = (self.output or "", self.file)
         if all(map(os.path.exists, both)) and os.path.samefile(*both):
             raise ConfigurationError(

@@ -1,8 +1,8 @@
 """Start one inference worker and keep it until the run is over: `async-grpo worker --mode generation ...`."""
 
+from async_grpo.__main__ import run_program
 from async_grpo.config.run import WorkerConfig
-from async_grpo.options.command_line import run_command, set_up_logging
-from async_grpo.programs.options_page import foreign_keys
+from async_grpo.options.command_line import set_up_logging
 
 RETIRED = {
     "temperature": "the trainer's --temperature holds for all workers",
@@ -20,17 +20,9 @@ def run(config: WorkerConfig) -> None:
     dispatch(config)
 
 
-def main(argv: list[str] | None = None, program: str | None = None) -> None:
-    """Run the command line `argv` (default: the program's own), and exit; `program`: what the help calls it."""
-    run_command(
-        WorkerConfig,
-        run,
-        help="Run one generation or logprob worker.",
-        retired=RETIRED,
-        argv=argv,
-        program=program,
-        foreign=foreign_keys,
-    )
+def main(argv: list[str] | None = None) -> None:
+    """As `async-grpo worker`."""
+    run_program("worker", argv)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo import errors
+from async_grpo.__main__ import foreign_keys
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.kl import KL_KINDS
 from async_grpo.algorithm.losses import POLICY_LOSSES
@@ -18,7 +19,7 @@ from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.local_run import LocalConfig, trainer_command, worker_commands
 from async_grpo.options.command_line import normalized, run_command
 from async_grpo.options.fields import choices_of, option
-from async_grpo.programs.options_page import foreign_keys, page
+from async_grpo.programs.options_page import page
 from async_grpo.training.optimizer import LR_SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]

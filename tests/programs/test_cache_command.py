@@ -88,7 +88,7 @@ def test_a_missing_file_a_wrong_name_and_a_wrong_number_are_refused(path, tmp_pa
     assert run(path, "--prune-adapter=jugde") == 2
     assert run(path, "--max-mb=-1") == 2
     said = capsys.readouterr().err
-    assert "there is no such verdict cache" in said and "--max-mb must be 0 or more, not -1.0" in said
+    assert "there is no such verdict cache" in said and "--max-mb cannot be negative, not -1.0" in said
     assert "--prune-adapter jugde: the cache holds entries of judge, rule" in said
     assert counts(path) == {"judge": 100, "rule": 10}
 
