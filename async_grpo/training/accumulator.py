@@ -1,8 +1,4 @@
-"""Many micro-batches, one optimizer step whose gradient does not know how many there were.
-
-Gradients are summed un-normalised; the count that divides them is all-reduced once, at the end of the step.
-A mean per micro-batch or per rank would weigh a token by the company it was packed with.
-"""
+"""Many micro-batches, one optimizer step whose gradient does not know how many there were: a sum, divided once."""
 
 import math
 import resource
@@ -79,12 +75,11 @@ class GradientAccumulator:
         """
         if not self._waiting and not self._totals:  # every sample of the step was left out
             self.add(dummy_micro_batch(token_id=0))
-        rows, self._waiting = self._waiting, []
-        if rows:
+        if rows := self._waiting:
             add_step_terms(self._policy, self._objective, rows, self._ranks, self._steps)
         for row in rows:
             self._backward(row)
-        self._steps += 1
+        self._waiting, self._steps = [], self._steps + 1
         totals, histogram = self._reduce()
         lr, unit = self._scheduler.get_last_lr()[0], self._objective.unit
         count = totals[unit] if unit else float(totals["tokens"] > 0)
@@ -97,8 +92,8 @@ class GradientAccumulator:
         """This step's totals and histogram over all ranks; forgets them."""
         totals, self._totals = self._totals, {}
         histogram = self._ranks.sum(totals.pop("histogram").tolist())
-        sums = [name for name in totals if not name.endswith("_max")]
         maxima = [name for name in totals if name.endswith("_max")]
+        sums = [name for name in totals if name not in maxima]
         reduced = self._ranks.sum([totals[name].item() for name in sums])
         reduced += self._ranks.max([totals[name].item() for name in maxima])
         return dict(zip(sums + maxima, reduced, strict=True)), torch.tensor(histogram)

@@ -4,6 +4,9 @@ Everything is additive over micro-batches and ranks, so a step is the same whate
 of the whole step (`whole_step`) is written into the rows before.
 """
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,10 +22,7 @@ from async_grpo.types import MicroBatch
 
 
 class BatchTensors:
-    """A micro-batch on the trainer's device: one packed row, (1, N) each.
-
-    `mask` leaves out the first token of every sequence, which nothing predicts.
-    """
+    """A micro-batch on the trainer's device: one packed row, (1, N) each."""
 
     # Of the whole step, None where the objective needs none; so may `advantages` and `group_tokens` be replaced
     returns: Tensor | None = None
@@ -35,7 +35,7 @@ class BatchTensors:
             return torch.tensor(values, device=device)[None]
 
         trained = batch.loss_mask.copy()
-        trained[batch.cu_seqlens[:-1]] = False
+        trained[batch.cu_seqlens[:-1]] = False  # the first token of a sequence, which nothing predicts
         ids = batch.sequence_ids()
         self.input_ids = torch.tensor(batch.input_ids, dtype=torch.int64, device=device)  # (N,)
         self.cu_seqlens = torch.tensor(batch.cu_seqlens)  # (S + 1,)
@@ -71,21 +71,25 @@ class Objective:
         # The count that divides the loss: "tokens", "sequences", "groups", or nothing
         self.unit = self._aggregation.unit
         estimator, settings = config.estimator, dict(config.estimator_settings)
-        self.has_critic = estimator.needs_critic
         # Whether the critic's advantages are whitened over the step: an option of the estimator
         self.whitens = bool(settings.pop("whiten", estimator.options.get("whiten", False)))
-        self._critic_returns, self._critic_settings = estimator.critic_returns, settings
+        # (rewards, values, mask), (S, T) each, -> (advantages before any whitening, returns); None without a critic
+        returns = estimator.critic_returns
+        self.critic_returns = returns and partial(returns, **settings)
+        # The options of `importance_weights` and `rejection_mask`, which have the same names there
+        importance, rejection = ("level", "mode", "low", "high"), ("statistic", "low", "high")
+        self._importance = {name: getattr(config, f"importance_{name}") for name in importance}
+        self._rejection = {name: getattr(config, f"rejection_{name}") for name in rejection}
         # The tokens of a group, which weigh its loss, must be counted anew after rejection
         self.rejects_from_groups = self.unit == "groups" and config.rejection_statistic is not None
         self.averages_weights = config.importance_level != "none" and config.importance_normalize
-        looks_ahead = self.has_critic or self.loss.needs_selection or self.averages_weights
+        looks_ahead = self.critic_returns or self.loss.needs_selection or self.averages_weights
         # Micro-batches must wait for the end of their step, and be looked at together first
-        self.needs_whole_step = looks_ahead or self.rejects_from_groups
+        self.needs_whole_step = bool(looks_ahead or self.rejects_from_groups)
 
-    def critic_returns(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(advantages before any whitening, returns), (S, T) each, by the estimator that has a critic."""
-        assert self._critic_returns is not None
-        return self._critic_returns(rewards, values, mask, **self._critic_settings)
+    @property
+    def has_critic(self) -> bool:
+        return self.critic_returns is not None
 
     def check_inputs(self, batch: MicroBatch) -> None:
         """ConfigurationError: the batch lacks log-probs that the loss or the KL term needs."""
@@ -146,29 +150,19 @@ class Objective:
         """The part of the mask that is not rejected for its distance to the engine."""
         if self.config.rejection_statistic is None:
             return row.mask
+        corrected, behaviour = _corrected(logprobs, row), row.behaviour_logprobs
         return rejection_mask(
-            _corrected(logprobs, row),
-            row.behaviour_logprobs,
-            row.mask,
-            statistic=self.config.rejection_statistic,
-            low=self.config.rejection_low,
-            high=self.config.rejection_high,
-            sequence_ids=row.sequence_ids,
+            corrected, behaviour, row.mask, sequence_ids=row.sequence_ids, **self._rejection
         )
 
     def weights(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
         """Importance weights for the engine's policy; divided by `row.weight_mean` if it is known."""
+        options: dict[str, Any] = self._importance
+        if row.weight_mean is not None:
+            options = options | {"normalize": True, "mean": row.weight_mean}
+        corrected = _corrected(logprobs, row)
         return importance_weights(
-            _corrected(logprobs, row),
-            row.behaviour_logprobs,
-            mask,
-            level=self.config.importance_level,
-            mode=self.config.importance_mode,
-            low=self.config.importance_low,
-            high=self.config.importance_high,
-            normalize=row.weight_mean is not None,
-            mean=row.weight_mean,
-            sequence_ids=row.sequence_ids,
+            corrected, row.behaviour_logprobs, mask, sequence_ids=row.sequence_ids, **options
         )
 
     def ratio_denominator_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
@@ -187,18 +181,13 @@ class Objective:
             options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
         if self.loss.needs_selection:
             options["selected"] = row.selected
-        weighs = self.config.importance_level != "none"
-        weights = self.weights(logprobs, row, mask) if weighs else None
+        if weighs := self.config.importance_level != "none":
+            options["importance_weights"] = self.weights(logprobs, row, mask)
+        old_logprobs = self.ratio_denominator_logprobs(logprobs, row)
         per_token, metrics = self.loss(
-            logprobs,
-            self.ratio_denominator_logprobs(logprobs, row),
-            row.advantages,
-            mask,
-            importance_weights=weights,
-            sequence_ids=row.sequence_ids,
-            **options,
+            logprobs, old_logprobs, row.advantages, mask, sequence_ids=row.sequence_ids, **options
         )
-        return per_token, metrics | ({} if weights is None else {"importance_weight": weights})
+        return per_token, metrics | ({"importance_weight": options["importance_weights"]} if weighs else {})
 
     def _kl(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
         if row.ref_logprobs is None:

@@ -80,11 +80,17 @@ class Trainer:
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
             end = self._accumulate_until_step_end(clock)
-            metrics = self._take_step(clock, end)
+            with clock.measure("computing"):
+                metrics: dict[str, Any] = self.accumulator.finish()
+            self.version += 1
+            self.samples += end.num_samples
             with clock.measure("publishing_weights"):
                 metrics |= self.publisher.publish(self.policy, self.version, self_test=False)
             clock.stop()
-            metrics |= self._evaluate_and_save(clock)
+            with clock.measure("evaluating"):
+                metrics |= self.hook.on_step(self.version) if self.hook else {}
+            with clock.measure("checkpointing"):
+                self.checkpoints.save_if_due(self.policy, self.samples)
             self._write_line(end, metrics | clock.report())
         self.checkpoints.save_final(self.policy, self.samples)
 
@@ -96,20 +102,6 @@ class Trainer:
                 return message
             with clock.measure("computing"):
                 self.accumulator.add(message)
-
-    def _take_step(self, clock: StepClock, end: StepEnd) -> dict[str, Any]:
-        with clock.measure("computing"):
-            metrics = self.accumulator.finish()
-        self.version += 1
-        self.samples += end.num_samples
-        return metrics
-
-    def _evaluate_and_save(self, clock: StepClock) -> dict[str, float]:
-        with clock.measure("evaluating"):
-            metrics = self.hook.on_step(self.version) if self.hook else {}
-        with clock.measure("checkpointing"):
-            self.checkpoints.save_if_due(self.policy, self.samples)
-        return metrics
 
     def _write_line(self, end: StepEnd, metrics: dict[str, Any]) -> None:
         line = {

@@ -67,7 +67,7 @@ def _look(policy: PolicyModel, objective: Objective, row: BatchTensors) -> _Seen
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
     """GAE per sequence, over all its trained tokens, rejected or not; whitened over all tokens of the step."""
     for row in rows:
-        assert row.old_values is not None
+        assert row.old_values is not None and objective.critic_returns is not None
         lengths = row.cu_seqlens.diff().tolist()
         rewards, values, mask, inside = (
             pad_sequence(list(tensor[0].split(lengths)), batch_first=True)  # (S, T)
@@ -106,19 +106,11 @@ def _count_kept(seen: Sequence[_Seen], ranks: Ranks) -> None:
 
 
 def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:
-    level = objective.config.importance_level
-    totals = [
-        torch.stack(
-            weight_totals(
-                objective.weights(one.logprobs, one.row, one.mask),
-                one.mask,
-                level=level,
-                sequence_ids=one.row.sequence_ids,
-            )
-        )
-        for one in seen
-    ]
-    total, count = ranks.sum(torch.stack(totals).sum(dim=0).tolist())
+    totals, level = [], objective.config.importance_level
+    for one in seen:
+        weights = objective.weights(one.logprobs, one.row, one.mask)
+        totals.append(weight_totals(weights, one.mask, level=level, sequence_ids=one.row.sequence_ids))
+    total, count = ranks.sum([torch.stack(parts).sum().item() for parts in zip(*totals, strict=True)])
     for one in seen:
         one.row.weight_mean = total / max(count, 1.0)
 
@@ -134,8 +126,8 @@ def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int
     for one in seen:
         old_logprobs = objective.ratio_denominator_logprobs(one.logprobs, one.row)
         inputs.append(LossBatch(one.logprobs, old_logprobs, one.row.advantages, one.mask))
-    own_sums = torch.stack([token_sums(batch) for batch in inputs]).sum(dim=0)
-    sums = _gathered(own_sums, ranks).sum(dim=0).to(own_sums.device)
+    sums = torch.stack([token_sums(batch) for batch in inputs]).sum(dim=0)
+    sums = sums.new_tensor(ranks.sum(sums.tolist()))
     scores = [
         loss.scores(batch, sums, _token_keys(one.row), **options)
         for batch, one in zip(inputs, seen, strict=True)
