@@ -18,13 +18,12 @@ from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
 from async_grpo.cluster.ray_session import zero_cpu_actor
 from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
-from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judge_worker import JudgeWorker, LimitedWorker
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
-from async_grpo.rewards.middleware import PRICE, CallMiddleware, most_it_costs
+from async_grpo.rewards.middleware import PRICE, Budget, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import EVALUATION, TRAINING, VerifierPool
 from async_grpo.rewards.verifier_worker import VerifierWorker
 

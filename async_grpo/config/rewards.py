@@ -169,7 +169,7 @@ def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
         ("reward_fallback", c.fallbacks),
     ):
         if unknown := _unknown(named, r.everyone):
-            yield flag, f"names {unknown}; the rewards are {c.all_adapters}"
+            yield flag, f"names {unknown}; the rewards are {tuple(r.everyone)}"
 
 
 def _unknown(named: Iterable[str], known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@
     verifier_worker        what a queue asks of a worker, has given to each, and counts
     standalone             workers on this machine alone; the pool as a reward function for TRL
     combine                the results of several adapters -> one verdict
-    middleware, budget     every call asks the cache and the budget first
+    middleware             every call asks the cache and the budget first
     config                 the options of all that
 
     adapter/, isolation/   a user's reward: what it is and how it is declared; the process that it runs in

@@ -124,11 +124,6 @@ class RewardConfig(Section):
         return tuple(dict.fromkeys([*parse_names(self.reward_fns), *self.fallbacks.values()]))
 
     @property
-    def all_adapters(self) -> tuple[str, ...]:
-        """The adapters, and who stands in for them."""
-        return tuple(dict.fromkeys([*self.adapters, *self.fallbacks.values()]))
-
-    @property
     def combination(self) -> Combination:
         """How the rewards of one sample become one.
 

@@ -13,7 +13,7 @@ from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, JudgeTimeout,
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
-from async_grpo.rewards.verifier_worker import QUEUE_S, VerifierWorker
+from async_grpo.rewards.verifier_worker import QUEUE_S, VerifierWorker, fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
 
@@ -24,7 +24,7 @@ class JudgeWorker:
     Args:
         judge: see `judges`.
         endpoint: the judge's own, or with the run's limits in it.
-        phase: "train" or "eval": they share the judge's limits fairly.
+        phase: "train" or "eval" (see `LimitedWorker`).
         idle_sleep: of the judge's servers, if they sleep between calls; shared by all who ask them.
     """
 
@@ -64,15 +64,8 @@ class JudgeWorker:
             )  # a call that failed has cost something all the same
         except Exception as error:  # of code of many hands; none may cost the run
             answer = failure(describe(error))
-        return AdapterResult(
-            self._name,
-            RewardStatus(answer["status"]),
-            answer["reward"],
-            extra=answer["extra"],
-            reason=answer["reason"],
-            latency_s=time.monotonic() - started,
-            queue_s=deadline.queue_s,
-        )
+        latency_s = time.monotonic() - started
+        return AdapterResult(self._name, **fields_of(answer), latency_s=latency_s, queue_s=deadline.queue_s)
 
     def take_stats(self) -> dict[str, int]:
         """Since the last call: requests, those that were sent again, hedges, time-outs, and how often a replica went out of
@@ -89,12 +82,8 @@ class JudgeWorker:
 
 
 class LimitedWorker:
-    """Each call of `score` of this worker starts with a permit; the wait for it is not on the sample's time.
-
-    Args:
-        key: of the permits: workers of the same key share the limits.
-        phase: "train" or "eval": they share them fairly.
-    """
+    """Each call of `score` of this worker starts with a permit; the wait for it is not on the sample's time. Workers of the
+    same key share the limits, and their phases, "train" and "eval", share them fairly."""
 
     max_queue_s = QUEUE_S
 

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,6 +114,13 @@ class WorkerSlot:
         took_s = now - max(given_at, self._free_at)
         self.service_s = took_s if math.isinf(self.service_s) else 0.8 * self.service_s + 0.2 * took_s
         self._free_at = now
+
+
+def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an AdapterResult that a reward decides on, from an answer as JSON keeps it (see `read_answer`)."""
+    steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
+    decided = {name: answer[name] for name in ("reward", "extra", "reason")}
+    return decided | {"status": RewardStatus(answer["status"]), "steps": steps}
 
 
 def quantile(values: Iterable[float], q: float) -> float:

@@ -17,7 +17,7 @@ ALLOWED = {
         ".types .config.run .algorithm.config .rewards.config .config.recipes .errors .testing "
         ".metrics.writer .processes.supervisor .metrics.figures .metrics.reader "
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
-        ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.budget "
+        ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .generation.char_ends .config.compatibility .config.rewards "
         ".programs.verify .programs.cache .data . reward_registry"
     ),

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards import budget as budget_module
-from async_grpo.rewards.budget import Budget, BudgetExhausted
+from async_grpo.rewards import middleware
+from async_grpo.rewards.middleware import Budget, BudgetExhausted
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ async def test_what_was_spent_is_remembered_and_a_torn_line_is_not(tmp_path):
 
 @pytest.mark.parametrize("policy", ["pause", "fallback"])
 async def test_a_higher_limit_beside_the_record_holds_from_then_on(tmp_path, caplog, monkeypatch, policy):
-    monkeypatch.setattr(budget_module, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(middleware, "POLL_INTERVAL_S", 0.02)
     path, door = tmp_path / "judge_budget.jsonl", tmp_path / "judge_budget.limit"
     budget = Budget(1.0, policy=policy, path=path)
     await spend(budget, "judge", 1.0, 1.0)

@@ -12,13 +12,12 @@ from async_grpo.config.rewards import ResolvedRewards, check_rewards
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
-from async_grpo.rewards.budget import Budget
 from async_grpo.rewards.cache.file import CacheFile
 from async_grpo.rewards.cache.verdicts import VerdictCache
 from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import LimitedWorker
-from async_grpo.rewards.middleware import COST, CallMiddleware, most_it_costs
+from async_grpo.rewards.middleware import COST, Budget, CallMiddleware, most_it_costs
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import AdapterResult, RewardStatus
 

@@ -16,6 +16,7 @@ from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.isolation.framing import encode
+from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
 CLOSE_S = 2.0  # for the `close` of a reward
@@ -110,7 +111,7 @@ class AdapterProcess:
         """Score one sample. What the reward raises, or that it is late, is a result; see also `VerifierWorker`."""
         asked_at = time.monotonic()
         (answer,) = await self._exchange("sample", sample, 1, timeout_s)
-        return AdapterResult(self.adapter, **_fields(answer), latency_s=time.monotonic() - asked_at)
+        return AdapterResult(self.adapter, **fields_of(answer), latency_s=time.monotonic() - asked_at)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], results: Sequence[AdapterResult], timeout_s: float
@@ -122,7 +123,7 @@ class AdapterProcess:
             for sample, result in zip(samples, results, strict=True)
         ]
         answers = await self._exchange("group", group, len(group), timeout_s)
-        return [replace(result, **_fields(answer)) for result, answer in zip(results, answers, strict=True)]
+        return [replace(result, **fields_of(answer)) for result, answer in zip(results, answers, strict=True)]
 
     async def close(self) -> None:
         """End the process, for good; calls in flight raise WorkerLost."""
@@ -187,9 +188,3 @@ def named_environment(names: Iterable[str]) -> dict[str, str]:
         said = f"--reward-env {','.join(names)}"
         raise ConfigurationError(f"{said}: this process has no variable {missing}; set it, or leave it out")
     return {name: os.environ[name] for name in names}
-
-
-def _fields(answer: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an AdapterResult that the reward decides on."""
-    steps = tuple((token, reward) for token, reward in answer["steps"])
-    return answer | {"status": RewardStatus(answer["status"]), "steps": steps}
