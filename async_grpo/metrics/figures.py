@@ -1,12 +1,11 @@
 """Draws the metrics of one or several runs.
 
 Only finite numbers are drawn: null, NaN, infinities, booleans and text leave a gap in the line. A step without the
-key is passed over: a key logged every tenth step is a line. Names ending in `_T` are arrays of shape (steps,), float64.
+key is passed over: a key logged every tenth step is a line.
 """
 
 import logging
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from async_grpo.metrics.reader import Run, load_runs
 from async_grpo.options.fields import refuse
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
@@ -35,15 +33,18 @@ def plot_runs(
     smooth_window: int | None = None,
     remote: str | None = None,
 ) -> None:
-    """Draw `variables` over `x_key` for all files, one subplot per variable and one colour per run.
+    """Draw `variables` (default: those of DEFAULT_VARIABLES that the files hold) over `x_key` for all files.
 
-    `variables`: None or empty = those of DEFAULT_VARIABLES that the files hold. `output`: a .svg, .png or
-    .pdf file, None = an interactive window. `smooth_window`: steps of a moving average drawn over the faded
-    raw line, None = raw only. Raises ConfigurationError for the user's mistakes, FetchFailed if scp fails.
+    `output`: a .svg, .png or .pdf file, None = an interactive window. `smooth_window`: steps of a moving average drawn
+    over the faded raw line. Raises ConfigurationError for the user's mistakes, FetchFailed if scp fails.
     """
     refuse(
         output is not None and output.suffix.lower() not in PICTURE_SUFFIXES,
         f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}",
+    )
+    window = smooth_window
+    refuse(
+        window is not None and window < 1, f"a moving average needs a window of at least 1 step, not {window}"
     )
     runs = load_runs(files, names, remote)
     for run in runs:
@@ -52,12 +53,14 @@ def plot_runs(
     for key in variables:
         _check_key(key, runs, "a variable")
         without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
-        nowhere = len(without) == len(runs)
-        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key")
+        if len(without) == len(runs):
+            raise ConfigurationError(
+                f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key"
+            )
         if without:
             log.warning("%s: nothing to draw in %s", key, ", ".join(without))
-    figure = _new_window() if output is None else _new_figure()
-    draw(figure, runs, variables, x_key, smooth_window, legend=len(runs) > 1 or bool(names))
+    figure = _new_figure(window=output is None)
+    draw(figure, runs, variables, x_key, window, legend=len(runs) > 1 or bool(names))
     if output is None:
         import matplotlib.pyplot as plt
 
@@ -70,46 +73,43 @@ def plot_runs(
 
 
 def _default_variables(runs: list[Run]) -> list[str]:
-    known = {key for run in runs for key in run.plottable_keys}
-    found = [key for key in DEFAULT_VARIABLES if key in known]
-    listed = ", ".join(sorted(known)) or "none"
-    refuse(not found, f"none of the default keys is there; pass -v KEY, one of: {listed}")
-    if skipped := [key for key in DEFAULT_VARIABLES if key not in known]:
+    found = [key for key in DEFAULT_VARIABLES if key in _plottable(runs)]
+    refuse(not found, f"none of the default keys is there; pass -v KEY, one of: {_listed(runs)}")
+    if skipped := [key for key in DEFAULT_VARIABLES if key not in found]:
         log.warning("skipped, not in any file: %s", ", ".join(skipped))
     return found
 
 
 def _check_key(key: str, runs: list[Run], role: str) -> None:
-    known = {key for run in runs for key in run.plottable_keys}
     problem = "holds no number" if any(key in run.keys for run in runs) else "is unknown"
-    listed = ", ".join(sorted(known)) or "none"
-    refuse(key not in known, f"key {key!r} for {role} {problem}; keys with numbers: {listed}")
+    unknown = key not in _plottable(runs)
+    refuse(unknown, f"key {key!r} for {role} {problem}; keys with numbers: {_listed(runs)}")
 
 
-def _new_figure() -> "Figure":
-    # A notebook's MPLBACKEND may name a module that only the notebook has: matplotlib would fail to import.
-    backend = os.environ.pop("MPLBACKEND", None)
+def _plottable(runs: list[Run]) -> set[str]:
+    return {key for run in runs for key in run.plottable_keys}
+
+
+def _listed(runs: list[Run]) -> str:
+    return ", ".join(sorted(_plottable(runs))) or "none"
+
+
+def _new_figure(*, window: bool) -> "Figure":
     try:
-        from matplotlib.figure import Figure
-    finally:
-        os.environ.update({"MPLBACKEND": backend} if backend else {})
-    return Figure()  # without pyplot: the canvas follows the file's format, no display is looked for
+        if not window:
+            from matplotlib.figure import Figure
 
-
-def _new_window() -> "Figure":
-    try:
+            return Figure()  # without pyplot: the canvas follows the file's format, no display is looked for
         import matplotlib.pyplot as plt
         from matplotlib.backends.registry import BackendFilter, backend_registry
 
         backend = plt.get_backend()
-        figure = plt.figure()
-    except (ImportError, RuntimeError, ValueError) as error:  # MPLBACKEND asks for what is not there
-        raise ConfigurationError(f"cannot open a window ({error}); pass -o FILE") from error
-    interactive = backend_registry.list_builtin(BackendFilter.INTERACTIVE)
-    if backend.lower() not in map(str.lower, interactive):
-        plt.close(figure)
-        raise ConfigurationError(f"no display to open a window on (backend {backend!r}); pass -o FILE")
-    return figure
+        if backend.lower() not in map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE)):
+            raise RuntimeError(f"the backend {backend!r} has no display")
+        return plt.figure()
+    except (ImportError, RuntimeError, ValueError) as error:  # MPLBACKEND may ask for what is not there
+        hint = "pass -o FILE" if window else "unset MPLBACKEND"
+        raise ConfigurationError(f"matplotlib cannot draw ({error}); {hint}") from error
 
 
 def draw(
@@ -131,7 +131,15 @@ def draw(
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for ax, key in zip(axes, variables, strict=False):
             for run, colour in zip(runs, colours, strict=True):
-                _draw_line(ax, run.series(x_key, key), colour, window)
+                x_T, y_T = series = run.series(x_key, key)
+                # A number between two gaps has no line segment: without a marker it would be invisible.
+                drawn = np.pad(np.isfinite(series).all(axis=0), 1)
+                lone = np.flatnonzero(drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]).tolist()
+                style: dict[str, Any] = dict(color=colour, marker="o", markersize=4, markevery=lone)
+                faded = {"linewidth": 1.0, "alpha": 0.3} if window else {"linewidth": 1.6}
+                ax.plot(x_T, y_T, **style, **faded)
+                if window:
+                    ax.plot(x_T, moving_average(y_T, window), linewidth=2.0, **style)
             ax.set(title=key, xlabel=x_key, axisbelow=True)
             ax.grid(True, color="0.88", linewidth=0.8)
             ax.spines[["top", "right"]].set_visible(False)
@@ -144,29 +152,14 @@ def draw(
             figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
 
 
-def _draw_line(ax: "Axes", series: np.ndarray, colour: Any, window: int | None) -> None:
-    x_T, y_T = series
-    # A number between two gaps has no line segment: without a marker it would be invisible.
-    drawn = np.pad(np.isfinite(series).all(axis=0), 1)
-    lone = np.flatnonzero(drawn[1:-1] & ~drawn[:-2] & ~drawn[2:])
-    style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "markevery": lone.tolist()}
-    ax.plot(
-        x_T, y_T, linewidth=1.6 if window is None else 1.0, alpha=None if window is None else 0.3, **style
-    )
-    if window is not None:
-        ax.plot(x_T, moving_average(y_T, window), linewidth=2.0, **style)
-
-
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average, shape (T,); NaN stays NaN and counts in no average.
+    """Centred moving average, shape (T,), of the steps t - window//2 to t + (window-1)//2, as far as they exist.
 
-    Step t averages the steps t - window//2 to t + (window-1)//2, as far as they exist: the window shrinks at
-    the ends instead of padding the series, and is never longer than the series. ConfigurationError if window < 1.
+    NaN stays NaN and counts in no average.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)
     array([1. , 3. , 4.5, nan, 4. ])
     """
-    refuse(window < 1, f"a moving average needs a window of at least 1 step, not {window}")
     steps = range(len(values_T))
     width = min(window, len(steps))
     near = [values_T[max(0, t - width // 2) : t + (width - 1) // 2 + 1] for t in steps]

@@ -1,26 +1,23 @@
 """Reads `training_metrics.jsonl` files, here or on another machine, and tabulates them.
 
-A *run* is one file, a *step* is one line of it (a JSON object), a *key* names one value of a step; the keys
-of nested objects are joined by dots. Names ending in `_T` are arrays of shape (steps,), float64.
+A *step* is one line of a file, a *key* names one value of it, with dots for those of nested objects. Names ending in
+`_T` are arrays of shape (steps,), float64.
 """
 
 import json
 import logging
 import math
+import os
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
@@ -43,11 +40,11 @@ class FetchFailed(AsyncGrpoError, RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """One metrics file: `source` names it in messages, `name` in the legend; `steps` are its flat lines."""
+    """One metrics file."""
 
-    source: str
-    name: str
-    steps: list[dict[str, object]]
+    source: str  # names it in messages
+    name: str  # in the legend
+    steps: list[dict[str, object]]  # flat
 
     @cached_property
     def keys(self) -> list[str]:
@@ -61,35 +58,32 @@ class Run:
 
     def values(self, key: str) -> np.ndarray:
         """The values of `key` in the steps that have it, NaN where it is not a finite number."""
-        return np.array([as_number(step[key]) for step in self.steps if key in step])
+        return self.series(key, key)[1]
 
     def series(self, x_key: str, key: str) -> np.ndarray:
         """x and y, shape (2, T), over the steps that have both keys; NaN where one is not a finite number."""
-        pairs = [(step[x_key], step[key]) for step in self.steps if x_key in step and key in step]
-        return np.array([[as_number(value) for value in pair] for pair in pairs]).reshape(-1, 2).T
+        both = [step for step in self.steps if x_key in step and key in step]
+        return np.array([[_number(step[name]) for step in both] for name in (x_key, key)])
 
 
-def as_number(value: object) -> float:
-    """A finite number as a float, anything else (null, NaN, infinity, boolean, text, list) as NaN."""
+def _number(value: object) -> float:
     # Beyond 1e300 matplotlib's axis arithmetic overflows; such a number counts as infinite.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
     return math.nan
 
 
-def flatten(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    """Join the keys of nested objects by dots."""
+def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in step.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 
 def read_run(path: Path, name: str | None = None, source: str | None = None) -> Run:
-    """Read a metrics file. `name` defaults to the file's name, `source` (used in messages) to its path.
+    """Read a metrics file; the last line may be unfinished: the run is still writing it.
 
-    Raises ConfigurationError for an unreadable or empty file and for a malformed line. Only the last line may
-    be unfinished, without its newline: the run is still writing it.
+    Raises ConfigurationError for an unreadable or empty file and for a malformed line.
     """
     source, steps = source or str(path), []
     try:
@@ -108,14 +102,17 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
             continue
         found = type(step).__name__
         refuse(not isinstance(step, dict), f"{source}, line {number}: expected a JSON object, found {found}")
-        steps.append(flatten(step))
+        steps.append(_flat(step))
     refuse(not steps, f"{source} holds no finished step; has the run logged its first step yet?")
     return Run(source, name or path.name, steps)
 
 
 def load_runs(files: list[Path], names: list[str] | None = None, remote: str | None = None) -> list[Run]:
     """Read all files, from the machine `remote` ("[user@]host") if given. `names`: one per file, or none."""
-    names = names or default_names(files)
+    if not names:
+        places = [file.absolute() for file in files]
+        above = os.path.commonpath([place.parent for place in places])
+        names = [str(place.relative_to(above)) for place in places]
     refuse(len(names) != len(files), f"{len(names)} names for {len(files)} files; give one per file or none")
     if remote is None:
         return [read_run(file, name) for file, name in zip(files, names, strict=True)]
@@ -125,25 +122,8 @@ def load_runs(files: list[Path], names: list[str] | None = None, remote: str | N
         return [read_run(*one) for one in zip(copies, names, sources, strict=True)]
 
 
-def default_names(files: list[Path]) -> list[str]:
-    """The shortest path endings that tell the files apart.
-
-    >>> default_names([Path("runs/a/metrics.jsonl"), Path("runs/b/metrics.jsonl")])
-    ['a/metrics.jsonl', 'b/metrics.jsonl']
-    """
-    names: list[str] = []
-    for depth in range(1, max(len(file.parts) for file in files) + 1):
-        names = ["/".join(file.parts[-depth:]) for file in files]
-        if len(set(names)) == len(set(files)):
-            break
-    return names
-
-
 def fetch(remote: str, path: str, target: Path) -> Path:
-    """Copy `path` of the machine `remote` ("[user@]host", IPv6 in brackets) to `target` and return `target`.
-
-    Raises ConfigurationError for a host or path that is refused, FetchFailed when scp does not deliver.
-    """
+    """Copy `path` of the machine `remote` ("[user@]host", IPv6 in brackets) to `target` and return `target`."""
     host_fits, path_fits = _REMOTE.fullmatch(remote), _REMOTE_PATH.fullmatch(path)
     refuse(not host_fits, f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
     refuse(not path_fits, f"remote path {path!r} has characters that a shell interprets; rename it")
@@ -169,41 +149,21 @@ def print_info(file: Path) -> None:
     if DEFAULT_X_KEY in run.plottable_keys:
         x_T = run.values(DEFAULT_X_KEY)
         print(f"{DEFAULT_X_KEY}: {_shown(np.nanmin(x_T))} to {_shown(np.nanmax(x_T))}")
-    seconds = wall_seconds(run)
-    if seconds is not None:
-        print(f"wall time from the first to the last step: {timedelta(seconds=round(seconds))}")
-    # Into a pipe rich assumes 80 columns and would cut the names of keys.
-    Console(width=None if sys.stdout.isatty() else 200).print(info_table(run))
+    if "timestamp" in run.plottable_keys:
+        moments_T = run.values("timestamp")
+        lasted = timedelta(seconds=round(np.nanmax(moments_T) - np.nanmin(moments_T)))
+        print(f"wall time from the first to the last step: {lasted}")
+    rows = [("key", "first", "last", "min", "max", "non-numbers")]
+    for key in run.plottable_keys:
+        values_T = run.values(key)
+        numbers = (values_T[0], values_T[-1], np.nanmin(values_T), np.nanmax(values_T))
+        rows.append((key, *map(_shown, numbers), str(np.isnan(values_T).sum())))
+    widest = max(len(row[0]) for row in rows)
+    for key, *cells in rows:
+        print(f"{key:<{widest}}", *(f"{cell:>12}" for cell in cells))
     if others := [key for key in run.keys if key not in run.plottable_keys]:
         print(f"not plottable (no numbers): {', '.join(others)}")
 
 
-def info_table(run: Run) -> Table:
-    """One row per plottable key: first, last, min, max, and how many of its values are not finite numbers."""
-    table = Table("key")
-    for title in ("first", "last", "min", "max", "non-numbers"):
-        table.add_column(title, justify="right")
-    for key in run.plottable_keys:
-        values_T = run.values(key)
-        numbers = (values_T[0], values_T[-1], np.nanmin(values_T), np.nanmax(values_T))
-        table.add_row(Text(key), *map(_shown, numbers), str(np.isnan(values_T).sum()))
-    return table
-
-
 def _shown(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"
-
-
-def wall_seconds(run: Run) -> float | None:
-    """Seconds from the first to the last `timestamp` (epoch seconds, or ISO text: local time if it names no zone)."""
-    stamps = [step["timestamp"] for step in run.steps if "timestamp" in step]
-    try:
-        return _epoch_seconds(stamps[-1]) - _epoch_seconds(stamps[0]) if stamps else None
-    except ValueError:
-        log.warning("%s: a timestamp is neither ISO text nor epoch seconds; no wall time", run.source)
-        return None
-
-
-def _epoch_seconds(stamp: object) -> float:
-    number = as_number(stamp)
-    return datetime.fromisoformat(str(stamp)).timestamp() if math.isnan(number) else number

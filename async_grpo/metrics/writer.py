@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
@@ -29,15 +29,10 @@ _held: list[IO[str]] = []  # a lock lasts as long as its file is open: until thi
 
 
 def claim(folder: Path, mark: str | None = None) -> None:
-    """Make the folder, and keep other runs out of it until this process ends.
+    """Make the folder, and keep other runs out of it until this process ends; programs that it starts may claim it too.
 
-    The programs that this process starts may claim it again: a run's trainer writes where its launcher holds the lock.
-
-    Args:
-        mark: a file's name. A folder that holds this file is emptied, one that holds anything else refused.
-
-    Raises:
-        ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
+    `mark`: a file's name; a folder that holds this file is emptied, one that holds anything else refused.
+    ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
     """
     _refuse_what_is_there(folder, mark)  # before a lock file is left among somebody's files
     try:
@@ -60,14 +55,12 @@ def _contents(folder: Path) -> list[Path]:
 
 
 def _refuse_what_is_there(folder: Path, mark: str | None) -> None:
-    flag = f"--output-dir {folder}"
-    refuse(folder.exists() and not folder.is_dir(), f"{flag} is a file: choose another name")
+    flag, has_run = f"--output-dir {folder}", (folder / METRICS_FILE).exists()
+    refuse(folder.is_file(), f"{flag} is a file: choose another name")
     if mark is None:
-        has_run = (folder / METRICS_FILE).exists()
         refuse(has_run, f"{flag} already holds a run ({METRICS_FILE}): choose another folder")
-    else:
-        foreign = not (folder / mark).exists() and bool(_contents(folder))
-        refuse(foreign, f"{flag} is not empty and not an earlier demo: choose another folder")
+    elif not (folder / mark).exists():
+        refuse(bool(_contents(folder)), f"{flag} is not empty and not an earlier demo: choose another folder")
 
 
 def _lock(folder: Path) -> None:
@@ -75,13 +68,11 @@ def _lock(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read()
         lock.close()
+        holder, me = (folder / LOCK_FILE).read_text(), psutil.Process()
         refuse(
-            holder not in {str(process.pid) for process in (psutil.Process(), *psutil.Process().parents())},
-            f"another run (process {holder}) is writing to --output-dir {folder}: wait for its end, or choose another "
-            "folder",
+            holder not in {str(process.pid) for process in (me, *me.parents())},
+            f"another run (process {holder}) is writing to --output-dir {folder}: wait for it or choose another folder",
         )
     except OSError as error:  # a file system without locks, as some network mounts are
         log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
@@ -93,19 +84,13 @@ def _lock(folder: Path) -> None:
 
 
 class MetricsWriter:
-    """Appends the lines of a run to its metrics file, each flushed at once, and tells the console.
-
-    Args:
-        samples_file: where every sample goes as well, if it is wanted.
-    """
+    """Appends the lines of a run to its metrics file and its samples to theirs, flushed at once; tells the console."""
 
     def __init__(self, folder: Path, num_steps: int, samples_file: Path | None = None) -> None:
-        self._metrics: IO[str] = (folder / METRICS_FILE).open("a", encoding="utf-8")
-        self._samples = samples_file.open("a", encoding="utf-8") if samples_file else None
-        self._num_steps = num_steps
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=_CONSOLE, disable=not _CONSOLE.is_terminal)
-        self._bar = self._progress.add_task("steps", total=num_steps)
+        self._metrics, self._samples, self._num_steps = folder / METRICS_FILE, samples_file, num_steps
+        self._metrics.touch()
+        self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
+        self._bar = self._progress.add_task("training", total=num_steps)
         self._progress.start()
         self._intervals: list[tuple[float, float]] = []
         self._alarms: set[str] = set()  # those of the step before, without their numbers
@@ -118,17 +103,14 @@ class MetricsWriter:
         began = timeline[0][0] if timeline else 0.0
         self._intervals = [kept for kept in [*self._intervals, *intervals] if kept[1] >= began]
         line["tokens_generated"] = sum(tokens for _, tokens in timeline)
-        line["tokens_generated_while_training"] = sum(
-            tokens
-            for moment, tokens in timeline
-            if any(start <= moment <= end for start, end in self._intervals)
-        )
-        for sample in line.pop("samples", []):
-            if self._samples:
-                self._samples.write(as_json({"step": line["step"], **sample}))
-                self._samples.flush()
-        self._metrics.write(as_json(line))
-        self._metrics.flush()
+        busy = [
+            tokens for at, tokens in timeline if any(start <= at <= end for start, end in self._intervals)
+        ]
+        line["tokens_generated_while_training"] = sum(busy)
+        samples = line.pop("samples", [])
+        if self._samples:
+            _append(self._samples, [{"step": line["step"], **sample} for sample in samples])
+        _append(self._metrics, [line])
         said = line | {"alarms": self._new_alarms(line.get("alarms", []))}
         _CONSOLE.print(console_line(_finite(said), self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])
@@ -143,13 +125,15 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._progress.stop()
-        self._metrics.close()
-        if self._samples:
-            self._samples.close()
+
+
+def _append(file: Path, lines: Sequence[dict[str, Any]]) -> None:
+    with file.open("a", encoding="utf-8") as end:
+        end.write("".join(map(as_json, lines)))
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the log beside the steps, where the log itself goes to a file: what is waited for, evaluations, warnings."""
+    """Shows the log beside the steps, where the log itself goes to a file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _CONSOLE.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
