@@ -1,8 +1,7 @@
 """From per-token losses to one number: a sum, divided by a count that belongs to the whole minibatch.
 
-The two halves are kept apart on purpose. A sum is additive over micro-batches and ranks, a mean is not: a
-mean per micro-batch would give the tokens of a small micro-batch more weight. So training accumulates
-`Aggregation.total` and divides by the global count of `Aggregation.unit` once, at the end of the step.
+A sum is additive over micro-batches and ranks; a mean per micro-batch would give the tokens of a small one more weight. So
+training accumulates `Aggregation.total` and divides by the global count of `Aggregation.unit` once, at the end of the step.
 
 A group is the sequences of one prompt. It may be spread over micro-batches, which therefore carry `group_tokens`:
 at every token the number of unmasked tokens of its group in the whole minibatch. Each token then stands for
@@ -23,9 +22,7 @@ class Aggregation:
     """Each token's loss divided by what `per` says, then all of them by the number of `unit`s with an unmasked token."""
 
     unit: str | None  # "tokens", "sequences" or "groups"; None: divided by 1
-    per: str | None = (
-        None  # the tokens of its "sequence" or its "group"; the "scale" that is the same for all
-    )
+    per: str | None = None  # tokens of its "sequence" or its "group"; the "scale" that all have in common
 
     def total(
         self,
@@ -73,10 +70,7 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
 
 
 def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
-    """(B, T) the ids, numbered from 0; ids (B, T), one per row (B,), or None: a row is a sequence.
-
-    Those at masked positions mean nothing.
-    """
+    """(B, T) the ids, numbered from 0, any where masked; ids (B, T), one per row (B,), or None: a row is a sequence."""
     if ids is None:
         return torch.arange(mask.shape[0], device=mask.device)[:, None].expand_as(mask)
     if ids.dim() < mask.dim():
@@ -152,9 +146,8 @@ def aggregate_loss(
     total = aggregation.total(torch.where(mask, loss, 0), mask, ids, scale, group_tokens)
     if aggregation.unit is None:
         return total
-    count = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}[
-        aggregation.unit
-    ]
+    given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}
+    count = given[aggregation.unit]
     if count is None:
         count = count_units(mask, ids, group_tokens)[aggregation.unit]
     return (total / (count + (count == 0))).to(loss.dtype)

@@ -22,7 +22,7 @@ from async_grpo.options.fields import (
 from async_grpo.options.source_file import absolute, find_entry
 
 if TYPE_CHECKING:
-    from async_grpo.algorithm.estimator import Estimator
+    from async_grpo.algorithm.advantages import Estimator
     from async_grpo.algorithm.losses import PolicyLoss
 
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")

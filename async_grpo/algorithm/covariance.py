@@ -1,18 +1,9 @@
 """Losses that treat a few tokens of the whole minibatch apart: those that drive the entropy down.
 
 Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning Language Models"): the entropy falls by the covariance
-(A - mean A)(log pi - mean log pi), and a handful of tokens carries most of it. Means, ranking and quota belong
-to the whole minibatch; taken per micro-batch (as verl does) the quota of one token each grows with their number.
-A sharded trainer chooses before the backward passes:
-
-    sums = all_reduce(sum of token_sums over its micro-batches)
-    scores = POLICY_LOSSES[name].scores(batch, sums, token_keys, **settings)   # per micro-batch
-    count = num_selected(ratio, sums[2])
-    threshold = top_scores(all_gather(top_scores(its scores, count)), count)[-1]
-    selected = select(scores, threshold)                                  # option of the loss, per micro-batch
-
-The log-probs of the choice may be any close estimate of the current ones: before the first step of a minibatch the old
-ones are exact. Without `selected`, (B, T) bool, the losses take the tensors they are given for the whole minibatch.
+(A - mean A)(log pi - mean log pi), and a handful of tokens carries most of it. Means, ranking and quota belong to the
+whole minibatch (`training.whole_step` chooses there): per micro-batch, the quota of one token each grows with their number.
+Without `selected`, (B, T) bool, the losses take the tensors they are given for the whole minibatch.
 """
 
 import math
@@ -129,8 +120,7 @@ def clip_cov(
 ) -> LossAndMetrics:
     """`ppo_clip`, and 0 for the selected tokens: at random, `ratio` of all tokens, among cov_low < cov < cov_high.
 
-    Bounds of the clip: 1 and 1 as in the authors' recipe, which keeps it for extreme tokens only (verl: 0.2).
-    Change the seed from step to step. Metric: `selected_frac`.
+    Bounds of the clip: 1 and 1 as in the authors' recipe. Change the seed from step to step. Metric: `selected_frac`.
     """
     refuse(
         not cov_low < cov_high,
@@ -138,9 +128,8 @@ def clip_cov(
     )
     clip = {"clip_low": clip_low, "clip_high": clip_high}
     if selected is None:
-        window = {"cov_low": cov_low, "cov_high": cov_high}
-        scores = clip_cov_scores(batch, token_sums(batch), None, **clip, **window, seed=seed)
-        selected = _chosen(scores, ratio, batch)
+        sums, window = token_sums(batch), {"cov_low": cov_low, "cov_high": cov_high}
+        selected = _chosen(clip_cov_scores(batch, sums, None, **clip, **window, seed=seed), ratio, batch)
     loss, metrics = ppo_clip(batch, **clip)
     return torch.where(selected, 0, loss), metrics | {"selected_frac": selected}
 
@@ -150,8 +139,7 @@ def kl_cov(
 ) -> LossAndMetrics:
     """-A r, plus coef |log pi - log pi_old| for the selected tokens: the `ratio` of all with the highest covariance.
 
-    coef: the paper's; verl configures 0.1. The penalty's log-ratio is not bounded: nothing overflows, and a bound
-    would end the pull. No clip. Metric: `selected_frac`.
+    The penalty's log-ratio is not bounded: nothing overflows, and a bound would end the pull. Metric: `selected_frac`.
     """
     if selected is None:
         selected = _chosen(kl_cov_scores(batch, token_sums(batch)), ratio, batch)

@@ -2,11 +2,10 @@
 
 Masked positions may hold anything, NaN and inf included: they are replaced *before* the maths, because the gradient of
 `where(mask, f(x), 0)` is 0 * inf = NaN when f overflows at a masked x. Every loss reports `ratio_mean` and `ratio_max`;
-those with a clip also `clip_frac_low` and `clip_frac_high`, each token 1 that the clip holds. An entry says everything
-that the rest of the library must know; no other module knows a loss by its name.
+those with a clip also `clip_frac_low` and `clip_frac_high`, each token 1 that the clip holds. No other module knows a
+loss by its name.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithm import covariance, policy_losses
+from async_grpo.algorithm.advantages import keywords
 from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch
 from async_grpo.options.fields import refuse
 
@@ -52,8 +52,8 @@ class PolicyLoss:
     @property
     def options(self) -> dict[str, Option]:
         """Its settings and their defaults, without the tensors of a batch."""
-        keywords = _keywords(self.function)
-        return {name: default for name, default in keywords.items() if name not in TENSOR_INPUTS}
+        known = keywords(self.function)
+        return {name: default for name, default in known.items() if name not in TENSOR_INPUTS}
 
     def check_options(self, **options: Any) -> None:
         """ConfigurationError: a name or a value that the loss would refuse. Needs no batch."""
@@ -86,7 +86,7 @@ class PolicyLoss:
         >>> round(loss.item(), 2), metrics["clip_frac_high"].item()
         (-2.56, 1.0)
         """
-        name, known = self.function.__name__, _keywords(self.function)
+        name, known = self.function.__name__, keywords(self.function)
         unknown = ", ".join(sorted(options.keys() - known.keys()))
         refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(known) or 'none'}")
         refuse(
@@ -104,12 +104,6 @@ class PolicyLoss:
             loss = loss * torch.where(mask, importance_weights.detach(), 0)
         zeroed = {key: torch.where(mask, m.detach().to(loss.dtype), 0) for key, m in metrics.items()}
         return torch.where(mask, loss, 0), zeroed
-
-
-def _keywords(function: Callable) -> dict[str, Option]:
-    """Keyword-only parameters and their defaults."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

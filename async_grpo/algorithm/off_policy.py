@@ -1,10 +1,9 @@
 """Tokens that another policy sampled: weigh them, leave them out, and say how far that policy is.
 
-x = log pi(token) - log mu(token), pi the policy that is trained and mu the behaviour policy, which sampled. Weights and
-rejection are independent: a weight of 0 leaves its token in the mask, and with it in the loss's denominator. Two programs
-that compute the same model should give x = 0; how far they are from it is summed over micro-batches and ranks (each holds
-whole sequences). Everything is without gradient, in float64, and the same whether sequences are rows or packed. Masked
-positions may hold anything. At an unmasked one a NaN is neither weighed away nor rejected: the trainer refuses the step.
+x = log pi(token) - log mu(token), pi the policy that is trained and mu the behaviour policy, which sampled. A weight of 0
+leaves its token in the loss's denominator, rejection does not. Everything is without gradient, in float64, additive over
+parts of whole sequences, and the same whether they are rows or packed. Masked positions may hold anything. At an unmasked
+one a NaN is neither weighed away nor rejected: the trainer refuses the step.
 """
 
 import math
@@ -57,9 +56,8 @@ def importance_weights(
     level "token": w = e^x. "sequence": w = e^(sum of x over the unmasked tokens), the same for each of them. mode
     "truncate": min(w, high), and max(w, low) if there is a low (Ionides 2008, "Truncated importance sampling"). "mask": w
     inside [low, high], 0 outside (IcePop; Ling Team 2025, "Every Step Evolves"). x and its sum are held at +-20.
-    normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over sequences.
-    `mean` takes the place of that of this batch: the sum over the count of `weight_totals`, each summed over all the
-    parts. Weights that are all 0 stay 0. ConfigurationError: an unknown level or mode, or impossible bounds.
+    normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over sequences, or
+    by `mean`, where this is a part of a batch (`weight_totals`). ConfigurationError: a level, mode or bounds that are none.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9, .1]]).log(), torch.tensor([[.5, .3, .2]]).log()
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3)).tolist()  # ratios 1, 3, 1/2
@@ -97,10 +95,7 @@ def importance_weights(
 def weight_totals(
     weights: Tensor, mask: Tensor, *, level: str = "token", sequence_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(sum, count) of weights (B, T) over tokens or over sequences, 0-dim float64, additive over parts.
-
-    A part holds whole sequences. The weights are those of `importance_weights` at that level, not normalised.
-    """
+    """(sum, count) of `importance_weights`, not normalised, over tokens or over sequences, 0-dim float64; additive."""
     mask = mask.bool()
     weights = torch.where(mask, weights.detach().double(), 0)
     if level == "token":
@@ -123,11 +118,9 @@ def rejection_mask(
     """Bool (B, T): the tokens to keep, False wherever the mask is. A sequence is kept or dropped as a whole.
 
     `token_*` judges each token by itself, `sequence_sum_*`, `sequence_mean_*` and `sequence_max_*` a sequence
-    by its unmasked tokens. x is held at +-20.
-    k1: x, and the bounds are on its exponential, the ratio pi / mu: that of a token, of a sequence
-    (`sequence_sum_k1`) or its geometric mean per token (`sequence_mean_k1`). Kept: low <= ratio <= high.
-    k2: x^2 / 2. k3: e^x - 1 - x. Never negative, small where the policies agree. Kept: low <= it <= high.
-    A bound that is None is none at all (verl takes 1 / high for the lower one of k1, and bounds mu / pi).
+    by its unmasked tokens. x is held at +-20. Kept: low <= it <= high.
+    k1: the ratio pi / mu of a token, of a sequence (`sequence_sum_k1`) or its geometric mean (`sequence_mean_k1`).
+    k2: x^2 / 2. k3: e^x - 1 - x. Never negative, small where the policies agree.
     From "When Speed Kills Stability" (Liu et al. 2025). ConfigurationError: an unknown statistic, or bounds that reject
     nothing or everything.
 
@@ -138,7 +131,16 @@ def rejection_mask(
     >>> rejection_mask(logprobs, behaviour, torch.ones(1, 3), statistic="sequence_sum_k1", **keep).tolist()
     [[True, True, True]]
     """
-    _check_rejection(statistic, low, high)
+    known = ", ".join(REJECTION_STATISTICS)
+    refuse(
+        statistic not in REJECTION_STATISTICS,
+        f"unknown rejection statistic {statistic!r}; choose one of {known}",
+    )
+    lowest, highest = low or 0, math.inf if high is None else high
+    refuse(
+        not (0 <= lowest <= highest and highest > 0) or (lowest, highest) == (0, math.inf),
+        f"rejection by {statistic} cannot keep [{low}, {high}]; give 0 <= low <= high, at least one of them, and high > 0",
+    )
     mask = mask.bool()
     scope, kind = statistic.rsplit("_", 1)
     x = held(log_ratio(logprobs, behaviour_logprobs, mask))
@@ -146,42 +148,18 @@ def rejection_mask(
     if scope != "token":
         ids = compact_ids(sequence_ids, mask)
         sums, lengths = sequence_sums(values, ids), sequence_sums(mask.long(), ids)
-        if (
-            scope == "sequence_max"
-        ):  # of what is never negative, so that the 0 of masked positions is harmless
+        if scope == "sequence_max":  # never negative, so that the 0 of masked positions is harmless
             sums = torch.zeros_like(sums).scatter_reduce(0, ids.flatten(), values.flatten(), "amax")
         values = (sums / lengths.clamp(min=1) if scope == "sequence_mean" else sums)[ids]
-    if kind == "k1":  # in log space, where the ratio of a long sequence does not overflow
-        low, high = (None if bound is None else math.log(bound) for bound in (low, high))
-    if high is not None:
-        mask = mask & ~(values > high)
-    return mask if low is None else mask & ~(values < low)
-
-
-def _check_rejection(statistic: str, low: float | None, high: float | None) -> None:
-    known = ", ".join(REJECTION_STATISTICS)
-    refuse(
-        statistic not in REJECTION_STATISTICS,
-        f"unknown rejection statistic {statistic!r}; choose one of {known}",
-    )
-    unbounded = low is None and high is None
-    refuse(unbounded, f"rejection by {statistic} without a bound rejects nothing; give low or high")
-    is_ratio, highest = statistic.endswith("k1"), math.inf if high is None else high
-    possible = low is None or ((low > 0 if is_ratio else low >= 0) and low <= highest)
-    refuse(
-        not (possible and highest > 0),
-        f"rejection by {statistic} cannot keep [{low}, {high}]; give a positive high and 0 {'<' if is_ratio else '<='} low "
-        "<= high, or None for a bound that there is not",
-    )
+    if kind == "k1":
+        values = values.exp()  # inf of a long sequence is above every bound, as its ratio is
+    return mask & ~((values < lowest) | (values > highest))
 
 
 def mismatch_sums(
     logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, *, sequence_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """0-dim float64 sums over the unmasked tokens of (B, T), and over sequences, for `mismatch_report`.
-
-    The weights w = e^x, of a token or a sequence, are those of `importance_weights` before any bound.
-    """
+    """0-dim float64 sums over the unmasked tokens of (B, T), and over sequences, for `mismatch_report`."""
     mask = mask.bool()
     x = log_ratio(logprobs, behaviour_logprobs, mask)
     ids = compact_ids(sequence_ids, mask)
@@ -231,10 +209,9 @@ def mismatch_report(sums: Mapping[str, Tensor | float], histogram: Tensor | None
 
 
 def ratio_histogram(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """(NUM_BINS,) float64 counts of the unmasked tokens by their x, the same bins whatever the data.
+    """(NUM_BINS,) float64 counts of the unmasked tokens by their x; a NaN is not counted.
 
-    One bin for |x| <= 1e-4; on each side 256 bins, each 4.9 % wide, up to 20; what is beyond falls into the
-    last one. A NaN at an unmasked position falls into none.
+    One bin for |x| <= 1e-4; on each side 256 bins, each 4.9 % wide, up to 20; what is beyond falls into the last one.
     """
     x = held(log_ratio(logprobs, behaviour_logprobs, mask)).flatten()
     edges = _sizes(torch.arange(BINS_PER_SIDE, dtype=x.dtype, device=x.device))
@@ -251,8 +228,7 @@ def _sizes(steps: Tensor) -> Tensor:
 def histogram_quantiles(counts: Tensor, qs: list[float]) -> Tensor:
     """(len(qs),) float64: quantiles of the ratio e^x from summed histograms; NaN if nothing was counted.
 
-    Linear between two order statistics of the ratio, as torch.quantile. The x of each is known to 2.4 % of
-    its size, or to 1e-4 where that is more: every x of a bin reads as the geometric mean of its edges.
+    Linear between two order statistics, as torch.quantile; every x of a bin reads as the geometric mean of its edges.
 
     >>> logprobs = torch.tensor([[0., 0., .7]])
     >>> counts = ratio_histogram(logprobs, torch.zeros(1, 3), torch.ones(1, 3))

@@ -3,8 +3,7 @@
 They are called through `async_grpo.algorithm.advantages.Estimator`, which keeps the rules that are the same for all. A
 function gets the rewards (B, T) in float64, finite, zero where masked; `used` (B, T), how many unmasked tokens of the
 participants each entry stands for (bool, or counts where T is 1 and a row has one score); and the groups. It returns
-(B, T), or (B, 1) for all tokens of a row; what stands outside `used` is dropped. In the formulas n is the number of
-participants of the group, T_i the number of unmasked tokens of sample i.
+(B, T) or (B, 1). In the formulas n counts the participants of the group, T_i the unmasked tokens of sample i.
 """
 
 import torch
@@ -20,8 +19,6 @@ def score(rewards: Tensor) -> Tensor:
 
 def grpo(rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     """(s_i - mean) / (std + eps) over the group, std with ddof 1 (Shao et al. 2024, "DeepSeekMath", 4.1.2).
-
-    The paper does not say which std; ddof 1 is what implementations settled on. verl: a lone sample gets s_i.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # mean 1/2, std sqrt(4 * 1/4 / 3) = 0.57735
@@ -47,7 +44,7 @@ def dr_grpo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 def rloo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     """n/(n-1) * (s_i - mean), which is s_i minus the mean of the others (Ahmadian et al. 2024, "Back to Basics").
 
-    Unbiased: its expected gradient is the true one. verl gives a lone sample s_i in one version, 0 in the other.
+    Unbiased: its expected gradient is the true one.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # 1 - (0 + 0 + 1)/3
@@ -75,9 +72,7 @@ def opo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 def gpg(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
     """alpha * (s_i - mean), alpha = B / max(1, number of s != 0) (Chu et al. 2025, "GPG").
 
-    B and the number are counted over the participants of the whole batch, so it is batch-coupled. Differs from the
-    paper: alpha is there to make up for groups without signal, but it counts samples that scored, as verl does; the
-    constant F_norm is 1.
+    B and the number are counted over the participants of the whole batch, so it is batch-coupled.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [0.]])  # alpha = 4
@@ -95,7 +90,6 @@ def grpo_passk(
 
     The gradient of the best of k (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning"): the others would have scored the same without it. A tie at the top leaves no sample a lead.
-    The division is verl's; verl refuses groups of one.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [5.], [3.]])
@@ -118,8 +112,7 @@ def grpo_batch_std(
 
     Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for LLMs" (ScaleRL): the deviation is that of
     what stands above the fraction bar. centred=False takes that of the scores themselves, as Lite PPO (Liu et al. 2025,
-    "Tricks or Traps?") and TRL's scale_rewards="batch" do: wider where prompts differ in difficulty. A sample counts
-    once, whatever its length; `reinforce_plus_plus_baseline` counts tokens, and takes their mean off as well.
+    "Tricks or Traps?"). A sample counts once, whatever its length.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [1.], [1.]])  # centred 1/2 -1/2 0 0: std sqrt(1/6); the scores': 1/2
@@ -161,9 +154,8 @@ def gdpo(
 ) -> Tensor:
     """whitened(sum over components k of w_k * grpo(component k)) (Liu et al. 2026, "GDPO", arXiv 2601.05242).
 
-    Components of different scale, or that would cancel in a sum, each keep their signal. `rewards` maps a component's
-    name to its (B, T), `weights` to its weight, 1 where not named. Whitened over the tokens of the batch, as verl
-    does: long samples count more. Batch-coupled. ValueError: a weight for no component.
+    `rewards` maps a component's name to its (B, T), `weights` to its weight, 1 where not named. Whitened over the tokens
+    of the batch. Batch-coupled. ValueError: a weight for no component.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> rewards = {"right": torch.tensor([[1.], [0.], [0.]]), "short": torch.tensor([[0.], [0.], [100.]])}

@@ -2,9 +2,7 @@
 
 Each takes a `LossBatch` and returns (per-token loss, per-token metrics); `losses.PolicyLoss` cleans what goes in and what
 comes out. r = pi / pi_old with |log r| <= 20, A the advantage, sg() stops the gradient. Means over a sequence run over the
-unmasked tokens of the token's own sequence id, so that they are exact on packed rows. verl averages `gspo`, `geo_mean`,
-`topr` and `sapo` over tokens, then over sequences, whatever was configured; here the aggregation is the one that was asked
-for (`sequence_mean_token_mean` is theirs).
+unmasked tokens of the token's own sequence id, so that they are exact on packed rows.
 """
 
 from dataclasses import dataclass
@@ -107,8 +105,8 @@ def dual_clip(
 ) -> LossAndMetrics:
     """`ppo_clip`, and where A < 0 never more than -A clip_c (Ye et al. 2020, "dual-clip PPO", c = 3).
 
-    PPO bounds a bad token that became rare, not one that became frequent: there its loss grows with r. Held
-    tokens have no gradient; metric `clip_frac_dual`. ConfigurationError unless clip_c > 1.
+    PPO bounds a bad token that became rare, not one that became frequent: there its loss grows with r. Held tokens have
+    no gradient; metric `clip_frac_dual`.
     """
     refuse(clip_c <= 1, f"clip_c of dual_clip is {clip_c}; it bounds ratios above 1, so it must be > 1")
     loss, metrics = ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)
@@ -130,10 +128,8 @@ def decoupled(
 
     Hilton et al. 2021 ("Batch size-invariance for policy optimization"): the clip is around a recent
     policy, the importance weight corrects for the one that sampled, whose log-probs `old_logprobs` must be.
-    proximal_logprobs (B, T). Tokens with w > cap get weight 0 (cap_mode "drop", as verl's async-reward recipe,
-    which has the cap 5) or the cap ("clamp"). Metrics: the ratio is pi / pi_prox; `behaviour_weight_mean`;
-    `behaviour_dropped_frac` and `behaviour_clamped_frac`, the tokens above the cap. ConfigurationError: cap <= 0 or
-    another cap_mode.
+    proximal_logprobs (B, T). Tokens with w > cap get weight 0 (cap_mode "drop") or the cap ("clamp"). Metrics: the ratio
+    is pi / pi_prox; `behaviour_weight_mean`; `behaviour_dropped_frac` and `behaviour_clamped_frac`, the tokens above it.
     """
     refuse(
         cap <= 0 or cap_mode not in CAP_MODES,
@@ -157,8 +153,7 @@ def cispo(batch: LossBatch, *, clip_low: float | None = None, clip_high: float =
     """-sg(clip(r)) A log pi: the importance weight is bounded, no token loses its gradient.
 
     MiniMax 2025 ("MiniMax-M1", eq. 4-5). Upper bound 1 + clip_high, 5 by default (eps_max of Khatri et al. 2025,
-    "ScaleRL"); lower bound 1 - clip_low, none by default as in both papers. (verl uses 0.2 on both sides.) The
-    clip fractions count bounded weights.
+    "ScaleRL"); lower bound 1 - clip_low, none by default as in both papers. The clip fractions count bounded weights.
     """
     lowest, highest = 0 if clip_low is None else 1 - clip_low, 1 + clip_high
     ratio = batch.ratio.detach()
@@ -169,11 +164,11 @@ def cispo(batch: LossBatch, *, clip_low: float | None = None, clip_high: float =
 def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossAndMetrics:
     """-A sigmoid(tau (r - 1)) 4 / tau: a soft gate; on policy the gradient is -A grad log pi.
 
-    Gao et al. 2025 ("Soft Adaptive Policy Optimization"), with its temperatures: tau_pos where A > 0, else
-    tau_neg. ConfigurationError unless both are positive.
+    Gao et al. 2025 ("Soft Adaptive Policy Optimization"), with its temperatures: tau_pos where A > 0, else tau_neg.
     """
-    bad = tau_pos <= 0 or tau_neg <= 0
-    refuse(bad, f"sapo has tau_pos {tau_pos} and tau_neg {tau_neg}; both must be positive")
+    refuse(
+        min(tau_pos, tau_neg) <= 0, f"sapo has tau_pos {tau_pos} and tau_neg {tau_neg}; both must be positive"
+    )
     tau = torch.full_like(batch.ratio, tau_neg).masked_fill(batch.advantages > 0, tau_pos)
     gate = torch.sigmoid(tau * (batch.ratio - 1)) * 4 / tau
     return -batch.advantages * gate, ratio_metrics(batch.ratio)
@@ -184,10 +179,9 @@ def dppo_tv(
 ) -> LossAndMetrics:
     """-A sg(min(r, clip_c)) log pi, without the tokens whose probability already moved too far, |p - p_old| > eps.
 
-    Qi et al. 2026 ("Rethinking the Trust Region in LLM RL"), binary total variation. Left out are tokens
-    with A > 0 and p - p_old > eps_high, or A < 0 and p_old - p > eps_low; a token on its way back always
-    stays. (The authors' recipe has 0.15 on both sides and no bound on r.) The clip fractions count the tokens
-    left out, high for A > 0. ConfigurationError unless clip_c > 0.
+    Qi et al. 2026 ("Rethinking the Trust Region in LLM RL"), binary total variation. Left out are tokens with A > 0 and
+    p - p_old > eps_high, or A < 0 and p_old - p > eps_low; a token on its way back always stays. The clip fractions
+    count the tokens left out, high for A > 0.
     """
     moved = (batch.logprobs.detach().exp() - batch.old_logprobs.exp()).abs()
     return _divergence_masked(batch, moved, eps_low, eps_high, clip_c)
@@ -223,8 +217,7 @@ def dro(batch: LossBatch, *, beta: float = 0.05) -> LossAndMetrics:
     """-(A log pi - beta / 2 (log pi - log pi_old)^2): policy gradient with a quadratic pull to the old policy.
 
     The policy's part of Richemond et al. 2024 ("Offline regularised RL for LLM alignment"), with A in place of
-    reward minus value. The log-ratio is not bounded: nothing overflows, and a bound would end the pull where it
-    is needed most. ConfigurationError unless beta > 0.
+    reward minus value. The log-ratio is not bounded: a bound would end the pull where it is needed most.
     """
     refuse(not beta > 0, f"beta of dro is {beta}; without a positive pull the loss is gpg: use that")
     pull = beta / 2 * (batch.logprobs - batch.old_logprobs).square()
@@ -234,7 +227,7 @@ def dro(batch: LossBatch, *, beta: float = 0.05) -> LossAndMetrics:
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndMetrics:
     """PPO's clip around s_t = sg(s) pi / sg(pi), with s the geometric mean of r over the token's sequence.
 
-    Zheng et al. 2025 ("GSPO"), the token form GSPO-token (eq. 13-14), with its clip bounds (3e-4 and 4e-4; verl keeps 0.2).
+    Zheng et al. 2025 ("GSPO"), the token form GSPO-token (eq. 13-14), with its clip bounds.
     It equals GSPO where the advantage is the same over a sequence. `ratio_*` are the tokens', `sequence_ratio_*`
     and the clip fractions the sequences'.
     """
@@ -247,9 +240,7 @@ def geo_mean(batch: LossBatch, *, clip_low: float = 0.4, clip_high: float = 0.4)
     """-A exp(mean of k over the sequence): k = log r, held at -clip_low or clip_high where PPO would clip.
 
     Zhao et al. 2025 ("Geometric-Mean Policy Optimization"), clip (e^-0.4, e^0.4): for A > 0 k is at most clip_high, for
-    A < 0 at least -clip_low, and a token with A = 0 has k = 0. The sequence's ratio keeps the gradient of all
-    its tokens. (verl takes means per micro-batch, and multiplies the sequence by the geometric mean of the importance
-    weights; here each token by its own.)
+    A < 0 at least -clip_low, and a token with A = 0 has k = 0. The sequence's ratio keeps the gradient of all its tokens.
     """
     k, advantages = batch.log_ratio, batch.advantages
     bounded = torch.where(advantages > 0, k.clamp(max=clip_high), k.clamp(min=-clip_low))
@@ -267,8 +258,7 @@ def topr(batch: LossBatch) -> LossAndMetrics:
 
     s is the geometric mean of r over the sequence. Le Roux et al. 2025 ("Tapered Off-Policy REINFORCE"): good
     sequences are reinforced as they are, bad ones fade as the policy leaves them. The paper tapers the product of
-    the ratios; the mean, as in verl's pull request 6986, does not vanish with the length. `sequence_ratio_*` are s,
-    `clip_frac_high` counts tokens of sequences held at 1.
+    the ratios, which vanishes with the length. `sequence_ratio_*` are s, `clip_frac_high` counts tokens held at 1.
     """
     sequence_ratio = batch.sequence_mean(batch.log_ratio.detach()).exp()
     is_bad = batch.sequence_sum(batch.advantages) < 0

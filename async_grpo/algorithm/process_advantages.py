@@ -21,8 +21,6 @@ NO_VARIANCE = 1e-6  # of the mean square: a smaller difference of two float32 su
 def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma: float = 1.0) -> Tensor:
     """Discounted returns-to-go, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++"). Batch-coupled.
 
-    verl up to 0.8 lost the reward at the first masked span; its later versions and this one carry it across.
-
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> ADVANTAGE_ESTIMATORS["reinforce_plus_plus"](  # returns 1 2, 1 0: mean 1, variance 2/3
     ...     torch.tensor([[0., 2.], [1., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int), gamma=0.5)
@@ -81,7 +79,7 @@ def gae(
     """Generalized advantages (`gae_returns`), whitened over all tokens of the batch. Batch-coupled.
 
     `values` (B, T) are the critic's. Where the batch is spread over ranks, whiten with their merged moments instead
-    (`statistics.whitened`) and say whiten=False. verl leaves non-zero advantages on pads.
+    (`statistics.whitened`) and say whiten=False.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> ADVANTAGE_ESTIMATORS["gae"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
@@ -99,13 +97,9 @@ def value_loss(
     """(per-token loss, metrics): 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     Everything is (B, T) and 0 where the mask is False; what stands there in the inputs is never looked at. Only `values`
-    gets a gradient. clip=None: 1/2 (V - R)^2. The clip is that of PPO's reference implementation (OpenAI baselines, ppo2);
-    the paper has none. A token counts as clipped when its gradient is zero for it: V is further from V_old than the clip
-    and still nearer to R.
-
-    Metrics, all averaged over tokens: value_clip_frac, value_error (V - R), value_error_square, return_mean,
-    return_square. Each is additive over micro-batches, so that `explained_variance` of a step's means is that
-    of all its tokens together. ConfigurationError: a clip that is not positive.
+    gets a gradient. clip=None: 1/2 (V - R)^2. The clip is that of PPO's reference implementation (OpenAI baselines, ppo2).
+    A token counts as clipped when its gradient is zero for it: V is further from V_old than the clip and still nearer to
+    R. The metrics are averaged over tokens; value_error is V - R. ConfigurationError: a clip that is not positive.
 
     >>> one = torch.ones(1, 1)
     >>> loss, metrics = value_loss(3 * one, 4 * one, one, one)  # V may go from 1 to 1.5: (1.5 - 4)^2 / 2
@@ -151,9 +145,8 @@ def grpo_process(
 
     Shao et al. 2024, "DeepSeekMath", 4.1.3. `step_mask` (B, T) says which tokens carry a step reward, all unmasked ones
     if it is not given; the others have z = 0 and stay out of the statistics, or each of them would get -mean / std. A
-    group with fewer than two step rewards gets zeros. Two things to know of the method: the advantage of a first token
-    is (sum r - L_i * mean) / std for L_i steps, so that steps cost where the mean is positive and pay where it is
-    negative; and implementations that normalise and accumulate over pads turn signs around.
+    group with fewer than two step rewards gets zeros. The advantage of a first token is (sum r - L_i * mean) / std for
+    L_i steps, so that steps cost where the mean is positive and pay where it is negative.
 
     The twelve rewards sum to 3.1 and their squares to 0.99: the mean is 3.1/12 = 0.258333, the variance
     (0.99 - 3.1**2/12)/11 = 0.0171970, the std 0.131137. The first token of row 1: (0.9 - 2 * 0.258333)/0.131137 = 2.9231.
@@ -185,7 +178,7 @@ def prime_rloo(
     that have any (below two: nothing to leave out, and the source is zero for the group). The sum of the means, over
     n-1, is not their mean. `rewards` is one tensor, or maps the names of sources (process, outcome, ...) to tensors;
     `masks` likewise says which tokens carry a reward, all unmasked ones if not given; `weights` maps names, 1 where not
-    named. Batch-coupled. verl: a group of one is an error. ValueError: a weight or a mask for no source.
+    named. Batch-coupled. ValueError: a weight or a mask for no source.
 
     The sample means .2, .45, .15, 1/3 sum to 1.13333; over n-1 = 3 that is 0.377778. Row 1 has x = .4 * 4/3 - .377778 =
     7/45 and .5 * 4/3 - .377778 = 13/45. The returns in 45ths are -15 -4 1, 20 13, -32 -27 -16 -11, 9 8 1; their sum is
@@ -199,10 +192,6 @@ def prime_rloo(
     >>> ADVANTAGE_ESTIMATORS["prime_rloo"](rewards, mask, torch.zeros(4, dtype=int))[mask]
     tensor([-0.6572,  0.0259,  0.3363,  1.5161,  1.0815, -1.7128, -1.4023, -0.7193,
             -0.4088,  0.8331,  0.7710,  0.3363])
-    >>> returns = torch.tensor([-15., -4, 1, 20, 13, -32, -27, -16, -11, 9, 8, 1])
-    >>> returns.sum().item(), returns.square().sum().item(), (returns - returns.mean()) / returns.std()
-    (-53.0, 3087.0, tensor([-0.6572,  0.0259,  0.3363,  1.5161,  1.0815, -1.7128, -1.4023, -0.7193,
-            -0.4088,  0.8331,  0.7710,  0.3363]))
     """
     total = torch.zeros_like(used, dtype=torch.float64)
     for source, values in rewards.items():

@@ -1,9 +1,8 @@
 """What estimators share: sums over groups, a pool made zero-mean and unit-variance, discounted sums.
 
-Rows are samples: a quantity per sample is (B, 1), one per token (B, T); everything is float64. Means are taken after
-the pool's lowest value is subtracted. In exact arithmetic that changes nothing; in floats it makes a pool of equal
-values come out as exact zeros. (Seven times 0.1 has a mean that is not 0.1, and the rounding noise, divided by an
-equally small deviation, would become a full-sized advantage.)
+Rows are samples: a quantity per sample is (B, 1), one per token (B, T); everything is float64. Means are taken after the
+pool's lowest value is subtracted, so that a pool of equal values gives exact zeros. (Seven times 0.1 has a mean that is not
+0.1, and the rounding noise, divided by an equally small deviation, would become a full-sized advantage.)
 """
 
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ WHITENING_EPS = 1e-8  # added to the variance
 class Groups:
     """Which rows are compared with which.
 
-    A participant is a candidate (a row that could teach: valid, with an unmasked token) with another candidate in its
-    group. The lone candidate of a group has nothing to be compared with, and so takes no part in any statistic.
+    A participant is a candidate (a row that could teach: valid, with an unmasked token) with another one in its group.
     """
 
     index: Tensor  # (B,) 0 ... number - 1

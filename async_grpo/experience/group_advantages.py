@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.estimator import COMPONENTS, TOTAL
+from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.groups import num_scored
 from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo.algorithm.estimator import COMPONENTS, SOURCES, TOTAL
+from async_grpo.algorithm.advantages import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts

@@ -153,7 +153,7 @@ def print_info(file: Path) -> None:
         moments_T = run.values("timestamp")
         lasted = timedelta(seconds=round(np.nanmax(moments_T) - np.nanmin(moments_T)))
         print(f"wall time from the first to the last step: {lasted}")
-    rows = [("key", "first", "last", "min", "max", "non-numbers")]
+    rows: list[tuple[str, ...]] = [("key", "first", "last", "min", "max", "non-numbers")]
     for key in run.plottable_keys:
         values_T = run.values(key)
         numbers = (values_T[0], values_T[-1], np.nanmin(values_T), np.nanmax(values_T))

@@ -129,7 +129,7 @@ def test_weights_are_those_of_a_loop_whatever_the_packing_the_order_and_the_garb
 @given(
     batches,
     st.sampled_from(STATISTICS),
-    st.sampled_from([(None, 0.05), (None, 1.0), (None, 5.0), (0.001, 0.1), (0.9, 1.1), (0.3, None)]),
+    st.sampled_from([(None, 0.05), (None, 1.0), (None, 5.0), (0.0, 0.1), (0.9, 1.1), (0.3, None)]),
 )
 @settings(max_examples=150, deadline=None)
 def test_kept_tokens_are_those_of_a_loop_whatever_the_packing_the_order_and_the_garbage(
@@ -203,18 +203,10 @@ def test_a_nan_where_it_counts_is_neither_weighed_away_nor_rejected(statistic):
         (importance_weights, {"high": math.nan}, "[None, nan]"),
         (importance_weights, {"high": None}, "[None, None]"),
         (rejection_mask, {"statistic": "token_k4", "high": 2.0}, "'token_k4'; choose one of token_k1"),
-        (rejection_mask, {"statistic": "token_k1"}, "token_k1 without a bound"),
+        (rejection_mask, {"statistic": "token_k1"}, "token_k1 cannot keep [None, None]"),
         (rejection_mask, {"statistic": "token_k3", "low": 2.0, "high": 1.0}, "[2.0, 1.0]"),
-        (
-            rejection_mask,
-            {"statistic": "token_k1", "low": 0.0},
-            "[0.0, None]; give a positive high and 0 < low",
-        ),
-        (
-            rejection_mask,
-            {"statistic": "token_k2", "low": -0.5},
-            "[-0.5, None]; give a positive high and 0 <= low",
-        ),
+        (rejection_mask, {"statistic": "token_k1", "low": 0.0}, "[0.0, None]; give 0 <= low <= high"),
+        (rejection_mask, {"statistic": "token_k2", "low": -0.5}, "[-0.5, None]"),
         (rejection_mask, {"statistic": "token_k2", "high": 0.0}, "[None, 0.0]"),
     ],
 )
