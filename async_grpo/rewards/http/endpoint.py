@@ -6,14 +6,23 @@ No error, and no text of one, holds the API key.
 import contextlib
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 from urllib.parse import urlsplit
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 
 WINDOW_S = 60.0
+
+
+def require_all(*rules: tuple[object, str]) -> None:
+    """Raise ConfigurationError with the message of the first rule that does not hold."""
+    for holds, message in rules:
+        if not holds:
+            raise ConfigurationError(message)
 
 
 class JudgeError(AsyncGrpoError, RuntimeError):
@@ -59,17 +68,16 @@ class Limits:
     slack_s: float = 0.5
 
     def __post_init__(self) -> None:
-        slots = self.concurrency
-        if slots is not None and (slots != int(slots) or slots < 1):
-            raise ConfigurationError(f"concurrency must be 1 or more, or None for no limit: {slots}")
+        whole = self.concurrency is None or self.concurrency == int(self.concurrency) >= 1
+        require_all((whole, f"concurrency must be 1 or more, or None for no limit: {self.concurrency}"))
         for name in ("requests_per_minute", "tokens_per_minute"):
-            if (rate := getattr(self, name)) is not None and not 0 < rate < math.inf:
-                raise ConfigurationError(f"{name} must be above 0 and finite, or None for no limit: {rate}")
+            rate = getattr(self, name)
+            require_all(
+                (rate is None or 0 < rate < math.inf, f"{name} must be above 0 and finite, or None: {rate}")
+            )
         for name in ("burst_s", "slack_s"):
-            if not 0 <= getattr(self, name) < WINDOW_S:
-                raise ConfigurationError(
-                    f"{name} must lie in [0, {WINDOW_S:g}) seconds: {getattr(self, name)}"
-                )
+            seconds = getattr(self, name)
+            require_all((0 <= seconds < WINDOW_S, f"{name} must lie in [0, {WINDOW_S:g}) seconds: {seconds}"))
 
     def over(self, others: "Limits") -> "Limits":
         """These, and the others where these say nothing.
@@ -78,9 +86,7 @@ class Limits:
         60
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            others, **{name: value for name, value in given.items() if value != getattr(Limits, name)}
-        )
+        return replace(others, **{n: value for n, value in given.items() if value != getattr(Limits, n)})
 
 
 class Deadline:
@@ -158,21 +164,20 @@ class Endpoint:
     backoff_max_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.urls, str) or not self.urls or len(set(self.urls)) != len(self.urls):
-            raise ConfigurationError(
-                f"urls must be a tuple of different addresses, at least one: {self.urls!r}"
-            )
+        several = bool(self.urls) and not isinstance(self.urls, str) and len(set(self.urls)) == len(self.urls)
+        require_all((several, f"urls must be a tuple of different addresses, at least one: {self.urls!r}"))
         for url in self.urls:
             check_url(url)
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         for name in ("attempts", "max_body_bytes", "breaker_failures"):
-            if (number := getattr(self, name)) != int(number) or number < 1:
-                raise ConfigurationError(f"{name} must be 1 or more: {number}")
+            number = getattr(self, name)
+            require_all((number == int(number) >= 1, f"{name} must be 1 or more: {number}"))
         for name in ("timeout_s", "breaker_reset_s", "backoff_s", "backoff_max_s"):
-            if not 0 < (seconds := getattr(self, name)) < math.inf:
-                raise ConfigurationError(f"{name} must be above 0 and finite: {seconds}")
-        if self.hedge_quantile is not None and not 0 < self.hedge_quantile < 1:
-            raise ConfigurationError(f"hedge_quantile must lie between 0 and 1: {self.hedge_quantile}")
+            seconds = getattr(self, name)
+            require_all((0 < seconds < math.inf, f"{name} must be above 0 and finite: {seconds}"))
+        share = self.hedge_quantile
+        fine = share is None or 0 < share < 1
+        require_all((fine, f"hedge_quantile must lie between 0 and 1: {share}"))
 
     def api_key(self) -> str | None:
         """The key, from the environment. Raises ConfigurationError if it is not there, or cannot stand in a header."""
@@ -189,18 +194,32 @@ class Endpoint:
 
 def check_url(url: str) -> None:
     """Raise ConfigurationError for what is no plain http(s) address."""
-    shown, reason = repr(url), ""
     try:
         parts = urlsplit(url)
-        if parts.username is not None or parts.password is not None:
-            shown, reason = f"that at {parts.hostname}", "it holds a user or password: use api_key_env"
-        elif parts.scheme not in ("http", "https"):
-            reason = "it must begin with http:// or https://"
-        elif not parts.hostname or parts.port == 0 or not (url.isascii() and url.isprintable()) or " " in url:
-            reason = "it needs a host, in plain characters"
-        elif parts.query or parts.fragment:
-            reason = "what follows ? or # belongs into the path of a call"
+        port = parts.port
     except ValueError as error:
-        reason = str(error)
-    if reason:
-        raise ConfigurationError(f"{shown} is no judge's address: {reason}")
+        raise ConfigurationError(f"a judge's address cannot be read: {error}") from None
+    secret = parts.username is not None or parts.password is not None
+    plain = url.isascii() and url.isprintable() and " " not in url
+    none = f"{f'that at {parts.hostname}' if secret else repr(url)} is no judge's address: "
+    require_all(
+        (not secret, none + "it holds a user or password: use api_key_env"),
+        (parts.scheme in ("http", "https"), none + "it must begin with http:// or https://"),
+        (parts.hostname and port != 0 and plain, none + "it needs a host, in plain characters"),
+        (
+            not parts.query and not parts.fragment,
+            none + "what follows ? or # belongs into the path of a call",
+        ),
+    )
+
+
+def fits(value: Any) -> bool:
+    """Whether it is a number of JSON that a float can hold; its integers have no end."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def said_tokens(reply: Mapping[str, Any], name: str) -> float | None:
+    """Of a reply's `usage`; None if it says nothing sensible."""
+    usage = reply.get("usage")
+    value: Any = usage.get(name) if isinstance(usage, dict) else None
+    return float(value) if fits(value) and value >= 0 else None

@@ -79,8 +79,8 @@ class Exchange:
         except (aiohttp.ClientError, OSError) as error:
             what = "the reply breaks off: " if began else ""
             # aiohttp does not say what the operating system calls it ("connection refused")
-            number = getattr(error, "errno", None)
-            name = f"{os.strerror(number).lower()}: " if number is not None and number > 0 else ""
+            number = getattr(error, "errno", None) or 0
+            name = f"{os.strerror(number).lower()}: " if number > 0 else ""
             text = self._excerpt(f"{name}{type(error).__name__}: {error}".encode())
             # A ClientResponseError: something was replied
             worked = began or isinstance(error, aiohttp.ClientResponseError)
@@ -111,9 +111,8 @@ class Exchange:
         other = "5xx" if status >= 500 else "bad_reply" if status < 300 else "refused"
         outcome = OUTCOME_OF_STATUS.get(status, other)
         if 300 <= status < 400:  # to where may hold what is not for a log
-            return RequestFailed(
-                outcome, f"{shown}: status {status}, a redirect, is not followed", worked=False
-            )
+            message = f"{shown}: status {status}, a redirect, is not followed"
+            return RequestFailed(outcome, message, worked=False)
         said = b""
         with contextlib.suppress(TimeoutError, ValueError, aiohttp.ClientError):
             async with asyncio.timeout(ERROR_BODY_S):
@@ -126,9 +125,7 @@ class Exchange:
         """The body, a chunk at a time; raises ValueError if it is larger, or encoded in a way that was not asked for."""
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
-            raise ValueError(
-                f"the reply is encoded in a way that was not asked for: {self._excerpt(encoding.encode())}"
-            )
+            raise ValueError("the reply is encoded in a way that was not asked for")
         body = bytearray()
         async for chunk in response.content.iter_any():
             body += chunk[: max_bytes + 1 - len(body)]
@@ -161,16 +158,15 @@ def retry_after_s(value: str | None, now: float | None = None) -> float:
     >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
     (120.0, 30.0, 0.0)
     """
-    seconds = 0.0
+    value, now = value or "", time.time() if now is None else now
     try:
-        seconds = float(value or 0.0)
+        seconds = float(value)
     except ValueError:
-        with contextlib.suppress(
-            ValueError, TypeError, OverflowError, IndexError
-        ):  # a server may send anything
-            moment = parsedate_to_datetime(value or "")
-            moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-            seconds = moment.timestamp() - (time.time() if now is None else now)
+        try:
+            moment = parsedate_to_datetime(value)
+            seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
+        except (ValueError, TypeError, OverflowError, IndexError):  # a server may send anything
+            seconds = 0.0
     return seconds if seconds > 0 else 0.0  # also of a NaN
 
 

@@ -10,7 +10,6 @@ wait ends by the deadline; one for a permit, or for a replica that asked to be l
 
 import asyncio
 import json
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from async_grpo.rewards.http.endpoint import (
     BadReply,
@@ -28,6 +27,7 @@ from async_grpo.rewards.http.endpoint import (
     JudgeRefused,
     JudgeTimeout,
     JudgeUnavailable,
+    said_tokens,
 )
 from async_grpo.rewards.http.exchange import OUTCOMES, Exchange, RequestFailed
 from async_grpo.rewards.http.rate_limiter import RateLimiter
@@ -37,7 +37,6 @@ from async_grpo.rewards.verifier_worker import quantile
 HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}  # others are failures of the replica
 BAD_REPLIES = 2  # of one call: a third one would be bad, too
 ENOUGH, REMEMBERED = 20, 500  # latencies before a quantile of them means anything, and at most
-UsedTokens = Callable[[dict[str, Any]], float | None]  # None: the reply does not say
 
 
 @dataclass
@@ -49,7 +48,6 @@ class _Call:
     tokens: float
     phase: str
     deadline: Deadline
-    used_tokens: UsedTokens | None
     unanswered: Callable[[], None] | None
     tried: set[str] = field(default_factory=set)  # addresses that it was sent to
     bad_replies: int = 0
@@ -60,18 +58,8 @@ class _Call:
             isinstance(error, RequestFailed) and error.outcome != "refused" and self.bad_replies < BAD_REPLIES
         )
 
-    def used(self, reply: dict[str, Any]) -> float | None:
-        """The tokens that the reply says it took; None (the estimate stands) if it says nothing sensible."""
-        try:
-            said = self.used_tokens(reply) if self.used_tokens else None
-            used = math.nan if said is None else float(said)
-        except (LookupError, TypeError, ValueError, AttributeError):
-            return None
-        return used if 0 <= used < math.inf else None
-
     def too_late(self, what: str) -> JudgeTimeout:
-        before = f"; before that: {self.last_failure}" if self.last_failure else ""
-        return JudgeTimeout(f"{what}{before}")
+        return JudgeTimeout(f"{what}; before that: {self.last_failure}" if self.last_failure else what)
 
 
 class EndpointClient:
@@ -89,7 +77,7 @@ class EndpointClient:
         self._replicas = Replicas(endpoint.urls, endpoint.breaker_failures, endpoint.breaker_reset_s)
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
-        self._requests = self._retries = self._hedges = 0
+        self._counts = Counter(requests=0, retries=0, hedges=0)
 
     def __repr__(self) -> str:
         return f"EndpointClient({self.name!r}, {self._endpoint!r})"
@@ -102,7 +90,6 @@ class EndpointClient:
         tokens: float = 0.0,
         phase: str = "train",
         deadline: Deadline | float,
-        used_tokens: UsedTokens | None = None,
         unanswered: Callable[[], None] | None = None,
         lane: str | None = None,
     ) -> dict[str, Any]:
@@ -110,10 +97,9 @@ class EndpointClient:
 
         Args:
             path: appended to the address of a replica; begins with a slash.
-            tokens: estimate for the limits; of a request that is done, `used_tokens(reply)` takes its place.
+            tokens: estimate for the limits; once there is a reply, its `usage` takes its place if it says the total.
             phase: "train" or "eval": they share the limits fairly.
-            deadline: a moment of `time.monotonic`; a `Deadline` is put off while this waits for a permit, or for a replica
-                that asked to be left alone.
+            deadline: a moment of `time.monotonic`; a `Deadline` is put off by waits.
             unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
             lane: the old name of `phase`, accepted for one release.
 
@@ -125,7 +111,7 @@ class EndpointClient:
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
-        call = _Call(path, content, tokens, lane or phase, until, used_tokens, unanswered)
+        call = _Call(path, content, tokens, lane or phase, until, unanswered)
         retrying = self._retrying(call)
         try:
             return await retrying(self._ask, call)
@@ -140,13 +126,11 @@ class EndpointClient:
         `breakers` is the state of each replica, and `breakers_opened` how often one went out of service.
         """
         return {
-            "requests": self._requests,
-            "retries": self._retries,
-            "hedges": self._hedges,
+            **self._counts,
             "outcomes": dict(self._outcomes),
             "breakers": self._replicas.states(),
             "breakers_opened": self._replicas.num_opened,
-            "in_flight": self._requests - sum(self._outcomes.values()),
+            "in_flight": self._counts["requests"] - self._outcomes.total(),
         }
 
     async def close(self) -> None:
@@ -157,15 +141,11 @@ class EndpointClient:
         """Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
         together must not come back together."""
         endpoint = self._endpoint
-
-        def count(_: RetryCallState) -> None:
-            self._retries += 1
-
         return AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
             wait=wait_random_exponential(multiplier=endpoint.backoff_s, max=endpoint.backoff_max_s),
             stop=lambda s: s.attempt_number >= endpoint.attempts or call.deadline.left_s <= s.upcoming_sleep,
-            before_sleep=count,
+            before_sleep=lambda _: self._counts.update(["retries"]),
             reraise=True,
         )
 
@@ -209,8 +189,7 @@ class EndpointClient:
                     )
         except TimeoutError:
             raise call.too_late("no permit for a request before the deadline") from None
-        used: float | None = 0.0
-        answered = True  # as long as nothing is sent
+        used: float | None = 0.0  # as long as nothing is sent
         try:
             if call.deadline.left_s <= 0:  # the request would only be counted, not sent
                 raise call.too_late("a permit for a request came only with the deadline")
@@ -218,19 +197,18 @@ class EndpointClient:
                 return None
             if sent:
                 sent.set_result(replica.url)
-            self._hedges += never is not None
-            used, answered = None, False  # for all that is known of a request that is cancelled
+            self._counts["hedges"] += never is not None
+            used = None  # for all that is known
             reply = await self._send(call, replica)
-            answered = True
-            used = call.used(reply)
+            used = said_tokens(reply, "total_tokens")
             return reply
-        except RequestFailed as failure:
-            if not failure.worked:
-                used, answered = 0.0, True
+        except BaseException as error:  # also when it is cancelled
+            if isinstance(error, RequestFailed) and not error.worked:
+                used = 0.0
+            if used is None and call.unanswered:
+                call.unanswered()
             raise
         finally:
-            if not answered and call.unanswered:
-                call.unanswered()
             await self._rate_limiter.release(self.key, permit, used_tokens=used)
 
     async def _send(self, call: _Call, replica: Replica) -> dict[str, Any]:
@@ -239,7 +217,7 @@ class EndpointClient:
         # A probe must leave its call the time for another request, should the replica still be silent
         allowed_s = min(self._endpoint.timeout_s, left_s / 2 if probe else left_s)
         started, outcome, why = time.monotonic(), "cancelled", ""
-        self._requests += 1
+        self._counts["requests"] += 1
         call.tried.add(replica.url)
         try:
             reply = await self._exchange.post(replica.url + call.path, call.content, allowed_s)

@@ -79,21 +79,14 @@ class Limiter:
         """See `RateLimiter`. Raises ValueError if the permit is not out, or for a senseless `used_tokens`."""
         if used_tokens is not None and not 0 <= used_tokens < math.inf:
             raise ValueError(f"permit {permit} of {key!r} cannot have used {used_tokens} tokens")
-        self._end(key, permit, used_tokens)
-
-    def refund(self, key: str, permit: int) -> None:
-        """The permit was not used: as if it had never been given. Raises ValueError if it is not out."""
-        self._end(key, permit, 0.0, refunded=True)
+        queue = self._queues.get(key)
+        if queue is None or permit not in queue.permits:
+            raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
+        queue.end(permit, used_tokens)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By key: permits `in_flight`, `waiting` by phase, and how many were `granted` so far."""
         return {key: queue.stats() for key, queue in self._queues.items()}
-
-    def _end(self, key: str, permit: int, used_tokens: float | None, refunded: bool = False) -> None:
-        queue = self._queues.get(key)
-        if queue is None or permit not in queue.permits:
-            raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")
-        queue.end(permit, used_tokens, refunded)
 
 
 class _Queue:
@@ -107,7 +100,7 @@ class _Queue:
         self._timer: asyncio.TimerHandle | None = None
         self._granted = 0
         self._limits: Limits | None = None
-        self.permits: dict[int, tuple[Start, Start]] = {}
+        self.permits: dict[int, Start] = {}  # of tokens
 
     def set(self, key: str, limits: Limits) -> None:
         """Raises ConfigurationError if the key is in use under others."""
@@ -129,16 +122,13 @@ class _Queue:
     def withdraw(self, phase: str, turn: asyncio.Future[int]) -> None:
         waited = self._phases[phase].pop(turn, None)
         if waited is None and turn.done() and not turn.cancelled():  # granted: its caller never heard of it
-            self.end(turn.result(), 0.0, refunded=True)
+            self.end(turn.result(), 0.0)
         self._grant()
 
-    def end(self, permit: int, used_tokens: float | None, refunded: bool) -> None:
-        request, tokens = self.permits.pop(permit)
-        if refunded:
-            self._requests.correct(request, 0.0, _now(), refunded=True)
-            self._granted -= 1
+    def end(self, permit: int, used_tokens: float | None) -> None:
+        tokens = self.permits.pop(permit)
         if used_tokens is not None:
-            self._tokens.correct(tokens, used_tokens, _now(), refunded=refunded)
+            self._tokens.correct(tokens, used_tokens, _now())
         self._grant()
 
     def stats(self) -> dict[str, Any]:
@@ -160,8 +150,8 @@ class _Queue:
             del self._phases[phase][turn]
             self._phases[phase] = self._phases.pop(phase)
             permit = next(self._ids)
-            started = self._requests.start(1.0, now, since), self._tokens.start(tokens, now, since)
-            self.permits[permit] = started
+            self._requests.start(1.0, now, since)
+            self.permits[permit] = self._tokens.start(tokens, now, since)
             self._granted += 1
             turn.set_result(permit)
 
@@ -188,8 +178,8 @@ class Meter:
     The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
     The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371): each call moves a virtual clock on by
     cost / rate, which may run `burst_s` ahead. What comes after the first in line waits for its cost, so that a call
-    larger than a burst waits no longer than any other. Time that is lost while somebody waits (a late timer, a permit that
-    was handed back) is caught up, at no more than `CATCH_UP_FACTOR` times the rate.
+    larger than a burst waits no longer than any other. Time that a late timer loses while somebody waits is caught up,
+    at no more than `CATCH_UP_FACTOR` times the rate.
 
     Args:
         resumed: what started before is not known: begin with an interval and no burst.
@@ -232,19 +222,15 @@ class Meter:
         self._hasty_clock = max(now, self._hasty_clock) + cost / self._rate / CATCH_UP_FACTOR
         return start
 
-    def correct(self, start: Start, cost: float, now: float, *, refunded: bool = False) -> None:
-        """That call was of another cost: what it lacked is waited for, what it did not use is free.
-
-        If it is `refunded` (it did not start), the time that has passed since is not for others to start in all at once.
-        """
+    def correct(self, start: Start, cost: float, now: float) -> None:
+        """That call was of another cost: what it lacked is waited for, what it did not use is free."""
         self._forget(now)
         more, start.cost = cost - start.cost, cost
         if start.at + self._window_s > now:
             self._total += more
         more /= self._rate
         self._clock = max(self._clock, now if more > 0 else -math.inf) + more
-        hasty = min(0.0, more / CATCH_UP_FACTOR + now - start.at) if refunded else more / CATCH_UP_FACTOR
-        self._hasty_clock = max(now, max(now, self._hasty_clock) + hasty)
+        self._hasty_clock = max(now, max(now, self._hasty_clock) + more / CATCH_UP_FACTOR)
 
     def _forget(self, now: float) -> None:
         while self._starts and self._starts[0].at + self._window_s <= now:

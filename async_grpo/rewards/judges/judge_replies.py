@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import BadReply
-from async_grpo.rewards.judges.remote_judge import fits, require
+from async_grpo.rewards.http.endpoint import fits, require_all
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 # What servers call a reply that is whole. Others are cut off ("length"), censored ("content_filter") or something else
@@ -34,12 +33,12 @@ class Vote:
 
 
 def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The choices of a chat completion. Raises BadReply for anything that is no list of `count` of them."""
+    """The choices of a chat completion. Raises Unreadable for anything that is no list of `count` of them."""
     choices = reply.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
+        raise Unreadable(f"the judge's reply is no chat completion: {quote(reply)}")
     if len(choices) != count:
-        raise BadReply(f"the judge answered {len(choices)} choices, {count} were asked for")
+        raise Unreadable(f"the judge answered {len(choices)} choices, {count} were asked for")
     return choices
 
 
@@ -61,17 +60,11 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
 
 
 def by_pattern(text: str, pattern: str) -> Vote:
-    """The number in the group of the pattern's last match. Raises Unreadable if there is none."""
-    found = [match[1] for match in re.finditer(pattern, text)]
-    if not found or found[-1] is None:
-        raise Unreadable(f"nothing in the reply matches {pattern!r}: {quote(text)}")
+    """The number in the group of the pattern's last match, be it infinite. Raises Unreadable if there is none."""
     try:
-        score = float(found[-1])
-    except ValueError:
-        score = math.nan
-    if not math.isfinite(score):
-        raise Unreadable(f"{found[-1][:MAX_QUOTE]!r} is no score: {quote(text)}")
-    return Vote(score)
+        return Vote(float([match[1] for match in re.finditer(pattern, text)][-1]))
+    except (IndexError, TypeError, ValueError):  # no match, one without the group, or no number in it
+        raise Unreadable(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
 
 
 def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
@@ -103,7 +96,7 @@ def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str
         groups = re.compile(pattern).groups
     except re.error as error:
         raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
-    require(groups == 1, f"pattern={pattern!r} has {groups} groups: the score must be the only one")
+    require_all((groups == 1, f"{pattern=} has {groups} groups: the score must be the only one"))
     if schema is None:
         return
     import jsonschema
@@ -113,10 +106,8 @@ def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str
     except jsonschema.SchemaError as error:
         raise ConfigurationError(f"json_schema is no JSON schema: {error.message}") from error
     required, known = schema.get("required", ()), schema.get("properties", {})
-    require(
-        score_key in known and score_key in required,
-        f"json_schema must have the property score_key={score_key!r}, and require it; it has {sorted(known)}",
-    )
+    wanted = f"json_schema must have the property {score_key=}, and require it"
+    require_all((score_key in known and score_key in required, f"{wanted}; it has {sorted(known)}"))
 
 
 def _json_of(text: str) -> Any:

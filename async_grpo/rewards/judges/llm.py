@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.rewards.http.endpoint import BadReply, JudgeError
+from async_grpo.rewards.http.endpoint import BadReply, JudgeError, require_all
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template
 from async_grpo.rewards.judges.judge_replies import (
     AGGREGATES,
@@ -26,7 +26,7 @@ from async_grpo.rewards.judges.judge_replies import (
     verdict,
     yes_probability,
 )
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, ModelJudge, Send, require
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, ModelJudge, Send
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
 MAX_VOTES = 64
@@ -98,28 +98,22 @@ class LLMJudge(ModelJudge):
         super().__post_init__()
         object.__setattr__(self, "_template", Template(self.template or self.default_template()))
         self._check_model(*OURS, self.max_tokens_name)
-        require(
-            self.rubric == RUBRIC or "rubric" in self._template.names,
-            f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}",
-        )
-        shown, (low, high) = self._template.shows_the_policy, self.scale
-        require(shown, "the template shows no {completion}: every score would be the same")
-        require(-math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best)")
+        shown, (low, high), votes = self._template.shows_the_policy, self.scale, self.votes
+        visible = self.rubric == RUBRIC or "rubric" in self._template.names
+        warmth, least, known = self.temperature or 0.0, self.min_votes, ", ".join(AGGREGATES)
+        same = "are one vote many times: use a temperature such as 0.7"
         check_reading(self.pattern, self.json_schema, self.score_key)
-        require(1 <= self.votes <= MAX_VOTES, f"votes={self.votes} is not in 1..{MAX_VOTES}")
-        require(
-            self.votes == 1 or self.temperature != 0,
-            f"votes={self.votes} at temperature=0 are one vote many times: use a temperature such as 0.7",
+        require_all(
+            (visible, f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}"),
+            (shown, "the template shows no {completion}: every score would be the same"),
+            (-math.inf < low < high < math.inf, f"scale={self.scale} is not (worst, best)"),
+            (1 <= votes <= MAX_VOTES, f"{votes=} is not in 1..{MAX_VOTES}"),
+            (votes == 1 or self.temperature != 0, f"{votes=} at temperature=0 {same}"),
+            (least is None or 1 <= least <= votes, f"min_votes={least} is not in 1..{votes=}"),
+            (self.aggregate in AGGREGATES, f"aggregate={self.aggregate!r} is unknown: choose of {known}"),
+            (self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply"),
+            (0 <= warmth < math.inf, f"temperature={warmth} is negative or infinite"),
         )
-        require(
-            self.min_votes is None or 1 <= self.min_votes <= self.votes,
-            f"min_votes={self.min_votes} is not in 1..votes={self.votes}",
-        )
-        known = ", ".join(AGGREGATES)
-        require(self.aggregate in AGGREGATES, f"aggregate={self.aggregate!r} is unknown: choose of {known}")
-        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} leaves no room for a reply")
-        warmth = self.temperature or 0.0
-        require(0 <= warmth < math.inf, f"temperature={warmth} is negative or infinite")
 
     def default_path(self) -> str:
         """OpenAI's, for base URLs with and without their /v1."""
@@ -193,7 +187,7 @@ class LLMJudge(ModelJudge):
         """Sort the votes of a reply into those that can be read and the reasons of the others."""
         try:
             choices = choices_of(reply, count)
-        except BadReply as error:
+        except Unreadable as error:
             unread += [str(error)] * count
             return
         for choice in choices:
@@ -246,12 +240,13 @@ class GenerativeRM(LLMJudge):
             object.__setattr__(self, "max_tokens", 1)
         super().__post_init__()
         usable = yes and no and all(yes + no) and not set(yes) & set(no)
-        require(bool(usable), f"yes={yes} and no={no} must be words, and different ones")
-        require(self.top_logprobs >= 2, f"top_logprobs={self.top_logprobs} cannot hold both Yes and No")
-        require(0.0 <= self.min_mass <= 1.0, f"min_mass={self.min_mass} is no probability")
-        require(
-            not self.yes_no or (self.votes == 1 and self.json_schema is None),
-            f"yes_no reads a probability: votes={self.votes} and json_schema have no meaning beside it",
+        plain = not self.yes_no or (self.votes == 1 and self.json_schema is None)
+        beside = f"votes={self.votes} and json_schema have no meaning beside it"
+        require_all(
+            (usable, f"{yes=} and {no=} must be words, and different ones"),
+            (self.top_logprobs >= 2, f"top_logprobs={self.top_logprobs} cannot hold both Yes and No"),
+            (0.0 <= self.min_mass <= 1.0, f"min_mass={self.min_mass} is no probability"),
+            (plain, f"yes_no reads a probability: {beside}"),
         )
 
     def default_template(self) -> str:

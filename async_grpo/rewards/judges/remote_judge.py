@@ -3,16 +3,13 @@
 import logging
 import math
 import os
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.adapter.result import is_finite_number
-from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, Limits
+from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, Limits, require_all, said_tokens
 
 if TYPE_CHECKING:
     from async_grpo.rewards.http.endpoint import Deadline
@@ -87,11 +84,10 @@ class Usage:
             path,
             body,
             tokens=sum(tokens),
-            used_tokens=lambda reply: _tokens(reply, "total_tokens"),
             unanswered=lambda: self._add(*tokens, sum(tokens)),
             **asked,
         )
-        counts = [_tokens(reply, name) for name in COUNTED]
+        counts = [said_tokens(reply, name) for name in COUNTED]
         self.known = self.known and counts[-1] is not None
         self._add(*(count or 0.0 for count in counts))
         return reply
@@ -142,7 +138,8 @@ class RemoteJudge:
         if self.url is not None:
             object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
             object.__setattr__(self, "path", self.path or self.default_path())
-        require(not self.path or self.path.startswith("/"), f"path={self.path!r} must begin with a slash")
+        slash = self.path[:1] in ("", "/")
+        require_all((slash, f"path={self.path!r} must begin with a slash"))
         try:
             self._endpoint_at((SCORER_URL,) if self.url is None else self.urls)
         except TypeError as error:  # of the dataclass, for a name it does not know
@@ -155,11 +152,11 @@ class RemoteJudge:
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
         """Where a run asks this judge if it has no `url`."""
-        require(
-            bool(addresses.judge_urls),
-            f"{type(self).__name__} has no address: give --judge-urls, let `async-grpo run --judge-model FOLDER` serve the "
-            "model, or write its url into the registry file",
-        )
+        if not addresses.judge_urls:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no address: give --judge-urls, let `async-grpo run --judge-model FOLDER` serve "
+                "the model, or write its url into the registry file"
+            )
         return addresses.judge_urls
 
     def default_path(self) -> str:
@@ -215,42 +212,16 @@ class ModelJudge(RemoteJudge):
 
     def _check_model(self, *ours: str) -> None:
         """Raise ConfigurationError for settings that cannot work, or if `extra_body` holds one of `ours`."""
-        require(bool(self.model), "model is empty: the server serves it under a name")
-        taken = sorted({"model", "messages", *ours} & set(self.extra_body))
-        require(not taken, f"extra_body must not hold {', '.join(taken)}: other settings of the judge decide")
+        taken = ", ".join(sorted({"model", "messages", *ours} & set(self.extra_body)))
         price = self.price_per_million_tokens
         prices = self._usage().price_per_million_tokens or (0.0, 0.0)
         fine = len(prices) == 2 and all(0 <= price < math.inf for price in prices)
-        require(fine, f"price_per_million_tokens={price} must be 0 or more, and finite")
+        require_all(
+            (self.model, "model is empty: the server serves it under a name"),
+            (not taken, f"extra_body must not hold {taken}: other settings of the judge decide"),
+            (fine, f"price_per_million_tokens={price} must be 0 or more, and finite"),
+        )
 
     def _usage(self) -> Usage:
         price = self.price_per_million_tokens
         return Usage((price, price) if isinstance(price, int | float) else price)
-
-
-def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
-    """The old way to write a judge's `url` that the run decides: leave `url` out instead. Accepted for one release."""
-    warnings.warn("judge_urls() will go: leave the judge's url out", DeprecationWarning, stacklevel=2)
-    urls = os.environ.get(variable, default)
-    return tuple(urls.split(",")) if urls else None
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ConfigurationError with the message unless the condition holds."""
-    if not condition:
-        raise ConfigurationError(message)
-
-
-def _tokens(reply: Mapping[str, Any], name: str) -> float | None:
-    """Of a reply's `usage`, None if it is not said."""
-    usage = reply.get("usage")
-    value: Any = usage.get(name) if isinstance(usage, dict) else None
-    return float(value) if fits(value) and value >= 0 else None
-
-
-def fits(value: Any) -> bool:
-    """Whether it is a number of JSON that a float can hold."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and is_finite_number(value)
-    except OverflowError:  # JSON's integers have no end
-        return False

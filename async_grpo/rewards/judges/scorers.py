@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import BadReply
+from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
 from async_grpo.rewards.judges.judge_prompts import (
     Template,
     as_text,
@@ -39,8 +39,6 @@ from async_grpo.rewards.judges.remote_judge import (
     ModelJudge,
     RemoteJudge,
     Send,
-    fits,
-    require,
 )
 
 PROTOCOL = 1
@@ -73,7 +71,7 @@ class RewardModelJudge(ModelJudge):
     _template: Template | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require(self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}")
+        require_all((self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}"))
         super().__post_init__()
         object.__setattr__(self, "_template", None if self.template is None else Template(self.template))
         self._check_model("input", "use_activation")
@@ -105,26 +103,22 @@ class RewardModelJudge(ModelJudge):
 
 def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
     """The messages of the prompt, and the completion as the assistant's."""
-    prompt = next(
-        (sample[name] for name in ("messages", "prompt") if is_conversation(sample.get(name))), None
-    )
-    if prompt is None:
-        prompt = [{"role": "user", "content": column(sample, "prompt")}]
+    alone = [{"role": "user", "content": column(sample, "prompt")}]
+    given = (sample.get(name) for name in ("messages", "prompt"))
+    prompt: Any = next(filter(is_conversation, given), alone)
     messages = [{"role": str(one["role"]), "content": harmless(as_text(one["content"]))} for one in prompt]
     return [*messages, {"role": "assistant", "content": completion_of(sample)}]
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:
     """The last number of the only item's field, however deep it lies. Raises BadReply if there is none, or another item."""
-    items = reply.get("data")
-    if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):
-        raise BadReply(f"the reward model's reply must hold one item for one sample: {quote(reply)}")
-    if items[0].get("index", 0) != 0:
-        raise BadReply(f"the reward model's reply is of the item {quote(items[0]['index'])}, not 0")
-    value = items[0].get(name)
+    item = only_item(reply, "data")
+    if item.get("index", 0) != 0:
+        raise BadReply(f"the reward model's reply is of the item {quote(item['index'])}, not 0")
+    value: Any = item.get(name)
     while isinstance(value, list) and value:
         value = value[-1]
-    if not isinstance(value, int | float) or not fits(value):
+    if not fits(value):
         raise BadReply(f"the reward model's reply has no finite number in {name!r}: {quote(reply)}")
     return float(value)
 
@@ -143,7 +137,7 @@ class HTTPScorer(RemoteJudge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(not isinstance(self.columns, str), f"columns={self.columns!r} must be a list of names")
+        require_all((not isinstance(self.columns, str), f"columns={self.columns!r} must be a list of names"))
 
     def default_path(self) -> str:
         """That of the protocol."""
@@ -176,28 +170,32 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
     """The one score of a reply. Raises BadReply for an error, and for whatever breaks the protocol."""
     if reply.get("protocol") != PROTOCOL:
         raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
-    scores = reply.get("scores")
-    if not isinstance(scores, list) or len(scores) != 1 or not isinstance(scores[0], dict):
-        raise BadReply(f"the scorer's `scores` must be one object for one sample, not {quote(scores)}")
-    (score,) = scores
+    score = only_item(reply, "scores")
     if "error" in score:
         raise BadReply(f"the scorer failed: {str(score['error'])[:MAX_QUOTE]}")
     if "abstain" in score:
         return {"abstain": str(score["abstain"])[:MAX_QUOTE]}
     if "reward" not in score or len(score) > MAX_EXTRAS:
-        wanted = f"the scorer's score must hold `reward` and at most {MAX_EXTRAS} numbers"
-        raise BadReply(f"{wanted}: {quote(score)}")
+        raise BadReply(f"a score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}")
     wrong = {name: value for name, value in score.items() if not fits(value)}
     if wrong:
         raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")
     return {name: float(value) for name, value in score.items()}
 
 
+def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The one object in the reply's list. Raises BadReply if it is none."""
+    items = reply.get(name)
+    if not isinstance(items, list) or len(items) != 1 or not isinstance(items[0], dict):
+        raise BadReply(f"`{name}` of the reply must be one object for one sample, not {quote(items)}")
+    return items[0]
+
+
 def _as_base64(images: Any, name: str) -> list[str]:
-    if not isinstance(images, list | tuple):
-        raise ConfigurationError(
-            f"the column {name!r} must hold a list of images, not {type(images).__name__}"
-        )
+    kind = type(images).__name__
+    require_all(
+        (isinstance(images, list | tuple), f"the column {name!r} must hold a list of images, not {kind}")
+    )
     try:
         encoded = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in images]
         for image in encoded:

@@ -29,12 +29,13 @@ from typing import Any, Self
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
-from async_grpo.rewards.judges.remote_judge import require
+from async_grpo.rewards.http.endpoint import require_all
 
 POLL_S, ASK_S, CLOSE_S, BACKOFF_S = 0.2, 5.0, 45.0, 2.0  # the last before a server is started again
 SLEEP_S = 120.0  # to move the weights of a large model
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
+END = "\0\n"
 SECRET = "VLLM_API_KEY"  # given only to servers that are to ask for it
 FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -84,32 +85,23 @@ class JudgeServer:
 
     def __post_init__(self) -> None:
         model, devices, replicas = str(self.model), self.devices, self.replicas
-        require((Path(model) / "config.json").is_file(), f"{model!r} is no folder of a model: no config.json")
-        require(
-            replicas >= 1 and self.restarts >= 0, f"replicas={replicas}, restarts={self.restarts}: too few"
-        )
-        require(
-            devices is None or (not isinstance(devices, str) and len(devices) == replicas),
-            f"devices={devices!r} must be a list with the GPUs of each of the {replicas} replicas",
-        )
-        require(
-            _is_loopback(self.host) or self.api_key_env is not None,
-            f"host={self.host!r} would let the whole network use the model: give an api_key_env, or 127.0.0.1",
-        )
         self._api_key = os.environ.get(self.api_key_env or "")
-        require(
-            self.api_key_env is None or bool(self._api_key),
-            f"api_key_env={self.api_key_env!r}: this process has no such variable",
-        )
-        require(
-            not (self.sleep_mode and on_the_cpu()),
-            "sleep_mode=True needs a GPU: vLLM on the CPU says that it sleeps but gives no memory back",
+        one_each = devices is None or (not isinstance(devices, str) and len(devices) == replicas)
+        safe = self.api_key_env is not None or _is_loopback(self.host)
+        network = "would let the whole network use the model: give an api_key_env, or 127.0.0.1"
+        pretence = "vLLM on the CPU says that it sleeps but gives no memory back"
+        require_all(
+            ((Path(model) / "config.json").is_file(), f"{model!r} is no folder of a model: no config.json"),
+            (replicas >= 1 and self.restarts >= 0, f"{replicas=}, restarts={self.restarts}: too few"),
+            (one_each, f"{devices=} must be a list with the GPUs of each of the {replicas} replicas"),
+            (safe, f"host={self.host!r} {network}"),
+            (self._api_key or not self.api_key_env, f"there is no variable api_key_env={self.api_key_env!r}"),
+            (not (self.sleep_mode and on_the_cpu()), f"sleep_mode=True needs a GPU: {pretence}"),
         )
         self._ports = self._listen()
         self._names = [f"judge {self.served_name} {number}" for number in range(replicas)]
         self._commands = [self._command(port) for port in self._ports]
         self._folder = Path(self.log_folder).absolute()
-        self._deaths = self._folder / f"judge-deaths-{self._ports[0]}.jsonl"
         self._keepers: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -130,34 +122,29 @@ class JudgeServer:
 
         Raises, with its last words, WorkerLost if one ended first, DeadlineExceeded if one was not ready in time.
         """
-        require(not self._keepers, "the judge server is started already")
+        if self._keepers:
+            raise ConfigurationError("the judge server is started already")
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._deaths.unlink(missing_ok=True)
         give_up = time.monotonic() + timeout_s
         try:
             for number in range(self.replicas):
                 self._keepers.append(self._start_keeper(number))
             for name, url, keeper in zip(self._names, self.urls, self._keepers, strict=True):
                 while not self._serves(url):
-                    self._raise_for(0)
+                    self._check(0)
                     if time.monotonic() > give_up:
                         output = self._folder / f"{name.replace(' ', '-')}.log"
                         said = log_excerpt(Program(name, keeper, output)) if output.exists() else ""
                         raise DeadlineExceeded(f"{name} did not serve on {url} within {timeout_s:g} s{said}")
                     time.sleep(POLL_S)
-            self._raise_for(0)
+            self._check(0)
         except BaseException:
             self.close()
             raise
 
     def check(self) -> None:
         """Raise WorkerLost if a replica died for good, or its keeper did. Cheap: for every step."""
-        self._raise_for(self.restarts)
-
-    def deaths(self) -> list[dict[str, Any]]:
-        """All deaths of replicas so far, those that were started again included: `name`, `what`, `log`."""
-        lines = self._deaths.read_text().splitlines(keepends=True) if self._deaths.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        self._check(self.restarts)
 
     def sleep(self) -> None:
         """Give the GPUs' memory back; the weights stay in main memory. Ends running requests.
@@ -191,13 +178,14 @@ class JudgeServer:
             raise ConfigurationError(f"no server can listen on {where}: {error}") from error
 
     def _start_keeper(self, number: int) -> subprocess.Popen[bytes]:
-        order = [os.getpid(), self._names[number], self._folder, self._deaths, self.restarts]
+        order = [os.getpid(), self._names[number], self._folder, self.restarts]
         command = [sys.executable, "-c", KEEP, ROOT, *map(str, order), *self._commands[number]]
-        with (self._folder / "judge-supervisor.log").open("ab") as errors:
+        errors_path = self._folder / "judge-supervisor.log"
+        with errors_path.open("ab") as errors, self._deaths(number).open("wb") as deaths:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=errors,
+                stdout=deaths,
                 stderr=errors,
                 start_new_session=True,  # a Ctrl-C is the owner's, which closes in order
                 env=self._environment(number),
@@ -206,8 +194,8 @@ class JudgeServer:
     def _command(self, port: int) -> list[str]:
         """vLLM's server; its own command-line program does not start with the build for the CPU."""
         given = {name.replace("_", "-"): value for name, value in self.options.items()}
-        taken = sorted(set(OURS) & set(given))
-        require(not taken, f"options must not hold {', '.join(taken)}: other settings of the server decide")
+        taken = ", ".join(sorted(set(OURS) & set(given)))
+        require_all((not taken, f"options must not hold {taken}: other settings of the server decide"))
         fixed = {"model": self.model, "host": self.host, "port": port, "served-model-name": self.served_name}
         sleep = {"enable-sleep-mode": True} if self.sleep_mode else {}
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -238,7 +226,7 @@ class JudgeServer:
             return False
 
     def _order(self, path: str, *, sleeping: bool) -> None:
-        require(self.sleep_mode, "the judge server was made without sleep_mode=True")
+        require_all((self.sleep_mode, "the judge server was made without sleep_mode=True"))
         for name, url in zip(self._names, self.urls, strict=True):
             try:
                 self._request(url + path, SLEEP_S, method="POST")
@@ -253,21 +241,24 @@ class JudgeServer:
         with _NO_PROXY.open(request, timeout=timeout_s) as reply:
             return json.loads(reply.read())
 
-    def _raise_for(self, forgiven: int) -> None:
-        """Raise WorkerLost if a replica died more often than that."""
-        said: dict[str, list[str]] = {name: [] for name in self._names}
-        for death in self.deaths():
-            said[death["name"]].append(f"{death['what']}{death['log']}")
-        if lost := [deaths[-1] for deaths in said.values() if len(deaths) > forgiven]:
-            raise WorkerLost("; ".join(lost))
+    def _check(self, forgiven: int) -> None:
+        """Raise WorkerLost if a replica died more often than that, or a keeper does not run."""
+        for number in range(len(self._keepers)):
+            said = self._deaths(number).read_text().split(END)[:-1]
+            if len(said) > forgiven:
+                raise WorkerLost(said[-1])
         if not self._keepers or any(keeper.poll() is not None for keeper in self._keepers):
             raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
+    def _deaths(self, number: int) -> Path:
+        """Where its keeper says how a replica died, with an END after each time."""
+        return self._folder / f"judge-deaths-{self._ports[number]}.log"
 
-def keep(owner: str, name: str, folder: str, deaths: str, restarts: str, *command: str) -> None:
+
+def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> None:
     """A keeper's program: keep a server running until told to end (SIGTERM) or the owner is gone; then end everything.
 
-    Each death becomes a line of JSON in the file `deaths`.
+    It prints how the server died, each time.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     supervisor = Supervisor(Path(folder))
@@ -279,9 +270,7 @@ def keep(owner: str, name: str, folder: str, deaths: str, restarts: str, *comman
                 if os.getppid() != int(owner):
                     return
                 time.sleep(POLL_S)
-            death = {"name": name, "what": program.describe_exit(), "log": log_excerpt(program)}
-            with open(deaths, "a", encoding="utf-8") as file:
-                file.write(json.dumps(death) + "\n")
+            print(program.describe_exit() + log_excerpt(program), end=END, flush=True)
             end_descendants(grace_s=KILL_GRACE_S)  # gently first: its tracker of shared memory may clean up
             time.sleep(BACKOFF_S)
     finally:

@@ -26,7 +26,6 @@ from async_grpo.rewards.http.endpoint import (
     JudgeUnavailable,
     Limits,
     after,
-    check_url,
 )
 from async_grpo.rewards.http.exchange import retry_after_s
 from async_grpo.rewards.http.http_client import ENOUGH, EndpointClient
@@ -78,6 +77,29 @@ async def asking(*behaviours, **settings):
         yield server, client
 
 
+@contextlib.asynccontextmanager
+async def asking_two(one: list, other: list, **settings):
+    async with (
+        asking(*one) as (first, _),
+        asking(*other) as (second, _),
+        client_of(first.url, second.url, **settings) as client,
+    ):
+        yield first, second, client
+
+
+@contextlib.contextmanager
+def lasting(at_most_s: float, at_least_s: float = 0.0):
+    started = time.monotonic()
+    yield
+    assert at_least_s <= time.monotonic() - started < at_most_s
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def ask(client: EndpointClient, patience_s: float = 5.0, payload=None, **options):
     return await client.post("/judge", payload or {"n": 1}, deadline=time.monotonic() + patience_s, **options)
 
@@ -91,10 +113,7 @@ def counted(client: EndpointClient) -> dict[str, int]:
 
 async def test_a_good_reply_is_returned_and_the_request_is_what_a_judge_expects(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    async with (
-        HostileServer(GOOD) as server,
-        client_of(server.url + "/v1/", api_key_env="JUDGE_KEY") as client,
-    ):
+    async with asking(GOOD) as (server, _), client_of(server.url + "/v1/", api_key_env="JUDGE_KEY") as client:
         assert await ask(client, payload={"text": "héllo"}) == {"score": 0.5}
         request = server.requests[0]
         assert (request.path, request.json) == ("/v1/judge", {"text": "héllo"})
@@ -161,19 +180,14 @@ RETRIED = {
 
 
 @pytest.mark.parametrize("kind", RETRIED)
-async def test_a_lasting_fault_is_an_error_of_ours_by_the_deadline_and_a_passing_one_is_counted_and_retried(
-    kind,
-):
+async def test_a_lasting_fault_is_an_error_of_ours_and_a_passing_one_is_counted_and_retried(kind):
     behaviour, outcome = RETRIED[kind]
     attempts, book = 2 if outcome == "bad_reply" else 3, Book()
-    settings = {"attempts": 3, "timeout_s": 0.4 if outcome == "timeout" else 5.0, "max_body_bytes": 2**16}
-    async with asking(
-        *[behaviour] * (attempts + 1), GOOD, rate_limiter=book, breaker_reset_s=0.01, **settings
-    ) as (server, client):
-        started = time.monotonic()
-        with pytest.raises(JudgeError) as caught:
+    settings = {"attempts": 3, "timeout_s": 0.2 if outcome == "timeout" else 5.0, "max_body_bytes": 2**16}
+    settings |= {"rate_limiter": book, "breaker_reset_s": 0.01}
+    async with asking(*[behaviour] * (attempts + 1), GOOD, **settings) as (server, client):
+        with lasting(5.0 + GRACE_S), pytest.raises(JudgeError) as caught:
             await ask(client)
-        assert time.monotonic() - started < 5.0 + GRACE_S
         assert type(caught.value) is (BadReply if outcome == "bad_reply" else JudgeUnavailable)
         assert "judge: " in str(caught.value) and f"attempt {attempts} of 3" in str(caught.value)
         assert counted(client) == {outcome: attempts} and len(server.requests) == attempts
@@ -193,13 +207,10 @@ async def test_what_is_refused_is_not_asked_again(code):
 
 
 async def test_a_redirect_is_not_followed_and_its_address_not_repeated():
-    async with (
-        HostileServer(GOOD) as other,
-        HostileServer(hostile.redirect(f"{other.url}/login?token=private")) as server,
-        client_of(server.url) as client,
-    ):
-        with pytest.raises(JudgeRefused, match="status 307, a redirect") as caught:
-            await ask(client)
+    async with HostileServer(GOOD) as other:
+        async with asking(hostile.redirect(f"{other.url}/login?token=private")) as (_, client):
+            with pytest.raises(JudgeRefused, match="status 307, a redirect") as caught:
+                await ask(client)
         assert not other.requests and "private" not in str(caught.value)
 
 
@@ -213,24 +224,18 @@ async def test_a_judge_that_nobody_answers_for_does_not_hang_the_call(kind):
             assert counted(client) == {"timeout" if kind == "stalled" else "connection": 2}
 
 
-async def test_the_deadline_ends_a_request_that_its_own_timeout_would_not():
-    async with asking(hostile.silence(), timeout_s=60) as (_server, client):
-        started = time.monotonic()
-        with pytest.raises(JudgeTimeout, match="the deadline"):
-            await ask(client, 0.3)
-        assert 0.3 <= time.monotonic() - started < 0.3 + GRACE_S
-
-
-async def test_a_deadline_that_has_passed_sends_nothing():
-    async with asking(GOOD) as (server, client):
+async def test_the_deadline_ends_a_request_that_its_own_timeout_would_not_and_sends_none_when_it_has_passed():
+    async with asking(hostile.silence(), timeout_s=60) as (server, client):
         with pytest.raises(JudgeTimeout):
             await ask(client, -1.0)
         assert not server.requests and client.stats()["requests"] == 0
+        with lasting(0.3 + GRACE_S, 0.3), pytest.raises(JudgeTimeout, match="the deadline"):
+            await ask(client, 0.3)
 
 
 async def test_a_slow_complaint_does_not_hide_what_was_complained_about():
-    """The status is there; the body trickles for ever: it is still a 429 with its Retry-After."""
-    head = b"HTTP/1.1 429 Slow Down\r\ncontent-length: 100000\r\nretry-after: 1\r\n\r\n"
+    """The status is there; the body trickles for ever: it is still a 429."""
+    head = b"HTTP/1.1 429 Slow Down\r\ncontent-length: 100000\r\n\r\n"
 
     async def behave(request, connection):
         await connection.write(head)
@@ -283,41 +288,33 @@ async def test_memory_stays_bounded_whatever_is_sent(kind):
 async def test_everybody_leaves_a_judge_alone_that_asked_for_time():
     async with asking(status(429, retry_after="0.6"), GOOD) as (server, client):
         first = asyncio.ensure_future(ask(client))
-        while not client.stats()["outcomes"]["429"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.stats()["outcomes"]["429"])
         await asyncio.gather(first, *(ask(client) for _ in range(5)))
         assert min(request.at for request in server.requests[1:]) - server.requests[0].at >= 0.6
 
 
 async def test_a_pause_beyond_the_deadline_is_not_waited_for():
     async with asking(status(503, retry_after="100")) as (server, client):
-        started = time.monotonic()
-        with pytest.raises(JudgeUnavailable, match="before the deadline"):
+        with lasting(GRACE_S), pytest.raises(JudgeUnavailable, match="before the deadline"):
             await ask(client, 30)
-        assert time.monotonic() - started < 1 and len(server.requests) == 1
+        assert len(server.requests) == 1
 
 
-async def test_a_server_that_asks_for_a_day_fails_the_call_at_once_and_the_console_says_so(
-    caplog, monkeypatch
-):
+async def test_a_server_that_asks_for_a_day_fails_the_call_at_once_and_says_so(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)
     async with asking(status(429, retry_after="86400")) as (server, client):
-        started = time.monotonic()
-        for _ in range(3):
-            with pytest.raises(JudgeUnavailable, match="asked to be left alone for 86400 s"):
-                await client.post("/judge", {}, deadline=after(5, queue_s=1800))
-        assert time.monotonic() - started < GRACE_S and len(server.requests) == 1
+        with lasting(GRACE_S):
+            for _ in range(3):
+                with pytest.raises(JudgeUnavailable, match="asked to be left alone for 86400 s"):
+                    await client.post("/judge", {}, deadline=after(5, queue_s=1800))
+        assert len(server.requests) == 1
         said = "asks to be left alone for 86400 s: calls fail meanwhile"
         # By their moments: after a test that started Ray, one record reaches the handler twice
         assert len({record.created for record in caplog.records if said in record.getMessage()}) == 1
 
 
 async def test_another_replica_takes_over_while_one_is_left_alone():
-    async with (
-        HostileServer(status(429, retry_after="60")) as busy,
-        HostileServer(GOOD) as free,
-        client_of(busy.url, free.url) as client,
-    ):
+    async with asking_two([status(429, retry_after="60")], [GOOD]) as (busy, free, client):
         for _ in range(6):
             assert await ask(client) == {"score": 0.5}
         assert len(busy.requests) == 1 and len(free.requests) == 6
@@ -326,11 +323,10 @@ async def test_another_replica_takes_over_while_one_is_left_alone():
 async def test_without_a_word_on_when_attempts_back_off_exponentially():
     """At most 0.05 + 0.1 + 0.2 + 0.4 s for four pauses, each drawn evenly: their mean over 20 calls is 0.375 s."""
     async with asking(status(429), backoff_s=0.05, attempts=5) as (server, client):
-        started = time.monotonic()
-        outcomes = await asyncio.gather(*(ask(client, 10) for _ in range(20)), return_exceptions=True)
+        with lasting(10, 0.375):
+            outcomes = await asyncio.gather(*(ask(client, 10) for _ in range(20)), return_exceptions=True)
         assert all(isinstance(outcome, JudgeUnavailable) for outcome in outcomes)
         assert len(server.requests) == 100 and client.stats()["retries"] == 80
-        assert 0.375 <= time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize(
@@ -347,11 +343,9 @@ def test_any_retry_after_is_some_number_of_seconds(value, seconds):
 
 async def test_the_least_busy_replica_is_asked():
     """One takes 50 times as long: with 4 calls at a time it holds at most 2 of them, and the other does the work."""
-    async with (
-        HostileServer(hostile.after(0.5, GOOD)) as slow,
-        HostileServer(hostile.after(0.01, GOOD)) as quick,
-        client_of(slow.url, quick.url, rate_limiter=Limiter(), limits=Limits(concurrency=4)) as client,
-    ):
+    slowly, quickly = [hostile.after(0.5, GOOD)], [hostile.after(0.01, GOOD)]
+    limits = {"rate_limiter": Limiter(), "limits": Limits(concurrency=4)}
+    async with asking_two(slowly, quickly, **limits) as (slow, quick, client):
         await asyncio.gather(*(ask(client) for _ in range(40)))
         assert slow.most_running <= 2 and len(slow.requests) <= 6
         assert len(slow.requests) + len(quick.requests) == client.stats()["requests"] == 40
@@ -359,11 +353,8 @@ async def test_the_least_busy_replica_is_asked():
 
 async def test_a_retry_goes_to_another_replica_even_if_that_is_busier():
     """Of four calls two fail at once, and find one replica idle and the other with two calls: they go to the other."""
-    async with (
-        HostileServer(status(500)) as broken,
-        HostileServer(hostile.after(1.0, GOOD)) as slow,
-        client_of(broken.url, slow.url, timeout_s=30) as client,
-    ):
+    slowly = [hostile.after(0.4, GOOD)]
+    async with asking_two([status(500)], slowly, timeout_s=30) as (broken, slow, client):
         assert await asyncio.gather(*(ask(client, 30) for _ in range(4))) == [{"score": 0.5}] * 4
         assert (len(broken.requests), len(slow.requests)) == (2, 4)
 
@@ -402,26 +393,26 @@ async def test_a_breaker_opens_and_lets_one_probe_at_a_time_through_until_one_su
         assert client.stats()["breakers"] == {server.url: "closed"}
 
 
+PROBED = {"breaker_failures": 1, "breaker_reset_s": 0.1, "timeout_s": 30}
+
+
 async def test_a_probe_that_is_cancelled_leaves_the_next_one_its_place():
-    async with asking(
-        status(500),
-        hostile.silence(),
-        GOOD,
-        breaker_failures=1,
-        breaker_reset_s=0.1,
-        attempts=1,
-        timeout_s=30,
-    ) as (server, client):
+    async with asking(status(500), hostile.silence(), GOOD, **PROBED, attempts=1) as (server, client):
         with pytest.raises(JudgeUnavailable):
             await ask(client)
         probe = asyncio.ensure_future(ask(client, 30))
-        while len(server.requests) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(server.requests) == 2)
         other = asyncio.ensure_future(ask(client, 30))
         await asyncio.sleep(0.1)
         assert client.stats()["breakers"] == {server.url: "open"} and len(server.requests) == 2
         probe.cancel()
         assert await other == {"score": 0.5}
+
+
+async def test_a_probe_of_a_silent_replica_leaves_its_call_the_time_for_another_request():
+    async with asking(status(500), hostile.silence(), GOOD, **PROBED) as (_, client):
+        assert await ask(client, 1.5) == {"score": 0.5}
+        assert counted(client) == {"5xx": 1, "timeout": 1, "ok": 1}
 
 
 async def test_a_failure_tells_the_last_true_cause():
@@ -434,8 +425,7 @@ async def test_a_failure_tells_the_last_true_cause():
         limiter, limits = Limiter(), Limits(concurrency=1)
         async with client_of(dead, rate_limiter=limiter, limits=limits, backoff_s=0.3) as client:
             call = asyncio.ensure_future(ask(client, 1.0))
-            while not client.stats()["requests"]:
-                await asyncio.sleep(0.01)
+            await until(lambda: client.stats()["requests"])
             await limiter.acquire(client.key, limits)  # the second attempt finds no permit
             with pytest.raises(JudgeTimeout, match="no permit .* before that: .*connection refused"):
                 await call
@@ -450,47 +440,21 @@ async def test_ten_bad_replies_in_a_row_cost_no_sample_its_time_and_calls_behind
         assert await asyncio.gather(*calls) == [{"score": 0.5}] * 12 and len(server.requests) == 22
 
 
-async def test_a_probe_of_a_silent_replica_leaves_its_call_the_time_for_another_request():
-    async with asking(
-        status(500),
-        hostile.silence(),
-        GOOD,
-        breaker_failures=1,
-        breaker_reset_s=0.1,
-        timeout_s=60,
-        attempts=3,
-    ) as (_server, client):
-        assert await ask(client, 3.0) == {"score": 0.5}
-        assert counted(client) == {"5xx": 1, "timeout": 1, "ok": 1}
-
-
-async def test_refusals_and_429_do_not_open_a_breaker():
-    async with asking(*[status(404), status(429)] * 4, GOOD, breaker_failures=2, attempts=1) as (
-        server,
-        client,
-    ):
-        for _ in range(8):
-            with pytest.raises((JudgeRefused, JudgeUnavailable)):
-                await ask(client)
-        assert client.stats()["breakers"] == {server.url: "closed"}
-
-
-async def test_failures_that_are_not_in_a_row_do_not_open_a_breaker_and_a_probe_clears_the_count():
-    behaviours = [status(500), GOOD] * 3 + [status(500)] * 2 + [GOOD, status(500), GOOD]
+async def test_a_breaker_counts_failures_in_a_row_which_refusals_and_429_are_not_and_a_probe_clears_the_count():
+    harmless = [status(404), status(429)] * 2 + [status(500), GOOD] * 3
+    behaviours = [*harmless, status(500), status(500), GOOD, status(500), GOOD]
     async with asking(*behaviours, breaker_failures=2, breaker_reset_s=0.1, attempts=1) as (server, client):
-        for expected in ["closed"] * 7 + ["open", "closed", "closed", "closed"]:
-            with contextlib.suppress(JudgeUnavailable):
+        for expected in ["closed"] * 11 + ["open", "closed", "closed", "closed"]:
+            with contextlib.suppress(JudgeUnavailable, JudgeRefused):
                 await ask(client)
             assert client.stats()["breakers"] == {server.url: expected}
 
 
 async def test_no_pause_goes_beyond_the_deadline():
     """Half of 30 s would be waited on average: the call gives up at once instead, or draws a short one."""
-    async with asking(status(500), backoff_s=30, attempts=9) as (_server, client):
-        started = time.monotonic()
-        with pytest.raises(JudgeUnavailable, match="the deadline leaves no time"):
+    async with asking(status(500), backoff_s=30, attempts=9) as (_, client):
+        with lasting(1 + GRACE_S), pytest.raises(JudgeUnavailable, match="the deadline leaves no time"):
             await ask(client, 1.0)
-        assert time.monotonic() - started < 1.0 + GRACE_S
 
 
 # Hedging
@@ -505,19 +469,14 @@ async def warmed_up(client: EndpointClient) -> EndpointClient:
 
 async def test_a_slow_request_gets_a_rival_elsewhere_and_the_first_answer_wins():
     """Ten quick replies of each, then the first goes silent: a rival answers in its place, long before the timeout."""
-    limiter = Limiter()
-    async with (
-        HostileServer(*[reply({"from": "one"})] * 10, hostile.silence()) as one,
-        HostileServer(reply({"from": "other"})) as other,
-        client_of(
-            one.url, other.url, rate_limiter=limiter, hedge_quantile=0.95, limits=Limits(concurrency=2)
-        ) as client,
-    ):
+    limits = {"rate_limiter": (limiter := Limiter()), "limits": Limits(concurrency=2)}
+    silent = [*[reply({"from": "one"})] * 10, hostile.silence()]
+    answers = [reply({"from": "other"})]
+    async with asking_two(silent, answers, **limits, hedge_quantile=0.95) as (one, other, client):
         await warmed_up(client)
         assert len(one.requests) == len(other.requests) == 10
-        started = time.monotonic()
-        assert [await ask(client, 60) for _ in range(4)] == [{"from": "other"}] * 4
-        assert time.monotonic() - started < 10
+        with lasting(10):
+            assert [await ask(client, 60) for _ in range(4)] == [{"from": "other"}] * 4
         stats = client.stats()
         assert stats["hedges"] >= 1 and stats["outcomes"]["cancelled"] == stats["hedges"]
         assert stats["requests"] == len(one.requests) + len(other.requests)
@@ -543,18 +502,11 @@ async def test_no_rival_without_another_replica():
     ],
 )
 async def test_the_first_answer_wins_and_a_failure_leaves_it_to_the_other(start, rival, expected):
-    running = 0
-
     async def run(seconds, result):
-        nonlocal running
-        running += 1
-        try:
-            await asyncio.sleep(seconds)
-            if isinstance(result, Exception):
-                raise result
-            return result
-        finally:
-            running -= 1
+        await asyncio.sleep(seconds)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def first(sent):
         sent.set_result("there")
@@ -564,25 +516,20 @@ async def test_the_first_answer_wins_and_a_failure_leaves_it_to_the_other(start,
         assert url == "there"
         return await run(*rival)
 
+    before = asyncio.all_tasks()
     try:
         result = await first_answer(first, second, 0.05)
     except ValueError as error:
         result = f"ValueError: {error}"
-    assert result == expected and running == 0
+    assert result == expected and asyncio.all_tasks() == before
 
 
 async def test_cancelling_a_hedged_call_cancels_both_and_gives_both_permits_back():
-    async with (
-        HostileServer(*[GOOD] * 10, hostile.silence()) as one,
-        HostileServer(*[GOOD] * 10, hostile.silence()) as other,
-        client_of(
-            one.url, other.url, rate_limiter=(book := Book()), hedge_quantile=0.9, timeout_s=30
-        ) as client,
-    ):
+    silent, options = [*[GOOD] * 10, hostile.silence()], {"hedge_quantile": 0.9, "timeout_s": 30}
+    async with asking_two(silent, silent, rate_limiter=(book := Book()), **options) as (one, other, client):
         await warmed_up(client)
         call = asyncio.ensure_future(ask(client, 30))
-        while len(one.requests) + len(other.requests) < 22:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(one.requests) + len(other.requests) == 22)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -599,6 +546,7 @@ async def test_cancelling_a_hedged_call_cancels_both_and_gives_both_permits_back
         (reply({"score": 1}), None, 0),  # nothing is said: the estimate stands
         (reply({"usage": {"total_tokens": "many"}}), None, 0),
         (reply({"usage": {"total_tokens": -5}}), None, 0),
+        (reply({"usage": [42]}), None, 0),
         (status(429), 0.0, 0),  # the judge did not begin
         (status(404), 0.0, 0),
         (hostile.dead_address, 0.0, 0),
@@ -611,26 +559,23 @@ async def test_a_permit_says_what_was_used_and_what_may_have_cost_something_for_
     behaviour, used, told
 ):
     book, unanswered = Book(), []
-    options = {"tokens": 100, "phase": "eval", "used_tokens": lambda answer: answer["usage"]["total_tokens"]}
+    options = {"tokens": 100, "phase": "eval", "unanswered": lambda: unanswered.append(1)}
     with hostile.dead_address() as dead:
         async with HostileServer(behaviour) as server:
             url = dead if behaviour is hostile.dead_address else server.url
             async with client_of(url, rate_limiter=book, attempts=1, timeout_s=0.3) as client:
                 with contextlib.suppress(JudgeError):
-                    await ask(client, unanswered=lambda: unanswered.append(1), **options)
+                    await ask(client, **options)
     assert book.acquired == [(client.key, 100, "eval")] and book.released == [(1, used)]
     assert len(unanswered) == told
 
 
 async def test_a_cancelled_call_gives_its_permit_back_wherever_it_was():
-    limiter, limits = Limiter(), Limits(concurrency=2)
-    async with asking(hostile.silence(), rate_limiter=limiter, limits=limits, timeout_s=30) as (
-        server,
-        client,
-    ):
+    limiter = Limiter()
+    limits = {"rate_limiter": limiter, "limits": Limits(concurrency=2), "timeout_s": 30}
+    async with asking(hostile.silence(), **limits) as (server, client):
         calls = [asyncio.ensure_future(ask(client, 30)) for _ in range(6)]
-        while len(server.requests) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(server.requests) == 2)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -642,10 +587,9 @@ async def test_the_wait_for_a_permit_ends_by_the_deadline():
     limiter, limits = Limiter(), Limits(concurrency=1)
     async with asking(GOOD, rate_limiter=limiter, limits=limits) as (server, client):
         await limiter.acquire(client.key, limits)
-        started = time.monotonic()
-        with pytest.raises(JudgeTimeout, match="no permit"):
+        with lasting(0.3 + GRACE_S), pytest.raises(JudgeTimeout, match="no permit"):
             await ask(client, 0.3)
-        assert time.monotonic() - started < 0.3 + GRACE_S and not server.requests
+        assert not server.requests
 
 
 async def test_a_wait_for_a_permit_or_as_the_server_asked_is_not_on_the_callers_time():
@@ -665,10 +609,8 @@ async def test_a_replica_that_is_out_of_order_is_waited_for_on_the_callers_time(
     """Or nobody would hear for half an hour of a judge that is gone."""
     settings = {"breaker_failures": 1, "breaker_reset_s": 30.0, "attempts": 2, "backoff_s": 0.01}
     async with asking(status(500), **settings) as (_server, client):
-        started = time.monotonic()
-        with pytest.raises(JudgeUnavailable):
+        with lasting(0.5 + GRACE_S), pytest.raises(JudgeUnavailable):
             await client.post("/score", {}, deadline=after(0.5, queue_s=600))
-        assert time.monotonic() - started < 0.5 + GRACE_S
 
 
 def test_two_judges_of_one_name_share_limits_only_at_one_address():
@@ -684,18 +626,17 @@ async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
     draw = random.Random(7)
     # After a body longer than its length the connection is broken, which a client may notice only in its next request.
     faults = [GOOD] * 40 + [fault for kind, (fault, _) in RETRIED.items() if kind != "a length too short"]
-    limiter, limits = Limiter(), Limits(concurrency=16)
-    async with (
-        HostileServer(*draw.choices(faults, k=400), GOOD) as one,
-        HostileServer(*draw.choices(faults, k=400), GOOD) as other,
-        client_of(
-            one.url, other.url, rate_limiter=limiter, limits=limits, timeout_s=1.0, breaker_failures=4,
-            breaker_reset_s=0.1, hedge_quantile=0.9, max_body_bytes=2**16,
-        ) as client,
-    ):  # fmt: skip
-        started = time.monotonic()
-        outcomes = await asyncio.gather(*(ask(client, 15) for _ in range(200)), return_exceptions=True)
-        assert time.monotonic() - started < 15 + GRACE_S
+    settings = {"rate_limiter": (limiter := Limiter()), "limits": Limits(concurrency=16), "timeout_s": 1.0}
+    settings |= {
+        "breaker_failures": 4,
+        "breaker_reset_s": 0.1,
+        "hedge_quantile": 0.9,
+        "max_body_bytes": 2**16,
+    }
+    scripts = ([*draw.choices(faults, k=400), GOOD] for _ in range(2))
+    async with asking_two(*scripts, **settings) as (one, other, client):
+        with lasting(15 + GRACE_S):
+            outcomes = await asyncio.gather(*(ask(client, 15) for _ in range(200)), return_exceptions=True)
         wrong = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, JudgeError)]
         assert not wrong
         stats = client.stats()
@@ -703,9 +644,8 @@ async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
         assert good >= 100 and stats["outcomes"]["ok"] >= good
         seen = len(one.requests) + len(other.requests)
         assert stats["requests"] == sum(stats["outcomes"].values())
-        assert (
-            0 <= stats["requests"] - seen <= stats["outcomes"]["cancelled"]
-        )  # a rival may lose before it is read
+        # A rival may lose before it is read
+        assert 0 <= stats["requests"] - seen <= stats["outcomes"]["cancelled"]
         assert limiter.stats()[client.key]["granted"] >= stats["requests"]
         assert limiter.stats()[client.key]["in_flight"] == 0 and stats["in_flight"] == 0
 
@@ -713,8 +653,7 @@ async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
 async def test_after_close_calls_fail_with_an_error_of_ours():
     async with asking(hostile.silence(), timeout_s=30) as (server, client):
         call = asyncio.ensure_future(ask(client, 3))
-        while not server.requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.requests)
         await client.close()
         with pytest.raises(JudgeError):
             await call
@@ -722,7 +661,7 @@ async def test_after_close_calls_fail_with_an_error_of_ours():
             await ask(client)
 
 
-# SharedRunSettings and secrets
+# Settings and secrets
 
 
 @pytest.mark.parametrize(
@@ -736,11 +675,8 @@ def test_what_is_no_plain_address_is_refused_and_no_password_repeated(url):
     assert "user:secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "url", ["http://judge", "https://api.judge.com/v1", "http://[::1]:80/", "HTTP://10.0.0.1:1"]
-)
-def test_plain_addresses_are_taken(url):
-    check_url(url)
+def test_plain_addresses_are_taken():
+    Endpoint(urls=("http://judge", "https://api.judge.com/v1", "http://[::1]:80/", "HTTP://10.0.0.1:1"))
 
 
 @pytest.mark.parametrize(
@@ -787,13 +723,8 @@ async def test_the_key_is_in_no_error_no_log_and_no_representation(echo, monkeyp
     key = "sk-very-secret-0123456789"
     monkeypatch.setenv("JUDGE_KEY", key)
     caplog.set_level(logging.DEBUG)
-    async with asking(
-        ECHOES[echo](key.encode()),
-        api_key_env="JUDGE_KEY",
-        attempts=2,
-        breaker_failures=1,
-        breaker_reset_s=0.01,
-    ) as (server, client):
+    settings = {"api_key_env": "JUDGE_KEY", "attempts": 2, "breaker_failures": 1, "breaker_reset_s": 0.01}
+    async with asking(ECHOES[echo](key.encode()), **settings) as (server, client):
         with pytest.raises(JudgeError) as caught:
             await ask(client)
         seen = "".join(traceback.format_exception(caught.value)) + repr(client) + json.dumps(client.stats())
