@@ -129,11 +129,11 @@ class RunVerification:
         paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
         if not config.verdict_cache and not paid:
             return None
+        max_mb = config.verdict_cache_mb
+        max_bytes = None if max_mb is None else round(max_mb * 2**20)
         return CallMiddleware(
             versions=self._versions() if config.verdict_cache else {},
-            cache=VerdictCache(config.verdict_cache, max_bytes=config.cache_max_bytes)
-            if config.verdict_cache
-            else None,
+            cache=VerdictCache(config.verdict_cache, max_bytes=max_bytes) if config.verdict_cache else None,
             budget=Budget(config.judge_budget, policy=config.judge_budget_policy, path=self._budget_path)
             if paid
             else None,

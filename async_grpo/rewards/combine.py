@@ -42,9 +42,10 @@ class Combination:
     constants: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.adapters:
+        if not self.adapters or len(set(self.adapters)) != len(self.adapters):
+            named = ", ".join(self.adapters) or "none"
             raise ConfigurationError(
-                "there is nothing to combine: a sample must be scored by at least one adapter"
+                f"a sample must be scored by at least one adapter, each once, not {named}"
             )
         if self.mode not in MODES:
             known = ", ".join(MODES)

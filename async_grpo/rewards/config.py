@@ -103,15 +103,14 @@ class RewardConfig(Section):
         for name, count in self.verifiers_by_name.items():
             said = f"--verifiers {name}={count}"
             refuse(count < 1 or count != int(count), f"{said}: a whole number of 1 or more is needed")
+        constants = self.failure_constants
         for name, policy in self.failure_policies.items():
-            known = policy in FAILURE_POLICIES[:3] or policy.startswith("constant:")
             said = f"--on-reward-failure {name}={policy}"
+            known = policy in FAILURE_POLICIES[:3] or name in constants
             refuse(not known, f"{said}: known are {', '.join(FAILURE_POLICIES)}")
-        for name, value in self.failure_constants.items():
-            said = f"--on-reward-failure {name}=constant:{value}"
-            refuse(
-                not (isinstance(value, float) and math.isfinite(value)), f"{said}: it must be a finite number"
-            )
+            constant = constants.get(name, 0.0)
+            bad = not (isinstance(constant, float) and math.isfinite(constant))
+            refuse(bad, f"{said}: it must be a finite number")
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -125,11 +124,7 @@ class RewardConfig(Section):
 
     @property
     def combination(self) -> Combination:
-        """How the rewards of one sample become one.
-
-        Raises:
-            ConfigurationError: a weight or constant that does not fit these rewards.
-        """
+        """How the rewards of one sample become one. ConfigurationError: a weight or constant does not fit these rewards."""
         weights = self.weights_by_name if self.reward_combine in ("sum", "mean") else {}
         return Combination(
             self.adapters,
@@ -146,7 +141,7 @@ class RewardConfig(Section):
         return parse_assignments(self.reward_options, "reward-options")
 
     def reward_environment(self) -> dict[str, str]:
-        """The variables of `--reward-env`, from this process. Raises ConfigurationError where one is not set."""
+        """The variables of `--reward-env`, from this process."""
         return named_environment(parse_names(self.reward_env))
 
     @property
@@ -162,10 +157,6 @@ class RewardConfig(Section):
         """Where the judges without a `url` of their own are asked."""
         known = {"model_id": self.judge_model_id, "idle_sleep_s": self.judge_idle_sleep_s}
         return JudgeAddresses.of(self.judge_urls, self.http_scorer_urls, **known)
-
-    @property
-    def cache_max_bytes(self) -> int | None:
-        return None if self.verdict_cache_mb is None else round(self.verdict_cache_mb * 2**20)
 
     @property
     def weights_by_name(self) -> dict[str, float]:
@@ -195,9 +186,8 @@ class RewardConfig(Section):
     @property
     def failure_constants(self) -> dict[str, Any]:
         """By name: the reward that stands in for a failure."""
+        policies = {name: policy.partition(":") for name, policy in self.failure_policies.items()}
         constants = [
-            f"{name}={policy.removeprefix('constant:') or '?'}"
-            for name, policy in self.failure_policies.items()
-            if policy.startswith("constant:")
+            f"{name}={said or '?'}" for name, (kind, _, said) in policies.items() if kind == "constant"
         ]
         return parse_assignments(",".join(constants), "on-reward-failure")

@@ -72,16 +72,14 @@ class VerifierPool:
             raise ConfigurationError(f"a fallback is given for {unknown}, which is no adapter of the run")
         self._combination = combination or Combination(tuple(adapters))
         timeouts = Timeouts(timeout_s, **more_timeouts)
-        phases = (
-            (TRAINING, make_worker, workers),
-            (EVALUATION, make_evaluator or make_worker, evaluation_workers),
-        )
+
+        def queues(make: MakeWorker, wanted: Mapping[str, int] | int) -> dict[str, AdapterQueue]:
+            counts = _worker_counts(all_adapters, wanted).items()
+            return {name: AdapterQueue(name, make, count, timeouts) for name, count in counts}
+
         self._queues = {
-            phase: {
-                name: AdapterQueue(name, make, count, timeouts)
-                for name, count in _worker_counts(adapters, all_adapters, wanted).items()
-            }
-            for phase, make, wanted in phases
+            TRAINING: queues(make_worker, workers),
+            EVALUATION: queues(make_evaluator or make_worker, evaluation_workers),
         }
         self._starting: dict[str, asyncio.Task[None]] = {}
 
@@ -106,9 +104,7 @@ class VerifierPool:
             judge_addresses: of the judges whose entry says no `url`.
             settings: further arguments of this class.
 
-        Raises:
-            ConfigurationError: a file cannot be used, no reward is named, a name or an option is unknown, or a variable
-                is not set.
+        ConfigurationError: a file cannot be used, no reward is named, a name or option is unknown, a variable is not set.
         """
         workers = LocalWorkers(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)
@@ -129,12 +125,7 @@ class VerifierPool:
         await self.close()
 
     async def start(self) -> None:
-        """Make all workers of training; none is left behind if one cannot be made.
-
-        Raises:
-            ConfigurationError: the user's registry file cannot be used.
-            Exception: what the last attempt to make a worker raised.
-        """
+        """Make all workers of training. Raises what the last attempt to make one raised, and leaves none behind."""
         try:
             await self._started(TRAINING)
         except BaseException:
@@ -151,10 +142,7 @@ class VerifierPool:
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
     ) -> list[Verdict]:
-        """The verdicts of a whole group after each adapter has looked at all of its own results.
-
-        For adapters with `post_process_scores`; the others are not asked.
-        """
+        """The verdicts of a whole group, after each adapter with `post_process_scores` has looked at all its results."""
         if evaluation:  # the verdicts may be of a pool before this one
             await self._started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
@@ -196,10 +184,7 @@ class VerifierPool:
         }.items()
 
     async def _started(self, phase: str) -> None:
-        """Start the queues of a phase once; callers who come meanwhile wait for the same start.
-
-        One that has failed is tried anew: what was in its way may have passed.
-        """
+        """Start the queues of a phase once, for all who ask meanwhile; anew where it has failed: it may work by now."""
         start = self._starting.get(phase)
         if start is None or (start.done() and (start.cancelled() or start.exception() is not None)):
             start = self._starting[phase] = asyncio.create_task(self._start(phase))
@@ -224,15 +209,11 @@ class VerifierPool:
         return answer.standing_in_for(result)
 
 
-def _worker_counts(
-    adapters: Sequence[str], all_adapters: Sequence[str], workers: Mapping[str, int] | int
-) -> dict[str, int]:
-    if not adapters or len(set(adapters)) != len(adapters):
-        raise ConfigurationError(f"a verifier pool needs adapters, each once, not {list(adapters)}")
-    by_name = dict.fromkeys(all_adapters, workers) if isinstance(workers, int) else dict(workers)
-    if unknown := ", ".join(sorted(set(by_name) - set(all_adapters))):
+def _worker_counts(adapters: Sequence[str], workers: Mapping[str, int] | int) -> dict[str, int]:
+    by_name = dict.fromkeys(adapters, workers) if isinstance(workers, int) else workers
+    if unknown := ", ".join(sorted(set(by_name) - set(adapters))):
         raise ConfigurationError(f"workers asked for {unknown}, but the adapters are {list(adapters)}")
-    counts = {name: by_name.get(name, 1) for name in all_adapters}
+    counts = {name: by_name.get(name, 1) for name in adapters}
     if min(counts.values()) < 1:
         raise ConfigurationError(f"every adapter needs at least one worker, not {counts}")
     return counts

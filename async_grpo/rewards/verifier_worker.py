@@ -27,16 +27,13 @@ class CallInterrupted(WorkerLost):
 class VerifierWorker(Protocol):
     """Scores samples with one reward, one or several at a time. It tries nothing again: its queue does.
 
-    - `capacity` is known once the worker is made. So many calls, of both kinds together, are served at a time. Only a
-      worker with a true `prefetch` is given more: its calls are served in the order in which they are made.
-    - A call ends within `timeout_s` from when its turn comes; as much again may be needed for what is done before it,
-      beside the time to start a process (`Timeouts.make_timeout_s`) and a few seconds to stop what runs. A worker with
-      `max_queue_s` may hold a call so much longer, which it tells as the result's `queue_s`.
-    - Only one with a true `has_post_process` is given the results of a whole group, if the reward looks at groups:
-      `await worker.post_process(samples, results, timeout_s)` is the list of results after that.
+    - `capacity`, known once it is made: so many calls, of both kinds together, are served at a time. Only a worker with a
+      true `prefetch` is given more: its calls are served in the order in which they are made.
+    - A call ends within `Timeouts.answer_s`; one of a worker with `max_queue_s` so much later, told as `queue_s`.
+    - With a true `has_post_process` it is given the results of whole groups: `await worker.post_process(samples, results,
+      timeout_s)` is the list of results after that.
     - What goes wrong with a sample is a result, FAILED or TIMED_OUT, and costs that sample alone, or its batch.
-    - ProcessDied and CallInterrupted leave the worker usable. After any other error it is closed; its other calls in
-      flight then end at once with an error of their own.
+    - ProcessDied and CallInterrupted leave it usable. After any other error it is closed, which ends its other calls.
     - A cancelled call ends when its place is free again, or at once while it is ahead of its turn.
     """
 
@@ -76,8 +73,7 @@ class Job:
     def __init__(self, ticket: int, method: str, *arguments: Any) -> None:
         self.ticket, self.method, self.arguments = ticket, method, arguments
         self.outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.asked_at = self.queued_at = time.monotonic()
-        self.queue_s = 0.0
+        self.asked_at, self.queued_at, self.queue_s = time.monotonic(), 0.0, 0.0
         self.lost_attempts = 0  # that ended without a result, perhaps by its fault
         self.alone = False  # to be served while nothing else is: it may have crashed its process
 
@@ -134,8 +130,7 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 class QueueStats:
-    """Counters since the last reset, and what an adapter that says always the same gives itself away by. The count of a
-    result that a group hook changes moves with its status."""
+    """Counters since the last reset, and what an adapter that says always the same gives itself away by."""
 
     def __init__(self) -> None:
         self.has_hook = False  # rewards are what a group hook makes of them, and not before
@@ -160,8 +155,8 @@ class QueueStats:
         self._note(result, is_final=not self.has_hook)
 
     def revise(self, before: AdapterResult, after: AdapterResult) -> None:
-        """What a group hook made of a result. One that was not counted since the last reset moves no count."""
-        # Without an attempt it comes from a cache, and was never counted.
+        """What a group hook made of a result. One that was not counted since the last reset, or never (it comes from a
+        cache, without an attempt), moves no count."""
         if before.attempts > 0 and self._statuses[before.status] > 0:
             self._statuses[before.status] -= 1
             self._statuses[after.status] += 1

@@ -11,7 +11,6 @@ from typing import Any
 
 import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.isolation.child_process import ChildProcess
@@ -39,7 +38,7 @@ class AdapterProcess:
 
     Args:
         options: keyword options; the reward receives those that it names.
-        environment: variables for the process beside the allow-list: keys for services that the reward asks.
+        environment: variables for the process beside the allow-list.
         memory_limit_bytes: address space of each process (RLIMIT_AS); None for no limit.
         max_processes: the process and all that it starts; beyond that they are ended.
         start_timeout_s: for starting, importing the registry file and warming up; not part of any sample's time-out.
@@ -61,7 +60,6 @@ class AdapterProcess:
         max_message_bytes: int = 16 * 2**20,
     ) -> None:
         self.adapter = adapter
-        self._is(AdapterTraits())  # until the process has said what it is
         self._start_timeout_s, self._grace_s = start_timeout_s, grace_s
         self._max_message_bytes = max_message_bytes
         self._spawn = partial(
@@ -105,7 +103,9 @@ class AdapterProcess:
                 await child.end(WorkerLost(f"the process of {self.adapter!r} was ended while it started"))
                 raise
             self._closes = message["closes"]
-            self._is(child.traits)
+            self.traits = traits = child.traits
+            self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
+            self.prefetch = not (traits.is_async or traits.is_batch)  # others wait in the process's pipe
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """Score one sample. What the reward raises, or that it is late, is a result; see also `VerifierWorker`."""
@@ -132,11 +132,6 @@ class AdapterProcess:
             if self._closes:
                 await self._child.dismiss(CLOSE_S)
             await self._child.end(WorkerLost(f"the worker of {self.adapter!r} is closed"))
-
-    def _is(self, traits: AdapterTraits) -> None:
-        self.traits = traits
-        self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
-        self.prefetch = not (traits.is_async or traits.is_batch)  # others wait in the process's pipe
 
     async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """The process's answers to what is sent, so many, or why there are none."""

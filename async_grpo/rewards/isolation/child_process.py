@@ -1,7 +1,6 @@
 """The parent's end of a reward's process: start it, ask it several things at a time, keep their time, end it."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -50,7 +49,6 @@ class ChildProcess(asyncio.Protocol):
         self._lines = Lines(max_message_bytes)
         self._next_number = GREETING
         self._requests: dict[int, Request] = {}  # not answered yet, in their order
-        self._nonsense = ""
         self._transport: asyncio.Transport | None = None
         self._burial: asyncio.Task[None] | None = None  # finds out what it died of
         self._ending: asyncio.Task[None] | None = None
@@ -129,14 +127,11 @@ class ChildProcess(asyncio.Protocol):
                     self._requests.pop(message.get("id", GREETING)).reply.set_result(message)
                     self._begin_next()
         except (ValueError, TypeError, LookupError) as error:
-            self._nonsense = f"{type(error).__name__}: {error}"  # somebody else writes into the channel
-            assert self._transport is not None, "data comes from it"
-            self._transport.abort()
+            # Somebody else writes into the channel
+            reason = f"the process of {self._adapter!r} answered nonsense: {type(error).__name__}: {error}"
+            self._end_soon(ProcessDied(reason))
 
     def connection_lost(self, error: Exception | None) -> None:
-        with contextlib.suppress(OSError):  # after an error in writing, its last answers may lie unread
-            while error is not None and (data := self._channel.recv(2**16, socket.MSG_DONTWAIT)):
-                self.data_received(data)
         if not self.lost:
             self.lost = True
             self._burial = asyncio.get_running_loop().create_task(self._bury())
@@ -178,10 +173,14 @@ class ChildProcess(asyncio.Protocol):
     def _interrupt(self, requests: Sequence[Request]) -> asyncio.Task[None] | None:
         """End the process, unless it has let go of these."""
         if not all(request.reply.done() for request in requests):
-            error = CallInterrupted(f"the process of {self._adapter!r} was ended for another sample")
-            self._ending = asyncio.get_running_loop().create_task(self.end(error))
-            return self._ending
+            return self._end_soon(
+                CallInterrupted(f"the process of {self._adapter!r} was ended for another sample")
+            )
         return None
+
+    def _end_soon(self, error: WorkerLost) -> asyncio.Task[None]:
+        self._ending = asyncio.get_running_loop().create_task(self.end(error))
+        return self._ending
 
     async def _abandon(self, request: Request, grace_s: float) -> None:
         """One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
@@ -201,14 +200,9 @@ class ChildProcess(asyncio.Protocol):
             await asyncio.wait([ending])
 
     async def _bury(self) -> None:
-        error: WorkerLost
-        try:
-            if not self._nonsense:  # a kill while it ends would hide what it died of
-                await self._ends_within(EXIT_WAIT_S)
-            await self._stop()
-            error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
-        except WorkerLost as survived:
-            error = survived
+        await self._ends_within(EXIT_WAIT_S)  # a kill while it ends would hide what it died of
+        await self._stop()
+        error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
         self._fail(error, CallInterrupted(f"{error}, before it began this sample"))
 
     def _fail(self, error: WorkerLost, before_its_turn: WorkerLost) -> None:
@@ -220,9 +214,8 @@ class ChildProcess(asyncio.Protocol):
                 request.reply.exception()  # a caller that still waits gets it all the same; none need wait
 
     def _cause_of_death(self) -> str:
-        code = self._process.returncode
-        if self._nonsense:
-            return f"answered nonsense: {self._nonsense}"
+        if (code := self._process.poll()) is None:
+            return f"survives SIGKILL for {REAP_S:g} s"
         if code == TOO_MANY:
             return f"was ended, for it had started more than {self._max_processes} processes"
         return f"died ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
@@ -237,7 +230,6 @@ class ChildProcess(asyncio.Protocol):
         self._process.send_signal(signal.SIGCONT)  # the reward may have stopped its guardian
         if not await self._ends_within(REAP_S):
             self._process.kill()  # whatever ails the guardian, the reward's process dies with it
-            raise WorkerLost(f"process {self.pid} of {self._adapter!r} survives SIGKILL for {REAP_S:g} s")
 
     async def _ends_within(self, timeout_s: float) -> bool:
         """Whether the process ends in time. Polled: waiting would take a thread."""
