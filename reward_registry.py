@@ -35,6 +35,9 @@ from async_grpo.rewards.adapter.decorators import (
     process_reward,
     warmed_by,
 )
+from async_grpo.rewards.builtin import countdown as countdown_rules
+from async_grpo.rewards.builtin import mathd as mathd_rules
+from async_grpo.rewards.builtin import text
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge
 
 
@@ -68,9 +71,7 @@ def math_verify(sample: dict, **options) -> dict:
 
 def mathd(sample: dict, **options) -> dict:
     r"""The last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
-    from async_grpo.rewards.builtin.mathd import score
-
-    return score(sample)
+    return mathd_rules.score(sample)
 
 
 @cacheable
@@ -84,24 +85,18 @@ def sympy(sample: dict, **options) -> dict:
 
 def countdown(sample: dict, **options) -> dict:
     """The <answer> reaches `target` with each of `nums` used once: 1, plus 0.1 for the format."""
-    from async_grpo.rewards.builtin.countdown import score
-
-    return score(sample)
+    return countdown_rules.score(sample)
 
 
 @process_reward
 def countdown_steps(sample: dict, **options) -> dict:
     """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
-    from async_grpo.rewards.builtin.countdown import score_steps
-
-    return score_steps(sample)
+    return countdown_rules.score_steps(sample)
 
 
 @best_reward(lambda weight=0.1: weight)
 def format(sample: dict, weight: float = 0.1) -> dict:
     """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
-    from async_grpo.rewards.builtin import text
-
     return text.format(sample, weight)
 
 
@@ -129,15 +124,11 @@ def code(
 
 def regex(sample: dict, pattern: str | None = None, search: bool = False) -> dict:
     """1 if the completion matches `pattern`, of the row or the option."""
-    from async_grpo.rewards.builtin import text
-
     return text.regex(sample, pattern, search)
 
 
 def exact(sample: dict, strip: bool = True, case: bool = False) -> dict:
     """1 if the answer is literally `answer`, or one of the list `answers`."""
-    from async_grpo.rewards.builtin import text
-
     return text.exact(sample, strip, case)
 
 
@@ -150,23 +141,13 @@ def length(
     judge: str = "math_verify",
 ) -> dict:
     """By the number of tokens: DAPO's slope before `max_tokens` (with `--reward-combine sum`), or the cosine reward."""
-    from async_grpo.rewards.builtin import text
-
     return text.length(sample, schedule, max_tokens, cache_tokens, judge)
 
 
-def _vote(group: list[dict]) -> list[dict | None]:
-    from async_grpo.rewards.builtin.mathd import post_process_scores
-
-    return post_process_scores(group)
-
-
-@post_process(_vote)
+@post_process(mathd_rules.post_process_scores)
 def majority(sample: dict, **options) -> dict:
     """1 if the answer is the one that most completions of the prompt give: training without answers."""
-    from async_grpo.rewards.builtin.mathd import score_vote
-
-    return score_vote(sample)
+    return mathd_rules.score_vote(sample)
 
 
 @warmed_by({"completion": "1", "schema": {"type": "integer"}})

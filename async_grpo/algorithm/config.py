@@ -206,5 +206,5 @@ def _settings(flag: str, text: str, known: Mapping[str, Any], owner: str) -> dic
     options = typed_options(parse_assignments(text, flag), known, owner)
     for name in options.keys() & RANGES[flag].keys():
         value, allowed = options[name], RANGES[flag][name]
-        refuse(value is not None and value not in allowed, f"--{flag} {name}={value}: it {allowed.says}")
+        refuse(value is not None and not allowed.holds(value), f"--{flag} {name}={value}: it {allowed.says}")
     return options

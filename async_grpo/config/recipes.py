@@ -5,6 +5,7 @@ from typing import Any
 
 _GRPO = {"advantage_estimator": "grpo", "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
 _MEAN_OF_SEQUENCES = {"loss_aggregation": "sequence_mean_token_mean", "mask_truncated": False}
+_CONSTANT_LENGTH = {"loss_aggregation": "constant_length", "mask_truncated": False}
 _KL = {"kl_coef": 0.04, "kl_kind": "k3"}
 _NO_KL = {"kl_coef": 0.0}
 _CISPO = {"policy_loss": "cispo", "clip_high": 4.0}
@@ -19,13 +20,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, "DeepSeekMath": a KL in the loss, every sequence weighs the same
     "grpo": {**_GRPO, **_MEAN_OF_SEQUENCES, **_KL},
     # Liu et al. 2025, "Understanding R1-Zero-Like Training": neither std nor length in a denominator
-    "dr_grpo": {
-        **_GRPO,
-        "advantage_estimator": "dr_grpo",
-        "loss_aggregation": "constant_length",
-        "mask_truncated": False,
-        **_NO_KL,
-    },
+    "dr_grpo": {**_GRPO, "advantage_estimator": "dr_grpo", **_CONSTANT_LENGTH, **_NO_KL},
     # Yu et al. 2025, "DAPO": clip-higher, dynamic sampling, token mean, soft overlong punishment, no KL
     "dapo": {**_GRPO, "clip_high": 0.28, **_DYNAMIC_SAMPLING, "overlong_penalty": 1.0, **_NO_KL},
     # Zheng et al. 2025, "Group Sequence Policy Optimization"

@@ -1,6 +1,5 @@
 """The options of the rollout side: batches, steps, and what becomes of groups on the way to them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,7 +7,7 @@ from functools import partial
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 
-OF_A_GROUP = Range(2, math.inf, False, "must be 2 or more: a group of one has nothing to compare with")
+OF_A_GROUP = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
 OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
 OUTCOME = "outcome"  # the name of the best outcome reward beside process rewards that are taken apart
 

@@ -78,7 +78,7 @@ def _tell(folder: Path, seconds: float) -> None:
     console.print(f"{before['eval_num_samples']} held-out countdown tasks, temperature 1:")
     table = Table()
     for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column)
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
         table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
     console.print(table)

@@ -17,9 +17,7 @@ from async_grpo.errors import ConfigurationError
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # a checkout, or where packages are installed
 INHERITED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH".split()
-INHERITED_PREFIXES = (
-    *("RAY_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "TOKENIZERS_", "VLLM_CPU_", "VLLM_LOGGING_", "PYTHON"),
-)
+INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
 
 
 def ray_command(address: str, scratch: Path) -> list[str]:
@@ -37,11 +35,7 @@ def ray_command(address: str, scratch: Path) -> list[str]:
 
 
 def run_environment(ray_address: str, trainer_gpus: int) -> dict[str, str]:
-    """The environment of every program.
-
-    Args:
-        ray_address: of a cluster to join; "" makes the settings of a private one, all of it on the loopback interface.
-    """
+    """The environment of every program; without an address, that of a private cluster on the loopback interface."""
     private = {
         "RAY_ADDRESS": ray_address or f"127.0.0.1:{free_port()}",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -62,22 +56,18 @@ def run_environment(ray_address: str, trainer_gpus: int) -> dict[str, str]:
 
 def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int = 0) -> dict[str, str]:
     """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's or the judge's GPUs."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name in INHERITED or name.startswith(INHERITED_PREFIXES)
-    }
-    devices = gpus()
-    last = len(devices) - judge_gpus
-    return {**kept, "CUDA_VISIBLE_DEVICES": ",".join(devices[trainer_gpus:last])} if devices else kept
+    names = [name for name in environment if name in INHERITED or name.startswith(INHERITED_PREFIXES)]
+    kept = {name: environment[name] for name in names}
+    if devices := gpus():
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices[trainer_gpus : len(devices) - judge_gpus])
+    return kept
 
 
 def gpus() -> list[str]:
     """Ids of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [device.strip() for device in visible.split(",") if device.strip()]
-    return [str(device) for device in range(torch.cuda.device_count())]
+    every = map(str, range(torch.cuda.device_count())) if visible is None else visible.split(",")
+    return [device.strip() for device in every if device.strip()]
 
 
 def free_port() -> int:

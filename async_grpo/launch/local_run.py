@@ -12,15 +12,8 @@ from async_grpo.config.preflight import prepare
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.generation.config import EngineOptions
-from async_grpo.launch.environment import (
-    check_reachable,
-    free_port,
-    gpus,
-    ray_command,
-    ray_environment,
-    run_environment,
-    signals_as_exceptions,
-)
+from async_grpo.launch import environment
+from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge, serving
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option
@@ -53,9 +46,8 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
         needed = self.nproc_per_node + engines + len(self.logprob_roles) + self.judge_gpus_alone
         if gpus() and len(gpus()) < needed:
             raise ConfigurationError(
-                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {engines}, and "
-                f"logprob workers and judges), "
-                f"{len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
+                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {engines}, and logprob workers and "
+                f"judges), {len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
             )
         if not self.reward_fns:
             raise ConfigurationError(
@@ -83,7 +75,7 @@ def check(config: LocalConfig) -> None:
         )
     prepare(config)
     if config.ray_address:
-        check_reachable(config.ray_address)
+        environment.check_reachable(config.ray_address)
 
 
 def start(config: LocalConfig) -> None:
@@ -94,7 +86,7 @@ def start(config: LocalConfig) -> None:
     # A short path: the names of Ray's sockets may not exceed 107 characters
     scratch = TemporaryDirectory(prefix="grpo-", ignore_cleanup_errors=True)
     judge = serving(config, gpus(), logs, config.enforce_eager)
-    with signals_as_exceptions(), scratch as folder, judge as found:
+    with environment.signals_as_exceptions(), scratch as folder, judge as found:
         try:
             _run(config, supervisor, Path(folder), found)
         except KeyboardInterrupt as interrupt:
@@ -108,21 +100,20 @@ def start(config: LocalConfig) -> None:
 
 
 def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
-    environment = run_environment(config.ray_address, config.nproc_per_node)
+    variables = environment.run_environment(config.ray_address, config.nproc_per_node)
     if not config.ray_address:
         log.info("starting a private Ray")
-        command = ray_command(environment["RAY_ADDRESS"], scratch)
-        for_ray = ray_environment(environment, config.nproc_per_node, config.judge_gpus_alone)
-        supervisor.wait_for_text(
-            supervisor.start("ray", command, for_ray), "Ray runtime started", RAY_START_S
-        )
+        command = environment.ray_command(variables["RAY_ADDRESS"], scratch)
+        for_ray = environment.ray_environment(variables, config.nproc_per_node, config.judge_gpus_alone)
+        ray = supervisor.start("ray", command, for_ray)
+        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
     log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
-        supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, environment)
+        supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, variables)
         for number, command in enumerate(worker_commands(config))
     ]
     command = trainer_command(config) + [f"--{dashed(name)}={value}" for name, value in judge.items()]
-    trainer = supervisor.start("trainer", command, environment, console=True)
+    trainer = supervisor.start("trainer", command, variables, console=True)
     code = supervisor.wait(trainer)
     if code != 0:
         if REFUSED.search(log_excerpt(trainer)):
@@ -141,7 +132,7 @@ def worker_commands(config: LocalConfig) -> list[list[str]]:
 
 def trainer_command(config: LocalConfig) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
-    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    rendezvous = ["--master-addr=127.0.0.1", f"--master-port={environment.free_port()}"]
     return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", _parameters(config)]
 
 

@@ -9,10 +9,10 @@ import difflib
 import importlib.util
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import is_file
@@ -20,23 +20,17 @@ from async_grpo.options.source_file import is_file
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """What a number may be, beside being finite."""
 
-    low: float
-    high: float
-    open: bool  # without `low` itself
     says: str
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.open else self.low <= value) and value <= self.high
+    holds: Callable[[float], bool]
 
 
-POSITIVE = Range(0, math.inf, True, "must be above 0")
-NOT_NEGATIVE = Range(0, math.inf, False, "cannot be negative")
-SHARE = Range(0, 1, False, "is a share between 0 and 1")
-POSITIVE_SHARE = Range(0, 1, True, "is a share above 0 and at most 1")
+POSITIVE = Range("must be above 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("cannot be negative", lambda value: value >= 0)
+SHARE = Range("is a share between 0 and 1", lambda value: 0 <= value <= 1)
+POSITIVE_SHARE = Range("is a share above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def option(
@@ -89,12 +83,10 @@ def _check(
 ) -> None:
     unsound = isinstance(value, float) and not math.isfinite(value)
     refuse(unsound and not (unbounded and math.isinf(value)), f"{flag} {value}: it must be a finite number")
-    if range is not None and value not in range:
-        raise ConfigurationError(f"{flag} {range.says}, not {value}")
+    refuse(range is not None and not range.holds(value), f"{flag} {range and range.says}, not {value}")
     if known and value not in known and not (own and is_file(value)):
-        raise ConfigurationError(
-            f"{flag} {value!r} is unknown; known: {', '.join(known)}{nearest(value, known)}"
-        )
+        names = f"{', '.join(known)}{nearest(value, known)}"
+        raise ConfigurationError(f"{flag} {value!r} is unknown; known: {names}")
 
 
 def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
@@ -153,13 +145,12 @@ def typed_options(given: Mapping[str, Any], defaults: Mapping[str, Any], owner: 
         refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
         match defaults[name]:
             case bool():
-                refuse(not isinstance(value, bool), f"{owner}: {name}={value} must be true or false")
-            case int() | float():
-                refuse(not _is_number(value), f"{owner}: {name}={value} is no finite number")
+                fits, kind = isinstance(value, bool), "must be true or false"
             case str():
-                refuse(not isinstance(value, str), f"{owner}: {name}={value} must be a word")
-            case None:
-                refuse(value is not None and not _is_number(value), f"{owner}: {name}={value} is no number")
+                fits, kind = isinstance(value, str), "must be a word"
+            case default:
+                fits, kind = _is_number(value) or value is default is None, "is no finite number"
+        refuse(not fits, f"{owner}: {name}={value} {kind}")
     return dict(given)
 
 

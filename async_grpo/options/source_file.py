@@ -1,7 +1,6 @@
 """Python source of the user's own, given as `FILE.py:NAME`, loaded from its text.
 
-The text is read once, on the machine where the run was started. Every process that needs the object imports this text,
-whatever its own disk holds, and the text's digest goes into the run's parameters.
+The text is read once, where the run was started; every process imports this text, and its digest is recorded.
 """
 
 import hashlib
@@ -21,10 +20,7 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class ShippedModule:
-    """One module's source.
-
-    It may import any installed package, but no file that merely lies beside it: only this text travels.
-    """
+    """One module's source; it may import any installed package, but no file beside it: only this text travels."""
 
     module_name: str
     text: str
@@ -46,19 +42,13 @@ class ShippedModule:
             return loaded
         module, file = ModuleType(self.module_name), f"{self.module_name}.py"
         vars(module)["__sha256__"] = self.sha256
-        linecache.cache[file] = (
-            len(self.text),
-            None,
-            self.text.splitlines(keepends=True),
-            file,
-        )  # for tracebacks
+        lines = self.text.splitlines(keepends=True)
+        linecache.cache[file] = len(self.text), None, lines, file  # for tracebacks
         sys.modules[self.module_name] = module  # before it runs: data classes look themselves up here
         try:
             exec(compile(self.text, file, "exec"), vars(module))
         except Exception as error:
             del sys.modules[self.module_name]
-            if loaded is not None:
-                sys.modules[self.module_name] = loaded
             message = f"{self.title} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigurationError(message) from error
         return module
@@ -135,16 +125,14 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
     if name in registry:
         return registry[name]
     if not is_file(name):
-        raise ConfigurationError(
-            f"--{flag} {name!r} is unknown; known: {', '.join(registry)}; or FILE.py:NAME"
-        )
+        known = f"{', '.join(registry)}; or FILE.py:NAME"
+        raise ConfigurationError(f"--{flag} {name!r} is unknown; known: {known}")
     found = read_once(name).object()
     if isinstance(entry, type) and isinstance(found, entry):
         return cast(Entry, found)
     if not callable(found):
-        raise ConfigurationError(
-            f"--{flag} {name}: {type(found).__name__} is neither an entry nor a function"
-        )
+        kind = type(found).__name__
+        raise ConfigurationError(f"--{flag} {name}: {kind} is neither an entry nor a function")
     return entry(found)
 
 

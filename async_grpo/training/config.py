@@ -6,7 +6,7 @@ from functools import partial
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Range, Section, option
 
 DECAYS_TO_ZERO = ("linear", "cosine")  # schedules that end at 0, at the run's last step
-BELOW_ONE = Range(0, 1 - 1e-12, False, "must lie between 0 and 1 (without 1)")
+BELOW_ONE = Range("must lie between 0 and 1 (without 1)", lambda value: 0 <= value < 1)
 
 _optimizer = partial(option, panel="Optimizer")
 
