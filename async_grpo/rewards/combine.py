@@ -43,10 +43,7 @@ class Combination:
 
     def __post_init__(self) -> None:
         if not self.adapters or len(set(self.adapters)) != len(self.adapters):
-            named = ", ".join(self.adapters) or "none"
-            raise ConfigurationError(
-                f"a sample must be scored by at least one adapter, each once, not {named}"
-            )
+            raise ConfigurationError(f"at least one adapter is needed, and each once, not {self.adapters}")
         if self.mode not in MODES:
             known = ", ".join(MODES)
             raise ConfigurationError(f"unknown reward combination {self.mode!r}; choose one of {known}")
