@@ -214,7 +214,7 @@ class SharedRunSettings:
     stop_token_ids: tuple[int, ...]
     max_total_tokens: int  # prompt and completion together
     max_completion_tokens: int
-    transport: str  # how weights travel: see `weights.transports`
+    transport: str  # how weights travel: see `weights.config`
     logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
     seed: int
     char_ends: bool = False  # completions carry `char_ends`: for process rewards

@@ -40,8 +40,8 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.training.trainer import Trainer
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
+from async_grpo.weights.config import get_transport
 from async_grpo.weights.publisher import Canary
-from async_grpo.weights.transports import get_transport
 
 log = logging.getLogger(__name__)
 CANARY_TOKENS = 128

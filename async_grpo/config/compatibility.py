@@ -14,7 +14,7 @@ from async_grpo.config.recipes import RECIPES
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import dashed
 from async_grpo.training.config import DECAYS_TO_ZERO
-from async_grpo.weights.transports import get_transport
+from async_grpo.weights.config import get_transport
 
 if TYPE_CHECKING:
     from async_grpo.config.run import RunConfig

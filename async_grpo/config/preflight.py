@@ -20,7 +20,7 @@ from async_grpo.experience.dataset import Question, load_questions
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.options.source_file import absolute
 from async_grpo.types import SharedRunSettings
-from async_grpo.weights.transports import TRANSPORTS, get_transport
+from async_grpo.weights.config import TRANSPORTS, get_transport
 
 SAMPLED_PROMPTS = 8  # decoded to see that the tokenizer is the model's
 

@@ -10,7 +10,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.generation.config import EngineConfig
 from async_grpo.options.fields import nearest
 from async_grpo.types import SharedRunSettings
-from async_grpo.weights.transports import get_transport
+from async_grpo.weights.config import get_transport
 
 
 def engine_arguments(

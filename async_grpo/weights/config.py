@@ -1,8 +1,52 @@
-"""The options of the weight sync."""
+"""The options of the weight sync, and how weights travel: a registry. A new way is a file of its own, and one entry here
+(or FILE.py:NAME). Light to import: the publishers themselves are imported where they are made.
+"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from async_grpo.options.fields import POSITIVE, Section, option
+from async_grpo.options.source_file import find_entry
+from async_grpo.protocols import WeightPublisher
+
+MakePublisher = Callable[..., WeightPublisher]  # of what `publisher.Publisher` takes
+
+
+@dataclass(frozen=True)
+class Transport:
+    """All that the rest of the library knows of one way for weights to travel."""
+
+    make_publisher: MakePublisher
+    engine_backend: str = "async_grpo_object_store"  # of vLLM's weight transfer; see `vllm_engine`
+    needs_gpu: bool = False
+    # Workers that join late, and proximal ones, can be given the weights at any time
+    sends_packages: bool = True
+
+
+def _imported(name: str) -> MakePublisher:
+    return lambda *args: resolve_name(f"async_grpo.weights.{name}")(*args)
+
+
+TRANSPORTS = {
+    "object_store": Transport(_imported("publisher:Publisher")),
+    "nccl": Transport(
+        _imported("nccl:NCCLPublisher"), "async_grpo_nccl", needs_gpu=True, sends_packages=False
+    ),
+}
+
+
+def get_transport(name: str) -> Transport:
+    """The transport that `--weight-transport` names.
+
+    Raises:
+        ConfigurationError: there is no such transport.
+
+    >>> get_transport("carrier_pigeon")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigurationError: --weight-transport 'carrier_pigeon' is unknown; known: object_store, nccl; ...
+    """
+    return find_entry(name, TRANSPORTS, Transport, "weight-transport")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +57,7 @@ class WeightConfig(Section):
         "object_store",
         "How weights travel; nccl needs GPUs. Or FILE.py:NAME of a `Transport` of your own.",
         "Cluster",
-        choices="async_grpo.weights.transports:TRANSPORTS",
+        choices="async_grpo.weights.config:TRANSPORTS",
         own=True,
     )
     sync_timeout_s: float = option(600.0, "Longest weight update of an engine.", "Cluster", range=POSITIVE)

@@ -6,52 +6,21 @@ vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `Engin
 import concurrent.futures
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from async_grpo.errors import DeadlineExceeded
-from async_grpo.modeling import full_tensor
-from async_grpo.protocols import Receipt, TensorRecord, WeightPackage
-from async_grpo.weights.package import record
-from async_grpo.weights.publisher import NamedTensors, Publisher
-
-
-@dataclass
-class RecordingSource:
-    """vLLM's `WeightSource` over a policy: yields full tensors in the wire dtype and notes each one on its way out."""
-
-    model: nn.Module
-    named_weights: NamedTensors
-    wire_dtype: torch.dtype
-    names: Collection[str] | None = None  # what to send; None: every tensor
-    sent: dict[str, TensorRecord] = field(default_factory=dict)
-
-    def metadata(self) -> list[Any]:
-        """Names, dtypes and full shapes of what will be sent; gathers nothing."""
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
-        return [ParamMeta(name, self.wire_dtype, tuple(tensor.shape)) for name, tensor in self._chosen()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.sent = {}
-        for name, tensor in self._chosen():
-            wired = full_tensor(tensor).to(self.wire_dtype).contiguous()
-            self.sent[name] = record(wired)
-            yield name, wired
-
-    def _chosen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((n, t) for n, t in self.named_weights(self.model) if self.names is None or n in self.names)
+from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.weights.publisher import Publisher, RecordingSource
 
 
 class NCCLPublisher(Publisher):
     """The same transaction. The group has a fixed membership: when the set of workers has changed it is built anew before
     the next sync, so a late worker joins at a step's end."""
 
-    _source: RecordingSource | None = None
     _sender: Any = None
     _members: Mapping[str, int] | None = None
 
@@ -67,26 +36,22 @@ class NCCLPublisher(Publisher):
         info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self._rank)
         return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=source)
 
-    def _send(
-        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None
-    ) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
-        source = self._source = self._source or RecordingSource(model, self._named_weights, self._wire_dtype)
-        source.names = names
+    def _send(self, draft: WeightPackage) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
         if self._engines is None:
-            self._sender = self._sender or self.make_engine(source, 0)
+            self._sender = self._sender or self.make_engine(self._source, 0)
             self._sender.send_weights()  # takes part in the gathering, sends nothing
             return None
         members = self._engines.begin()
         if self._members != members:
             if self._sender is not None:
                 self._sender.shutdown()
-            self._sender = self._within_deadline(self.make_engine, source, 1 + sum(members.values()))
+            self._sender = self._within_deadline(self.make_engine, self._source, 1 + sum(members.values()))
             self._members = dict(members)
         self._engines.pause(draft.version)
         # If this fails the engines stay paused: the run is over
         self._within_deadline(self._sender.send_weights)
         self._engines.resume(draft.version)
-        package = replace(draft, manifest=source.sent)
+        package = replace(draft, manifest=self._source.sent)
         return package, self._engines.receipts(package)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:

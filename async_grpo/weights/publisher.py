@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,33 @@ class Canary:
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
 
+@dataclass
+class RecordingSource:
+    """What is sent, as full tensors in the wire dtype, each noted on its way out; also vLLM's `WeightSource`."""
+
+    named_weights: NamedTensors
+    wire_dtype: torch.dtype
+    model: Any = None
+    names: Collection[str] | None = None  # what to send; None: every tensor
+    sent: dict[str, TensorRecord] = field(default_factory=dict)
+
+    def metadata(self) -> list[Any]:
+        """Names, dtypes and full shapes of what will be sent; gathers nothing."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, self.wire_dtype, tuple(tensor.shape)) for name, tensor in self._chosen()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sent = {}
+        for name, tensor in self._chosen():
+            wired = full_tensor(tensor).to(self.wire_dtype).contiguous()
+            self.sent[name] = record(wired)
+            yield name, wired
+
+    def _chosen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((n, t) for n, t in self.named_weights(self.model) if self.names is None or n in self.names)
+
+
 class Publisher:
     """`WeightPublisher` that sends packages: a self-test first if asked for, then the weights, each with its proof.
 
@@ -66,8 +93,8 @@ class Publisher:
         rank: int,
         config: WeightConfig,
     ) -> None:
-        self._engines, self._named_weights, self._canary = engines, named_weights, canary
-        self._wire_dtype, self._rank, self._config = wire_dtype, rank, config
+        self._engines, self._canary, self._rank, self._config = engines, canary, rank, config
+        self._source = RecordingSource(named_weights, wire_dtype)
         self._rounding: float | None = None  # the largest root mean square difference of proven weights
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
 
@@ -92,22 +119,22 @@ class Publisher:
         tolerance after it. Then one round per group of tensors in which only these are changed."""
         unchanged = self._draft(model, SELF_TEST)
         self._remember(self._transact(model, unchanged))
-        weights, restored = dict(self._named_weights(model)), frozenset[str]()
+        weights, restored = dict(self._source.named_weights(model)), frozenset[str]()
         for group in self_test_groups(weights):
             with perturbed({name: weights[name] for name in group}):
                 changed = self._draft(model, SELF_TEST)
                 moved = rms(changed.canary_logprobs - unchanged.canary_logprobs)
                 # What an engine that lost nothing may differ by
-                allowed = ROUNDINGS * torch.finfo(self._wire_dtype).eps * moved
-                allowed = max(allowed, 1.5 * (self._rounding or 0.0), MIN_TOLERANCE)
-                allowed = self._config.canary_tolerance or allowed
-                self._transact(model, replace(changed, tolerance=allowed), restored | group)
+                rounding = ROUNDINGS * torch.finfo(self._source.wire_dtype).eps * moved
+                allowed = max(rounding, 1.5 * (self._rounding or 0.0), MIN_TOLERANCE)
+                changed = replace(changed, tolerance=self._config.canary_tolerance or allowed)
+                self._transact(model, changed, restored | group)
             restored = group
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
         expected = self._canary.logprobs(model, self._canary.token_ids)
-        measured = MAX_ROUNDING[self._wire_dtype]
+        measured = MAX_ROUNDING[self._source.wire_dtype]
         if self._rounding is not None:
             measured = max(3 * self._rounding, MIN_TOLERANCE)
         tolerance = self._config.canary_tolerance or measured
@@ -125,7 +152,8 @@ class Publisher:
         Returns:
             Engine minus trainer by worker; {} on ranks that send nothing.
         """
-        sent = self._send(model, draft, names)
+        self._source.model, self._source.names = model, names
+        sent = self._send(draft)
         if sent is None or self._engines is None:
             return {}
         package, receipts = sent
@@ -133,31 +161,22 @@ class Publisher:
         self._engines.commit(package, list(receipts))
         return differences
 
-    def _send(
-        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None
-    ) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
-        """Bring the tensors to every engine; None on ranks that only take part in the gathering.
-
-        Every tensor is gathered in turn; rank 0 keeps them, in chunks of safetensors images.
-        """
-        manifest: dict[str, TensorRecord] = {}
-        package = replace(draft, manifest=manifest, chunks=[])
+    def _send(self, draft: WeightPackage) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
+        """Bring the tensors to every engine, in chunks of safetensors images; None on ranks that only gather."""
+        chunks: list[Any] = []
         pending: dict[str, torch.Tensor] = {}
-        for name, tensor in self._named_weights(model):
-            if names is not None and name not in names:
-                continue
-            whole = full_tensor(tensor)
+        for name, tensor in self._source:
             if self._engines is None:
-                continue  # taking part in the gathering was all
-            pending[name] = whole.to("cpu", self._wire_dtype).contiguous()
-            manifest[name] = record(pending[name])
+                continue
+            pending[name] = tensor.cpu()
             if sum(t.nbytes for t in pending.values()) >= self.chunk_bytes:
-                package.chunks.append(self._engines.put(np.frombuffer(save(pending), np.uint8)))
+                chunks.append(self._engines.put(np.frombuffer(save(pending), np.uint8)))
                 pending = {}
         if self._engines is None:
             return None
         if pending:
-            package.chunks.append(self._engines.put(np.frombuffer(save(pending), np.uint8)))
+            chunks.append(self._engines.put(np.frombuffer(save(pending), np.uint8)))
+        package = replace(draft, manifest=self._source.sent, chunks=chunks)
         return package, self._engines.deliver(package)
 
 

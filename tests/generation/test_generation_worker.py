@@ -15,7 +15,7 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline, engine_arguments
 from async_grpo.types import SharedRunSettings
-from async_grpo.weights.transports import TRANSPORTS
+from async_grpo.weights.config import TRANSPORTS
 
 SETTINGS = SharedRunSettings(
     run_name="t",

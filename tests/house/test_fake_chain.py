@@ -35,8 +35,8 @@ from pathlib import Path
 
 import numpy as np
 
+from async_grpo.weights.config import Transport
 from async_grpo.weights.publisher import Publisher
-from async_grpo.weights.transports import Transport
 
 
 class FolderLink:

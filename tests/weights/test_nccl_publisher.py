@@ -11,8 +11,9 @@ from test_weights import CANARY, TwoLayers, logprobs, named
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.nccl import NCCLPublisher, RecordingSource
+from async_grpo.weights.nccl import NCCLPublisher
 from async_grpo.weights.package import SELF_TEST
+from async_grpo.weights.publisher import RecordingSource
 
 
 class Control:
@@ -118,7 +119,7 @@ except DeadlineExceeded:
 
 def test_the_source_says_beforehand_what_it_will_yield():
     pytest.importorskip("vllm")
-    source = RecordingSource(TwoLayers(), named, torch.bfloat16)
+    source = RecordingSource(named, torch.bfloat16, TwoLayers())
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     assert np.all([tensor.is_contiguous() for _, tensor in source])
