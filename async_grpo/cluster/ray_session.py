@@ -1,7 +1,6 @@
 """Joining a Ray cluster, finding a run on it by name, asking its controller, and how actors are made."""
 
 import contextlib
-import itertools
 import logging
 import os
 import re
@@ -27,9 +26,10 @@ FORWARDED_PREFIXES = ("VLLM_CPU_",)
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 CONNECT_TIMEOUT_S = 5.0
-TOKEN_HINT = (
-    "`ray get-auth-token --generate` makes the token on the first node, in ~/.ray/auth_token: copy that file to the other "
-    "nodes"
+HOW_TO_JOIN = (
+    "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on "
+    "this machine) on every side; `ray get-auth-token --generate` makes the token on the first node, in ~/.ray/auth_token: "
+    "copy that file to the other nodes"
 )
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,10 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
         ConfigurationError: there is none, or it does not let us in; says how to start one.
     """
     address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
     try:
-        _probe(address)
+        if port.isdigit():  # Ray itself would go on trying for minutes where nobody listens
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(
             address=address,
             namespace=f"async-grpo/{run_name}",
@@ -65,29 +67,9 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
             runtime_env={"env_vars": forwarded_environment()},
         )
     except (OSError, RuntimeError, ValueError, AuthenticationError) as error:
-        raise ConfigurationError(_how_to_join(str(error))) from error
-
-
-def _probe(address: str) -> None:
-    """See whether anybody listens at host:port: Ray itself would go on trying for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            raise ConnectionError(f"nobody listens at RAY_ADDRESS {address}: {error}") from error
-
-
-def _how_to_join(error: str) -> str:
-    if "token" in error.lower():
-        return (
-            f"the Ray cluster refuses this process: {error.splitlines()[0]} Ray protects clusters made with `ray start` by "
-            f"a token: set RAY_AUTH_MODE=token on every side; {TOKEN_HINT}"
-        )
-    return (
-        f"no Ray cluster to join ({error.splitlines()[0]}). Start one with `RAY_AUTH_MODE=token ray start --head`, and "
-        f"set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on this machine) here too; {TOKEN_HINT}"
-    )
+        raise ConfigurationError(
+            f"no Ray cluster to join at RAY_ADDRESS {address} ({str(error).splitlines()[0]}). {HOW_TO_JOIN}"
+        ) from error
 
 
 def find_controller(run_name: str, deadline_s: float) -> Any:
@@ -97,12 +79,11 @@ def find_controller(run_name: str, deadline_s: float) -> Any:
         DeadlineExceeded: it did not appear in time.
     """
     what = f"waiting for a trainer to open the run {run_name!r}"
+    log.info("%s ...", what)
     give_up = time.monotonic() + deadline_s
-    for attempt in itertools.count():
+    while True:
         with contextlib.suppress(ValueError):
             return ray.get_actor(CONTROLLER)
-        if attempt == 0:
-            log.info("%s ...", what)
         if time.monotonic() > give_up:
             raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s")
         time.sleep(0.2)

@@ -4,10 +4,10 @@ Plain asyncio without Ray: what joins is a handle, and `connect` makes of it a l
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class RegisteredWorkers:
         self.by_id: dict[str, _Worker] = {}
         self._self_test: list[WeightPackage] = []
         self._package: WeightPackage | None = None
+        self._last_lost: WorkerLost | None = None
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
 
@@ -109,38 +110,20 @@ class RegisteredWorkers:
                 self.registry.activate(worker_id)
             self._settled.set()
 
-    async def lease(self, sequences: int, tokens_each: int) -> "LeasedWorker":
-        """Wait for a worker that takes `sequences` at once; see `WorkerRegistry.acquire`."""
-        return LeasedWorker(self, await self.registry.acquire(sequences, tokens_each))
+    @asynccontextmanager
+    async def lease(self, sequences: int, tokens_each: int) -> AsyncIterator[tuple[WorkerLink, Lease]]:
+        """The next worker that takes `sequences` at once; see `WorkerRegistry.acquire`.
 
-
-class LeasedWorker:
-    """One worker while the block runs. `WorkerLost` fences it and goes no further: the work is to be done again."""
-
-    def __init__(self, workers: RegisteredWorkers, lease: Lease) -> None:
-        self._workers, self._lease = workers, lease
-        self.lost: WorkerLost | None = None
-
-    @property
-    def link(self) -> WorkerLink:
-        """The way to it."""
-        if worker := self._workers.by_id.get(self._lease.worker_id):
-            return worker.link
-        raise WorkerLost(f"worker {self._lease.worker_id} was gone before it was asked")
-
-    def release(self, sequences: int = 1) -> None:
-        """Give sequences back; those of a worker that was fenced are void already."""
-        self._workers.registry.release(self._lease, sequences)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if isinstance(error, WorkerLost):
-            self.lost = error
-            self._workers.deregister(self._lease.worker_id, str(error))
-        self.release(self._lease.sequences)
-        return self.lost is not None
+        `WorkerLost` in the block fences it and goes no further: the work is to be done again.
+        """
+        lease = await self.registry.acquire(sequences, tokens_each)
+        try:
+            yield self.by_id[lease.worker_id].link, lease
+        except WorkerLost as lost:
+            self._last_lost = lost
+            self.deregister(lease.worker_id, str(lost))
+        finally:
+            self.registry.release(lease, lease.sequences)
 
 
 class GenerationWorkers(RegisteredWorkers):
@@ -154,38 +137,37 @@ class GenerationWorkers(RegisteredWorkers):
         """Yield `count` completions as they finish; what a lost worker still owed is generated elsewhere."""
         owed = count
         for _ in range(ATTEMPTS):
-            with await self.lease(owed, len(prompt.token_ids) + int(self._mean_length)) as worker:
-                completions = worker.link.stream("complete", prompt.token_ids, owed, greedy)
+            tokens_each = len(prompt.token_ids) + int(self._mean_length)
+            async with self.lease(owed, tokens_each) as (link, lease):
+                completions = link.stream("complete", prompt.token_ids, owed, greedy)
                 async with aclosing(completions):
                     async for completion in completions:
                         owed -= 1
-                        worker.release()  # its slot is free while its siblings generate and it is being scored
+                        self.registry.release(
+                            lease
+                        )  # its slot is free while its siblings generate and it is being scored
                         self._mean_length += 0.01 * (len(completion) - self._mean_length)
                         yield completion
             if not owed:
                 return
-        raise WorkerLost(f"prompt {prompt.ordinal} was lost with {ATTEMPTS} workers; the last: {worker.lost}")
+        raise WorkerLost(
+            f"prompt {prompt.ordinal} was lost with {ATTEMPTS} workers; the last: {self._last_lost}"
+        )
 
     async def take_stats(self) -> dict[str, Any]:
         """See `Generation`; an engine that does not answer at once is counted in a later step."""
-        answers = await self._progress()
+        for worker in self.by_id.values():
+            worker.progress = worker.progress or asyncio.ensure_future(worker.link.call("progress"))
+        asked = {worker.progress: worker for worker in self.by_id.values() if worker.progress}
+        done = (await asyncio.wait(asked, timeout=PROGRESS_TIMEOUT_S))[0] if asked else set()
+        for one in done:
+            asked[one].progress = None
+        answers = [one.result() for one in done if not isinstance(one.exception(), WorkerLost)]
         return {
             "token_timeline": sorted(entry for answer in answers for entry in answer["token_timeline"]),
             "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),
             "busy": [interval for answer in answers for interval in answer["busy"]],
         }
-
-    async def _progress(self, timeout_s: float = PROGRESS_TIMEOUT_S) -> list[dict[str, Any]]:
-        """What the workers did since they were last asked; one that is lost meanwhile is left out."""
-        for worker in self.by_id.values():
-            worker.progress = worker.progress or asyncio.ensure_future(worker.link.call("progress"))
-        asked = {worker.progress: worker for worker in self.by_id.values() if worker.progress}
-        if not asked:
-            return []
-        done, _ = await asyncio.wait(asked, timeout=timeout_s)
-        for answer in done:
-            asked[answer].progress = None
-        return [answer.result() for answer in done if not isinstance(answer.exception(), WorkerLost)]
 
 
 class LogprobWorkers(RegisteredWorkers):
@@ -197,6 +179,8 @@ class LogprobWorkers(RegisteredWorkers):
         """Ask the worker with the fewest tokens outstanding; another one if it is lost."""
         tokens_each = max(1, sum(map(len, sequences)) // len(sequences))
         for _ in range(ATTEMPTS):
-            with await self.lease(len(sequences), tokens_each) as worker:
-                return await worker.link.call("logprobs", list(sequences), list(prompt_lengths))
-        raise WorkerLost(f"{ATTEMPTS} {self.kind} workers were lost over one group; the last: {worker.lost}")
+            async with self.lease(len(sequences), tokens_each) as (link, _):
+                return await link.call("logprobs", list(sequences), list(prompt_lengths))
+        raise WorkerLost(
+            f"{ATTEMPTS} {self.kind} workers were lost over one group; the last: {self._last_lost}"
+        )

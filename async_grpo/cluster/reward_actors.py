@@ -39,17 +39,13 @@ class VerifierActor(ChannelServer):
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open}
         self.serve(self._methods)
 
-    async def _open(self, slot: int) -> dict[str, Any]:
-        """Start a process; returns what a queue wants to know of a worker (see `VerifierWorker`)."""
+    async def _open(self, slot: int) -> tuple[int, bool, bool]:
+        """Start a process; returns what a queue wants to know of a worker: capacity, prefetch, has_post_process."""
         process = self._make_process()
-        calls: dict[str, Callable[..., Awaitable[Any]]] = {
-            "score": process.score,
-            "post_process": process.post_process,
-            "close": process.close,
-        }
-        self._methods |= {f"{name} {slot}": call for name, call in calls.items()}
+        for name in ("score", "post_process", "close"):
+            self._methods[f"{name} {slot}"] = getattr(process, name)
         await process.start()
-        return {name: getattr(process, name) for name in ("capacity", "prefetch", "has_post_process")}
+        return process.capacity, process.prefetch, process.has_post_process
 
 
 class RunVerification:
@@ -75,7 +71,6 @@ class RunVerification:
         self._adapters = {
             name: addresses.give(one) for name, one in resolve(source, config.all_names).items()
         }
-        self._limits = config.limits
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()
@@ -85,8 +80,7 @@ class RunVerification:
             self._open.push_async_callback(self._idle_sleep.close)
         self._open.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware()
-        if self._middleware is not None:
-            self._open.push_async_callback(self._middleware.close)
+        self._open.push_async_callback(self._middleware.close)
         self._pool = self._make_pool()
         self._open.push_async_callback(self._pool.close)
         self.verify, self.post_process = self._pool.verify, self._pool.post_process
@@ -101,8 +95,7 @@ class RunVerification:
 
     async def take_stats(self) -> dict[str, Any]:
         """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
-        of_calls = self._middleware.stats() if self._middleware is not None else {}
-        return {"verifiers": self._pool.take_stats(), **of_calls}
+        return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     async def close(self) -> None:
         """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
@@ -122,21 +115,21 @@ class RunVerification:
             timeout_s=config.reward_timeout_s,
         )
 
-    def _make_middleware(self) -> CallMiddleware | None:
-        """Cache and budget, where there are any: what is not asked for stands in no call's way."""
-        config = self._config
+    def _make_middleware(self) -> CallMiddleware:
+        """With cache and budget, where there are any."""
+        config, cache, budget = self._config, None, None
+        if config.verdict_cache:
+            max_mb = config.verdict_cache_mb
+            max_bytes = None if max_mb is None else round(max_mb * 2**20)
+            cache = VerdictCache(config.verdict_cache, max_bytes=max_bytes)
         judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
-        if not config.verdict_cache and not paid:
-            return None
-        max_mb = config.verdict_cache_mb
-        max_bytes = None if max_mb is None else round(max_mb * 2**20)
+        if paid:
+            budget = Budget(config.judge_budget, policy=config.judge_budget_policy, path=self._budget_path)
         return CallMiddleware(
-            versions=self._versions() if config.verdict_cache else {},
-            cache=VerdictCache(config.verdict_cache, max_bytes=max_bytes) if config.verdict_cache else None,
-            budget=Budget(config.judge_budget, policy=config.judge_budget_policy, path=self._budget_path)
-            if paid
-            else None,
+            versions=self._versions() if cache else {},
+            cache=cache,
+            budget=budget,
             estimates={name: partial(most_it_costs, judge) for name, judge in paid.items()},
         )
 
@@ -154,7 +147,7 @@ class RunVerification:
 
     async def _make_worker(self, adapter: str, phase: str) -> VerifierWorker:
         judge: Any = self._adapters[adapter]
-        limits = self._limits.get(adapter)
+        limits = self._config.limits.get(adapter)
         if is_judge(judge):
             endpoint = judge.endpoint()
             if limits:
@@ -194,7 +187,7 @@ class _VerifierHost:
         slot = min(set(range(SLOTS_PER_ACTOR)) - self.slots)
         self.slots.add(slot)
         try:
-            return _VerifierSlot(self, slot, **await self.channel.call("open", slot))
+            return _VerifierSlot(self, slot, await self.channel.call("open", slot))
         except BaseException:
             self.slots.discard(slot)
             raise
@@ -214,10 +207,9 @@ class _VerifierHost:
 class _VerifierSlot:
     """`VerifierWorker`: one process of a `VerifierActor`."""
 
-    def __init__(self, host: _VerifierHost, slot: int, capacity: int, **traits: bool) -> None:
+    def __init__(self, host: _VerifierHost, slot: int, traits: tuple[int, bool, bool]) -> None:
         call = host.channel.call
         self.score = partial(call, f"score {slot}")
         self.post_process = partial(call, f"post_process {slot}")
         self.close = partial(host.close, slot)
-        self.capacity = capacity
-        self.prefetch, self.has_post_process = traits["prefetch"], traits["has_post_process"]
+        self.capacity, self.prefetch, self.has_post_process = traits

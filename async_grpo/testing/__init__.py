@@ -3,13 +3,7 @@
 `tests/house/test_fake_chain.py` runs a whole training on them in a few seconds.
 """
 
-from async_grpo.testing.engine import (
-    FakeEngine,
-    InProcessExperience,
-    InProcessLink,
-    InProcessWorker,
-    LoopThread,
-)
+from async_grpo.testing.engine import FakeEngine, InProcessRun, InProcessWorker
 from async_grpo.testing.scripted import GREEDY, FakeGeneration, FakeLogprobs, FakeVerification, completion
 
 __all__ = [
@@ -18,9 +12,7 @@ __all__ = [
     "FakeGeneration",
     "FakeLogprobs",
     "FakeVerification",
-    "InProcessExperience",
-    "InProcessLink",
+    "InProcessRun",
     "InProcessWorker",
-    "LoopThread",
     "completion",
 ]

@@ -1,5 +1,4 @@
-"""`FakeEngine`: an engine that draws tokens at random, and holds the weights that it is sent; and what joins it with a
-trainer and a `RunController` in one process: what Ray carries in a run are calls into the loop of a thread here."""
+"""`FakeEngine`, and what joins it with a trainer and a `RunController` in one process."""
 
 import asyncio
 import threading
@@ -107,24 +106,6 @@ class FakeEngine:
         """There is no process to stop."""
 
 
-class LoopThread:
-    """An event loop in a thread of its own: what another process is to a trainer."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
-        """What the coroutine returns."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
-
-    def close(self) -> None:
-        """Stop the loop."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5.0)
-
-
 class InProcessWorker:
     """An `Engine` as a registered worker: the handle that it registers with, and the `WorkerLink` to it."""
 
@@ -167,33 +148,31 @@ class InProcessWorker:
         return manifest, await self.engine.canary(package.canary_ids)
 
 
-class InProcessLink:
-    """`EngineLink` to the workers of a `RunController` that lives in `loop`."""
+class InProcessRun:
+    """`EngineLink` and `ExperienceSource` of a `RunController` that lives in the event loop of a thread of its own."""
 
-    def __init__(self, loop: LoopThread, controller: Any) -> None:
-        self._loop, self._controller = loop, controller
+    def __init__(self, controller: Any) -> None:
+        self.controller, self._loop = controller, asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.delivered: list[int] = []  # the versions, in order
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns, run over there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30.0)
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
         return chunk
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        members: list[tuple[WorkerInfo, InProcessWorker]] = self._loop.run(self._controller.begin_sync())
+        members: list[tuple[WorkerInfo, InProcessWorker]] = self.run(self.controller.begin_sync())
         self.delivered.append(package.version)
-        return {info.worker_id: self._loop.run(handle.load(package)) for info, handle in members}
+        return {info.worker_id: self.run(handle.load(package)) for info, handle in members}
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        self._loop.run(self._controller.end_sync(package, landed))
-
-
-class InProcessExperience:
-    """`ExperienceSource` of a `RunController` that lives in `loop`."""
-
-    def __init__(self, loop: LoopThread, controller: Any) -> None:
-        self._loop, self._controller = loop, controller
+        self.run(self.controller.end_sync(package, landed))
 
     def start(self) -> None:
-        self._loop.run(self._controller.start())
+        self.run(self.controller.start())
 
     def next_message(self, rank: int) -> MicroBatch | StepEnd:
-        return self._loop.run(self._controller.next_message(rank))
+        return self.run(self.controller.next_message(rank))

@@ -208,15 +208,17 @@ async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_los
     assert links.asked[-1] == ("g1", 1, True)
 
 
-async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, links):
+async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(
+    controller, links, monkeypatch
+):
+    monkeypatch.setattr("async_grpo.cluster.registered_workers.PROGRESS_TIMEOUT_S", 0.05)
     await at_work(controller, "g0", "g1")
     links.silent_s["generation worker g1"] = 0.2
-    started = time.monotonic()
-    assert [answer["paused_s"] for answer in await controller._generation._progress(timeout_s=0.05)] == [1.0]
+    started, paused_s = time.monotonic(), "wait_generation_weights_s"
+    assert (await controller._generation.take_stats())[paused_s] == 1.0
     assert time.monotonic() - started < 0.15
     await asyncio.sleep(0.2)
-    # g0's new one, and g1's of before
-    assert len(await controller._generation._progress(timeout_s=0.05)) == 2
+    assert (await controller._generation.take_stats())[paused_s] == 2.0  # g0's new one, and g1's of before
 
 
 async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):

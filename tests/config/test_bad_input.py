@@ -111,6 +111,6 @@ def test_the_demo_replaces_only_an_earlier_demo(capsys, tmp_path):
 def test_without_a_cluster_the_trainer_says_how_to_start_one(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     error = refusal(capsys, trainer.main, **{"output-dir": tmp_path})
-    assert "nobody listens at RAY_ADDRESS 127.0.0.1:1" in error and "ray start --head" in error
+    assert "no Ray cluster to join at RAY_ADDRESS 127.0.0.1:1" in error and "ray start --head" in error
     missing = {"output-dir": tmp_path, "data-path": "none.jsonl"}
     assert "none.jsonl: there is no such file" in refusal(capsys, trainer.main, **missing)

@@ -16,13 +16,7 @@ from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
 from async_grpo.generation.config import engine_class
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.testing import (
-    FakeVerification,
-    InProcessExperience,
-    InProcessLink,
-    InProcessWorker,
-    LoopThread,
-)
+from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker
 from async_grpo.training.distributed import distributed_run
 from async_grpo.types import SharedRunSettings, WorkerInfo
 
@@ -88,12 +82,12 @@ class Chain:
         config: RunConfig | None = None,
         transport: str = SETTINGS.transport,
     ) -> None:
-        self.folder, self.loop, self.lines = save_tiny_model(folder / "model"), LoopThread(), Lines()
+        self.folder, self.lines = save_tiny_model(folder / "model"), Lines()
         paths = {"model_name_or_path": str(self.folder), "output_dir": str(self.folder / "out")}
         self.config = replace(config or chain_config(), **paths)
         self.settings = replace(SETTINGS, transport=transport)
         self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, self.config.scheduling)
-        self.link = InProcessLink(self.loop, self.controller)
+        self.link = InProcessRun(self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
         self.workers = [self.join(f"g{number}", kind) for number in range(engines)]
 
@@ -104,7 +98,7 @@ class Chain:
             await self.controller.register(info, worker)
             return worker
 
-        return self.loop.run(start())
+        return self.link.run(start())
 
     def train(self, verification: Callable[[], Any] = FakeVerification) -> Lines:
         """The metrics lines of the run; questions have a `difficulty` of 1 or 2."""
@@ -114,11 +108,10 @@ class Chain:
             )
             for n in range(4)
         ]
-        self.loop.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
+        self.link.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
-                source = InProcessExperience(self.loop, self.controller)
-                make_trainer(self.config, self.settings, ranks, source, self.link, self.lines).run()
+                make_trainer(self.config, self.settings, ranks, self.link, self.link, self.lines).run()
         finally:
-            self.loop.run(self.controller.stop())
+            self.link.run(self.controller.stop())
         return self.lines

@@ -103,7 +103,7 @@ def test_the_loss_of_an_engine_in_the_middle_of_its_groups_costs_no_sample(tmp_p
     lines = chain.train()
     assert [line["samples_in_batch"] for line in lines] == [GROUPS * MEMBERS] * STEPS
     assert chain.workers[0]._lost
-    members = chain.loop.run(chain.controller.begin_sync())
+    members = chain.link.run(chain.controller.begin_sync())
     assert [info.worker_id for info, _ in members] == ["g1"]
 
 
