@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 
@@ -45,8 +46,9 @@ class Connection:
 
     def reset(self) -> None:
         """Close with an RST instead of a FIN."""
-        linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
-        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\1" + 7 * b"\0"
+        )
         self._writer.transport.abort()
 
 
@@ -100,10 +102,9 @@ class HostileServer:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-    headers = {
-        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
-    }
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    pairs = [line.partition(":") for line in lines if line]
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     return Request(first.split()[1], headers, body)
 
@@ -193,37 +194,17 @@ def cut_gzip(value: Any) -> Behaviour:
     return raw(message(200, gzip.compress(json.dumps(value).encode())[:-16], content_encoding="gzip"))
 
 
-def html() -> Behaviour:
-    """What a proxy says when the judge behind it is gone."""
-    return raw(message(200, b"<html><body>Please log in</body></html>", content_type="text/html"))
-
-
 def redirect(location: str, code: int = 307) -> Behaviour:
     return status(code, b"", location=location)
-
-
-def garbage() -> Behaviour:
-    return raw(b"SSH-2.0-OpenSSH_9.6\r\n", then_close=True)
-
-
-def close() -> Behaviour:
-    """End the connection without a word."""
-    return raw(b"", then_close=True)
 
 
 def reset() -> Behaviour:
     """Break the connection."""
 
-    async def behave(request: Request, connection: Connection) -> bool:
+    async def behave(request: Request, connection: Connection) -> None:
         connection.reset()
-        return False
 
     return behave
-
-
-def silence() -> Behaviour:
-    """Take the request and never answer."""
-    return after(3600, close())
 
 
 def forever(start: bytes, piece: bytes, every_s: float = 0.0) -> Behaviour:
@@ -238,19 +219,14 @@ def forever(start: bytes, piece: bytes, every_s: float = 0.0) -> Behaviour:
     return behave
 
 
-def slow_loris() -> Behaviour:
-    """One byte of a promising body at a time: no single wait is long, and the whole never ends."""
-    return forever(message(200, b"", content_length="1000000"), b" ", every_s=0.02)
-
-
-def slow_headers() -> Behaviour:
-    return forever(b"HTTP/1.1 200 OK\r\n", b"x-slow: 1\r\n", every_s=0.02)
-
-
-def endless_headers() -> Behaviour:
-    return forever(b"HTTP/1.1 200 OK\r\n", b"x-filler: " + b"y" * 4096 + b"\r\n")
-
-
+LOGIN, LONG = b"<html><body>Please log in</body></html>", message(200, b"", content_length="1000000")
+html = partial(raw, message(200, LOGIN, content_type="text/html"))  # of a proxy, when its judge is gone
+garbage = partial(raw, b"SSH-2.0-OpenSSH_9.6\r\n", then_close=True)
+close = partial(raw, b"", then_close=True)  # without a word
+silence = partial(after, 3600, close())
+slow_loris = partial(forever, LONG, b" ", every_s=0.02)  # no single wait is long, and the whole never ends
+slow_headers = partial(forever, b"HTTP/1.1 200 OK\r\n", b"x-slow: 1\r\n", every_s=0.02)
+endless_headers = partial(forever, b"HTTP/1.1 200 OK\r\n", b"x-filler: " + b"y" * 4096 + b"\r\n")
 CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -267,17 +243,15 @@ def gzip_bomb(megabytes: int = 512) -> Behaviour:
 
 
 @contextlib.contextmanager
-def stalled_listener() -> Iterator[str]:
-    """An address that connections reach (the kernel sees to that) and nobody ever accepts."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def dead_address() -> Iterator[str]:
+def dead_address(listens: bool = False) -> Iterator[str]:
     """An address that refuses connections, reserved so that nobody else takes it."""
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound, and not listening
+        holder.bind(("127.0.0.1", 0))
+        if listens:
+            holder.listen(128)
         yield f"http://127.0.0.1:{holder.getsockname()[1]}"
+
+
+stalled_listener = partial(
+    dead_address, listens=True
+)  # the kernel takes connections, and nobody accepts them

@@ -1,5 +1,6 @@
 """A queue with one process, as a pool uses it: what is lost is tried again."""
 
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, Self
 
@@ -13,10 +14,8 @@ from async_grpo.types import AdapterResult
 class OneWorker:
     """Each call may have a time-out of its own; `process` is the worker."""
 
-    def __init__(
-        self, source: RewardRegistrySource, adapter: str, options: dict[str, Any] | None = None, **limits: Any
-    ) -> None:
-        self.process = AdapterProcess(source, adapter, options, **limits)
+    def __init__(self, source: RewardRegistrySource, adapter: str, *options: Any, **limits: Any) -> None:
+        self.process = AdapterProcess(source, adapter, *options, **limits)
         self.queue = AdapterQueue(adapter, self._make, 1, Timeouts(backoff_s=(0.0,)))
         self.start, self.close = self.queue.start, self.queue.close
 
@@ -28,11 +27,11 @@ class OneWorker:
     def pid(self) -> int | None:
         return self.process.pid
 
-    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        return await self._within(timeout_s).score(sample)
+    def score(self, sample: dict[str, Any], timeout_s: float) -> Coroutine[Any, Any, AdapterResult]:
+        return self._within(timeout_s).score(sample)
 
-    async def post_process(self, samples: list, results: list, timeout_s: float) -> list[AdapterResult]:
-        return await self._within(timeout_s).post_process(samples, results)
+    def post_process(self, samples: list, results: list, timeout_s: float) -> Coroutine[Any, Any, list]:
+        return self._within(timeout_s).post_process(samples, results)
 
     def _within(self, timeout_s: float) -> AdapterQueue:
         self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)

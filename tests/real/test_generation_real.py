@@ -4,8 +4,10 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,21 +36,41 @@ pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "sample-data" / "tiny-model"
 CANARY = Canary.text(256, 48)
+SETTINGS = SharedRunSettings(
+    run_name="test",
+    model_fingerprint=model_fingerprint(MODEL),
+    vocab_size=300,
+    dtype="float32",
+    temperature=0.7,
+    stop_token_ids=stop_token_ids(MODEL),
+    max_total_tokens=min(256, context_length(MODEL)),
+    max_completion_tokens=200,
+    transport="object_store",
+    logprob_roles=(),
+    seed=0,
+    char_ends=True,
+)
 
 
 class EngineThread:
-    """An engine in an event loop of its own, so that one engine serves a whole module of tests."""
+    """An engine in an event loop of its own, so that one engine serves a whole module of tests.
 
-    def __init__(self, worker_class: type, settings: SharedRunSettings, folder: Path = MODEL) -> None:
+    extension: another one than the worker's own.
+    """
+
+    def __init__(self, folder: Path = MODEL, extension: str | None = None, **changes: Any) -> None:
         from async_grpo.generation.config import EngineConfig
+        from async_grpo.generation.generation_worker import GenerationWorker
+
+        class Worker(GenerationWorker):
+            worker_extension = extension or GenerationWorker.worker_extension
 
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        options = EngineConfig(model_path=str(folder), max_num_seqs=64, enforce_eager=True)
 
-        async def start() -> object:
-            return worker_class.start(
-                EngineConfig(model_path=str(folder), max_num_seqs=64, enforce_eager=True), settings
-            )
+        async def start() -> GenerationWorker:
+            return Worker.start(options, replace(SETTINGS, **changes))
 
         self.worker = self.run(start(), 180)
 
@@ -66,23 +88,6 @@ async def one(worker, prompt: np.ndarray, greedy: bool = False) -> Completion:
     return completion
 
 
-def settings_for(temperature: float = 0.7) -> SharedRunSettings:
-    return SharedRunSettings(
-        run_name="test",
-        model_fingerprint=model_fingerprint(MODEL),
-        vocab_size=300,
-        dtype="float32",
-        temperature=temperature,
-        stop_token_ids=stop_token_ids(MODEL),
-        max_total_tokens=min(256, context_length(MODEL)),
-        max_completion_tokens=200,
-        transport="object_store",
-        logprob_roles=(),
-        seed=0,
-        char_ends=True,
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -96,11 +101,8 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine(environment) -> Iterator[EngineThread]:
-    from async_grpo.generation.generation_worker import GenerationWorker
-
-    thread = EngineThread(GenerationWorker, settings_for())
-    yield thread
-    thread.close()
+    with closing(EngineThread()) as thread:
+        yield thread
 
 
 @pytest.fixture
@@ -189,7 +191,7 @@ def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engi
 
 
 def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
-    ids = settings_for().stop_token_ids
+    ids = SETTINGS.stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
     for stop in ids:
         params = engine.worker._sampling_params(4)
@@ -203,7 +205,7 @@ def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
 
 def test_a_completion_is_marked_as_truncated_if_it_runs_out_of_room_and_says_where_each_token_ends(engine):
     for completion in [engine.run(one(engine.worker, CANARY[:16])) for _ in range(2)]:
-        stopped = int(completion.token_ids[-1]) in settings_for().stop_token_ids
+        stopped = int(completion.token_ids[-1]) in SETTINGS.stop_token_ids
         assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         ends, text = completion.char_ends, completion.text
         assert ends.dtype == np.int32 and ends.shape == completion.token_ids.shape and ends[-1] == len(text)
@@ -248,17 +250,9 @@ def test_the_timeline_counts_every_generated_token(engine):
 
 
 def test_without_the_fix_for_tied_heads_the_proof_refuses(environment):
-    from async_grpo.generation.generation_worker import GenerationWorker
-
-    class Broken(GenerationWorker):
-        worker_extension = "lossy_extension.WithoutTheFix"
-
-    broken = EngineThread(Broken, settings_for())
-    try:
-        with pytest.raises(WeightsDidNotLand, match="the start-up self-test bit by bit.*a tied head"):
-            SelfTest(broken, MODEL, "float32").run()
-    finally:
-        broken.close()
+    refusal = pytest.raises(WeightsDidNotLand, match="the start-up self-test bit by bit.*a tied head")
+    with closing(EngineThread(extension="lossy_extension.WithoutTheFix")) as broken, refusal:
+        SelfTest(broken, MODEL, "float32").run()
 
 
 @pytest.fixture
@@ -276,15 +270,9 @@ def wide_folder(tmp_path) -> Path:
 
 def test_a_wide_bfloat16_engine_starts_and_each_single_tensor_that_it_loses_is_seen(environment, wide_folder):
     """It was refused: all tensors changed by at least 0.1 made rounding as large as what a lost one makes."""
-    from async_grpo.generation.generation_worker import GenerationWorker
-
-    settings = replace(settings_for(), dtype="bfloat16")
-    wide = EngineThread(GenerationWorker, settings, wide_folder)
-    try:
+    with closing(EngineThread(wide_folder, dtype="bfloat16")) as wide:
         test = SelfTest(wide, wide_folder, "bfloat16")
         test.run()
         assert max(test.link.healthy) < 0.75
         assert len(test.link.lost) == 27 and min(test.link.lost.values()) > 1.5
         assert test.link.tolerances[-1] < 0.1  # of every sync after the start; it was 0.3
-    finally:
-        wide.close()

@@ -18,38 +18,31 @@ DATA = ROOT / "sample-data"
 STEPS = 4
 
 
-def command(folder: Path, **changes) -> list[str]:
-    options = {
-        "model-name-or-path": DATA / "tiny-model",
-        "data-path": DATA / "countdown_train.jsonl",
-        "output-dir": folder,
-        "run-name": folder.name,
-        "reward-fns": "countdown,format",
-        "batch-size": 8,
-        "samples-per-question": 8,
-        "num-training-batches": STEPS,
-        "max-tokens-per-gpu": 512,
-        "max-generation-tokens": 24,
-        "learning-rate": 1e-3,
-        "num-warmup-steps": 0,
-        "kl-coef": 0.001,
-        "nproc-per-node": 2,
-        "start-timeout-s": 240,
-        "experience-timeout-s": 120,
-    } | changes
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "async_grpo", "run", "--enforce-eager", *arguments]
+OPTIONS = {
+    "model-name-or-path": DATA / "tiny-model",
+    "data-path": DATA / "countdown_train.jsonl",
+    "reward-fns": "countdown,format",
+    "batch-size": 8,
+    "samples-per-question": 8,
+    "num-training-batches": STEPS,
+    "max-tokens-per-gpu": 512,
+    "max-generation-tokens": 24,
+    "learning-rate": 1e-3,
+    "num-warmup-steps": 0,
+    "kl-coef": 0.001,
+    "nproc-per-node": 2,
+    "start-timeout-s": 240,
+    "experience-timeout-s": 120,
+    "dump-samples-filename": "samples.jsonl",
+}
 
 
 def left_behind(folder: Path) -> list[str]:
     """Processes of the run in `folder` that outlived it: by the mark in their environment, or orphaned adapters."""
     left = []
-    for process in psutil.process_iter(["cmdline", "ppid"]):
+    for process in psutil.process_iter(["cmdline", "ppid", "environ"]):
         line = " ".join(process.info["cmdline"] or [])
-        try:
-            marked = process.environ().get("RUN_MARK") == str(folder)
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            marked = False
+        marked = (process.info["environ"] or {}).get("RUN_MARK") == str(folder)
         if marked or ("async_grpo.rewards.isolation.child" in line and process.info["ppid"] == 1):
             left.append(line[:150])
     return left
@@ -59,14 +52,13 @@ def left_behind(folder: Path) -> list[str]:
 def run(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     folder = tmp_path_factory.mktemp("run")
     held_out = folder / "held_out.jsonl"
-    held_out.write_text(
-        "".join((DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)[:16])
-    )
-    options = {"eval-data-path": held_out, "dump-samples-filename": "samples.jsonl"}
+    questions = (DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join(questions[:16]))
+    options = OPTIONS | {"output-dir": folder, "run-name": folder.name, "eval-data-path": held_out}
+    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
+    command += [f"--{name}={value}" for name, value in options.items()]
     environment = {**os.environ, "SECRET_TOKEN": "must-not-appear-anywhere", "RUN_MARK": str(folder)}
-    done = subprocess.run(
-        command(folder, **options), capture_output=True, text=True, timeout=380, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     yield folder, done.stdout
 
