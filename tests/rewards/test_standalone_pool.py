@@ -23,10 +23,7 @@ from async_grpo.types import RewardStatus
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT, WRONG = r"so \boxed{0.5}", r"so \boxed{2}"
 MAX_CALLS, MAX_FILES = 14, 8  # the way of one verdict, the run's messages included
-RUN_CALLS, RUN_FILES = (
-    3,
-    2,
-)  # of these: slot, channel, and the channel's other end, on the way to another node
+RUN_CALLS, RUN_FILES = 3, 2  # of these: slot, channel, and its other end, on the way to another node
 
 REGISTRY = '''
 import os, traceback
@@ -69,31 +66,23 @@ def registry(tmp_path) -> Path:
 def test_the_example_of_a_pool_alone_runs_as_it_stands_in_the_docs():
     section = (ROOT / "docs" / "rewards.md").read_text().split("## Without a run\n")[1].split("\n## ")[0]
     alone, for_trl = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", alone], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout == "1.0\n"
-    trainer = "class GRPOTrainer:\n    def __init__(self, reward_funcs): self.reward = reward_funcs\n"
-    trainer += (
-        f"    def train(self): print(self.reward(prompts=['q'], completions=[{RIGHT!r}], answer=['0.5']))\n"
-    )
-    code = for_trl.replace("from trl import GRPOTrainer\n", trainer).replace(
-        "model=model, train_dataset=dataset, ", ""
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout == "[1.0]\n"
+    trainer = f"""class GRPOTrainer:
+    def __init__(self, reward_funcs, **_): self.reward = reward_funcs
+    def train(self): print(self.reward(prompts=["q"], completions=[{RIGHT!r}], answer=["0.5"]))
+model = dataset = None
+"""
+    for code, printed in (
+        (alone, "1.0\n"),
+        (for_trl.replace("from trl import GRPOTrainer\n", trainer), "[1.0]\n"),
+    ):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.stdout == printed, done.stderr
 
 
 async def test_options_settings_and_files_reach_the_pool(registry):
-    async with VerifierPool.from_registry(
-        f"half,{registry}:fails",
-        registry,
-        reward_options={"weight": 3.0},
-        timeout_s=20.0,
-        fallbacks={"fails": "half"},
-    ) as pool:
+    settings = {"reward_options": {"weight": 3.0}, "timeout_s": 20.0, "fallbacks": {"fails": "half"}}
+    async with VerifierPool.from_registry(f"half,{registry}:fails", registry, **settings) as pool:
         verdict = await pool.verify({"completion": ""})
     assert [(result.adapter, result.reward) for result in verdict.results] == [("half", 3.0), ("fails", 3.0)]
 
@@ -136,9 +125,7 @@ async def test_a_trl_reward_may_be_called_from_another_thread_of_a_program_with_
     async with VerifierPool.from_registry("half", registry) as pool:
         reward = pool.as_trl_reward()
         assert await asyncio.to_thread(reward, ["q"], ["a"]) == [0.5]
-        with pytest.raises(
-            RuntimeError, match="half was called in the event loop of its pool: call it in another"
-        ):
+        with pytest.raises(RuntimeError, match="half was called in the event loop of its pool: call it in a"):
             reward(["q"], ["a"])
         reward.close()  # the pool is its owner's
         assert (await pool.verify({"completion": ""})).reward == 0.5
@@ -153,28 +140,19 @@ def test_a_trl_reward_whose_pool_cannot_start_says_why_and_leaves_no_thread(regi
 
 
 async def test_a_reward_gets_the_variables_that_it_is_to_have_and_no_others(registry, monkeypatch):
-    monkeypatch.setenv("MY_KEY", "42.5")
-    monkeypatch.setenv("OTHER_KEY", "43.5")
-    async with VerifierPool.from_registry("key", registry, reward_env="MY_KEY") as pool:
-        assert (await pool.verify({"completion": ""})).reward == 42.5
-    async with VerifierPool.from_registry("key", registry) as pool:
-        assert "KeyError: 'MY_KEY'" in (await pool.verify({"completion": ""})).results[0].reason
-    with pytest.raises(
-        ConfigurationError, match="--reward-env MY_KEY,NO_KEY: this process has no variable NO_KEY"
-    ):
-        VerifierPool.from_registry("key", registry, reward_env="MY_KEY,NO_KEY")
-
-
-async def test_a_runs_verifiers_get_the_variables_as_an_argument_and_its_parameters_hold_the_names(
-    registry, monkeypatch
-):
+    """A run's verifiers get them as an argument, and its parameters hold the names alone."""
     pytest.importorskip("ray")
     from async_grpo.cluster.reward_actors import VerifierActor
 
     monkeypatch.setenv("MY_KEY", "42.5")
+    monkeypatch.setenv("OTHER_KEY", "43.5")
     config = RewardConfig(reward_fns="key", reward_registry=str(registry), reward_env="MY_KEY")
     environment = config.reward_environment()
     assert "42.5" not in repr(config) and environment == {"MY_KEY": "42.5"}
+    async with VerifierPool.from_registry("key", registry, reward_env="MY_KEY") as pool:
+        assert (await pool.verify({"completion": ""})).reward == 42.5
+    with pytest.raises(ConfigurationError, match="--reward-env MY_KEY,NO_KEY: .* has no variable NO_KEY"):
+        VerifierPool.from_registry("key", registry, reward_env="MY_KEY,NO_KEY")
     monkeypatch.delenv("MY_KEY")  # as on another node
     source = RewardRegistrySource.from_file(registry)
     actor = VerifierActor(partial(AdapterProcess, source, "key", environment=environment))
@@ -192,9 +170,7 @@ async def test_the_way_of_a_verdict_is_short(registry, monkeypatch):
         method = getattr(owner, name)
 
         def seen(*arguments: Any) -> Any:
-            stack = [
-                frame for frame in traceback.extract_stack()[:-1] if "async_grpo/rewards" in frame.filename
-            ]
+            stack = [f for f in traceback.extract_stack()[:-1] if "async_grpo/rewards" in f.filename]
             calls.extend(f"{Path(frame.filename).name} {frame.name}" for frame in stack)
             return method(*arguments)
 
