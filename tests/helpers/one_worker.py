@@ -1,6 +1,5 @@
 """A queue with one process, as a pool uses it: what is lost is tried again."""
 
-from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, Self
 
@@ -27,11 +26,11 @@ class OneWorker:
     def pid(self) -> int | None:
         return self.process.pid
 
-    def score(self, sample: dict[str, Any], timeout_s: float) -> Coroutine[Any, Any, AdapterResult]:
-        return self._within(timeout_s).score(sample)
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        return await self._within(timeout_s).score(sample)
 
-    def post_process(self, samples: list, results: list, timeout_s: float) -> Coroutine[Any, Any, list]:
-        return self._within(timeout_s).post_process(samples, results)
+    async def post_process(self, samples: list, results: list, timeout_s: float) -> list[AdapterResult]:
+        return await self._within(timeout_s).post_process(samples, results)
 
     def _within(self, timeout_s: float) -> AdapterQueue:
         self.queue._timeouts = replace(self.queue._timeouts, timeout_s=timeout_s)
