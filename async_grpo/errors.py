@@ -1,9 +1,4 @@
-"""Every error of the library. Each one also is the builtin it refines, and each one can be pickled.
-
->>> import pickle
->>> pickle.loads(pickle.dumps(WorkerLost("generation worker g0 died")))
-WorkerLost('generation worker g0 died')
-"""
+"""Every error of the library. Each one also is the builtin it refines, and each one can be pickled."""
 
 EXIT_USAGE = 2  # of a program that refuses its settings: the user's mistake
 EXIT_FAILED = 1  # of a program that failed

@@ -55,7 +55,7 @@ class Estimator:
         outcome: it does with one score per sample, placed on the row's last unmasked token.
         process: it knows which token a reward stands on.
         per_sample: given one score per sample, it gives all tokens of the sample the same advantage (unless its option
-            `gamma` discounts); it is then computed with one column per sample instead of one per token.
+            `gamma` discounts): one column per sample does.
         rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: groups of equal rewards teach it too, so they must not be left out or replaced.
         needs_all_rewards: a sample counts only if every adapter gave it a reward. With TOTAL that is asked where some
@@ -90,10 +90,6 @@ class Estimator:
     def compares_with_greedy(self) -> bool:
         """Every prompt also needs a greedy completion with a reward."""
         return "baselines" in self.keywords
-
-    def one_column_does(self, options: Mapping[str, Any]) -> bool:
-        """Whether, under these options, a score per sample may come as one column (see `per_sample`)."""
-        return self.per_sample and options.get("gamma", 1.0) == 1.0
 
     @property
     def options(self) -> dict[str, float]:

@@ -74,12 +74,7 @@ def top_scores(scores: Tensor, count: int) -> Tensor:
 
 
 def select(scores: Tensor, threshold: Tensor | float) -> Tensor:
-    """(B, T) bool: at or above the threshold, and a candidate (not -inf). Tokens that tie are treated alike.
-
-    >>> scores = torch.tensor([0.5, -math.inf, 0.5, 0.2])
-    >>> select(scores, top_scores(scores, 4)[-1]).tolist()
-    [True, False, True, True]
-    """
+    """(B, T) bool: at or above the threshold, and a candidate (not -inf). Tokens that tie are treated alike."""
     return (scores >= threshold) & (scores > -math.inf)
 
 

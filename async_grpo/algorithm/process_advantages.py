@@ -49,13 +49,7 @@ def gae_returns(
     """(advantages before any whitening, returns = advantages + values), (B, T) each, zero where masked.
 
     Schulman et al. 2016, "Generalized Advantage Estimation", eq. 16, over the unmasked tokens of a row, which ends in
-    value 0. The returns are what a critic is trained towards; neither carries a gradient. What stands at masked
-    positions is not read.
-
-    >>> rewards, values = torch.tensor([[0., 7., 1.]]), torch.tensor([[.5, 7., .25]])
-    >>> advantages, returns = gae_returns(rewards, values, torch.tensor([[1, 0, 1]]), gamma=1.0, lam=0.5)
-    >>> advantages.tolist(), returns.tolist()  # deltas: .25 - .5 and 1 - .25
-    ([[0.125, 0.0, 0.75]], [[0.625, 0.0, 1.0]])
+    value 0. The returns are what a critic is trained towards; neither carries a gradient. What is masked is not read.
     """
     used = mask.bool()
     paid, worth = (torch.where(used, tensor, 0).double() for tensor in (rewards, values))

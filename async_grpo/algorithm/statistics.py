@@ -75,9 +75,6 @@ def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
     """(count, mean, sum of squared deviations from it) of the used values (B, T), as a (3,) float64 tensor.
 
     used (B, T): bool, or how many tokens each value stands for.
-
-    >>> whitening_moments(torch.tensor([[1.0], [3.0]]), torch.tensor([[1], [3]])).tolist()  # 1 3 3 3
-    [4.0, 2.5, 3.0]
     """
     chosen = used.bool()
     pool = values[chosen].double()  # each value is a pool of its own, without a deviation
@@ -90,9 +87,6 @@ def merge_moments(moments: Tensor) -> Tensor:
 
     Chan, Golub and LeVeque 1983: the squared deviations, plus those of the pools' means. A sum of squares minus a
     squared sum would lose all digits where the mean is large against the deviation.
-
-    >>> merge_moments(torch.tensor([[2.0, 2.0, 2.0], [0.0, 0.0, 0.0], [1.0, 5.0, 0.0]])).tolist()  # 1 3 | | 5
-    [3.0, 3.0, 8.0]
     """
     moments = moments[moments[:, 0] > 0]  # an empty pool has no mean
     if not len(moments):
@@ -120,9 +114,6 @@ def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
 
     Doubling windows (Hillis and Steele 1986): log2(T) rounds over the whole batch instead of T steps, and no division
     by a vanishing power of the decay, as a cumulative sum would need.
-
-    >>> reverse_scan(torch.ones(1, 3), torch.full((1, 3), 0.5)).tolist()
-    [[1.75, 1.5, 1.0]]
     """
     width = 1
     while width < terms.shape[1]:

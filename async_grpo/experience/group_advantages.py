@@ -55,7 +55,8 @@ class GroupAdvantages:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
         rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
-        one_column = not rewards_on_tokens and self.entry.one_column_does(self._options)
+        discounts = self._options.get("gamma", 1.0) != 1.0
+        one_column = self.entry.per_sample and not (rewards_on_tokens or discounts)
         batch = RewardTensors(self.config, self.facts, groups, samples, one_column=one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]

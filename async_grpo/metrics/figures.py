@@ -42,25 +42,24 @@ def plot_runs(
         output is not None and output.suffix.lower() not in PICTURE_SUFFIXES,
         f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}",
     )
-    window = smooth_window
-    refuse(
-        window is not None and window < 1, f"a moving average needs a window of at least 1 step, not {window}"
-    )
     runs = load_runs(files, names, remote)
     for run in runs:
-        _check_key(x_key, [run], f"the x axis of {run.source}")
-    variables = list(dict.fromkeys(variables or _default_variables(runs)))
+        _check_key(x_key, [run], f"the x axis of {run.source}:")
+    if not variables:
+        found = [key for key in DEFAULT_VARIABLES if any(key in run.plottable_keys for run in runs)]
+        variables = found or list(DEFAULT_VARIABLES)
+        if skipped := [key for key in DEFAULT_VARIABLES if key not in variables]:
+            log.warning("skipped, not in any file: %s", ", ".join(skipped))
+    variables = list(dict.fromkeys(variables))
     for key in variables:
-        _check_key(key, runs, "a variable")
+        _check_key(key, runs, "variable")
         without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
-        if len(without) == len(runs):
-            raise ConfigurationError(
-                f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key"
-            )
+        nowhere = len(without) == len(runs)
+        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key")
         if without:
             log.warning("%s: nothing to draw in %s", key, ", ".join(without))
     figure = _new_figure(window=output is None)
-    draw(figure, runs, variables, x_key, window, legend=len(runs) > 1 or bool(names))
+    draw(figure, runs, variables, x_key, smooth_window, legend=len(runs) > 1 or bool(names))
     if output is None:
         import matplotlib.pyplot as plt
 
@@ -72,26 +71,11 @@ def plot_runs(
         raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
 
 
-def _default_variables(runs: list[Run]) -> list[str]:
-    found = [key for key in DEFAULT_VARIABLES if key in _plottable(runs)]
-    refuse(not found, f"none of the default keys is there; pass -v KEY, one of: {_listed(runs)}")
-    if skipped := [key for key in DEFAULT_VARIABLES if key not in found]:
-        log.warning("skipped, not in any file: %s", ", ".join(skipped))
-    return found
-
-
 def _check_key(key: str, runs: list[Run], role: str) -> None:
+    known = sorted({key for run in runs for key in run.plottable_keys})
     problem = "holds no number" if any(key in run.keys for run in runs) else "is unknown"
-    unknown = key not in _plottable(runs)
-    refuse(unknown, f"key {key!r} for {role} {problem}; keys with numbers: {_listed(runs)}")
-
-
-def _plottable(runs: list[Run]) -> set[str]:
-    return {key for run in runs for key in run.plottable_keys}
-
-
-def _listed(runs: list[Run]) -> str:
-    return ", ".join(sorted(_plottable(runs))) or "none"
+    listed = ", ".join(known) or "none"
+    refuse(key not in known, f"{role} {key!r} {problem}; keys with numbers, for -v and -x: {listed}")
 
 
 def _new_figure(*, window: bool) -> "Figure":
@@ -154,7 +138,6 @@ def draw(
 
 def moving_average(values_T: np.ndarray, window: int) -> np.ndarray:
     """Centred moving average, shape (T,), of the steps t - window//2 to t + (window-1)//2, as far as they exist.
-
     NaN stays NaN and counts in no average.
 
     >>> moving_average(np.array([0.0, 2.0, 7.0, np.nan, 4.0]), 3)

@@ -99,7 +99,7 @@ class MetricsWriter:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
         line = dict(line)
         timeline, intervals = line.pop("token_timeline", []), line.pop("compute_intervals", [])
-        # A step's tokens may have been generated while earlier steps trained; later lines speak of later tokens.
+        # A step's tokens may have been generated while earlier steps trained
         began = timeline[0][0] if timeline else 0.0
         self._intervals = [kept for kept in [*self._intervals, *intervals] if kept[1] >= began]
         line["tokens_generated"] = sum(tokens for _, tokens in timeline)

@@ -137,13 +137,16 @@ GOOD = [{"x": 1, "y": 2}]
         ([], {}, "no finished step"),
         (GOOD, {"output": "a.gif"}, r"cannot write .*a\.gif: the name must end in \.svg, \.png, \.pdf"),
         (GOOD, {"output": "absent/a.png"}, r"cannot write .*a\.png: No such file"),
-        (GOOD, {"smooth_window": 0}, "at least 1 step, not 0"),
         (GOOD, {"names": ["a", "b"]}, "2 names for 1 files"),
-        ([{"x": 1, "y": "text"}], {}, "'y' for a variable holds no number; keys with numbers: x"),
-        ([{"s": 1, "y": 2}], {}, r"'x' for the x axis of .*m\.jsonl is unknown; keys with numbers: s, y"),
-        ([{"x": "text", "y": 2}], {}, "'x' for the x axis of .* holds no number"),
+        ([{"x": 1, "y": "text"}], {}, "variable 'y' holds no number; keys with numbers, for -v and -x: x"),
+        ([{"s": 1, "y": 2}], {}, r"the x axis of .*m\.jsonl: 'x' is unknown; .*: s, y"),
+        ([{"x": "text", "y": 2}], {}, "the x axis of .* 'x' holds no number"),
         ([{"x": 1}, {"y": 2}, {"x": None, "y": 3}], {}, "no step has numbers for both 'y' and 'x'"),
-        ([{"x": 1, "z": 0.5}], {"variables": None}, "none of the default keys .* -v KEY, one of: x, z"),
+        (
+            [{"x": 1, "z": 0.5}],
+            {"variables": None},
+            "'avg_reward' is unknown; keys with numbers, for -v and -x: x, z",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_what_can(tmp_path, steps, more, message) -> None:
