@@ -249,11 +249,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator of that name, or the user's own that `FILE.py:NAME` names.
-
-    Raises:
-        ConfigurationError: there is none, or it needs an input that nothing provides.
-    """
+    """The estimator of that name; ConfigurationError: there is none, or it needs an input that nothing provides."""
     estimator = find_entry(name, ADVANTAGE_ESTIMATORS, Estimator, "advantage-estimator")
     known = {*PROVIDED, *estimator.inputs, *estimator.options}
     if unknown := [keyword for keyword in estimator.keywords if keyword not in known]:

@@ -92,10 +92,7 @@ def tokens_of_group(mask: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def count_units(mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None) -> dict[str, Tensor]:
-    """The additive counts of every unit, 0-dim: unmasked tokens, and sequences that have one, int64.
-
-    With group_tokens (B, T) also "groups", float64: the shares of their groups that the unmasked tokens are.
-    """
+    """The additive counts of every unit, 0-dim; "groups" with group_tokens (B, T): the shares that the tokens are."""
     lengths = sequence_sums(mask.long(), sequence_ids)
     counts = {"tokens": lengths.sum(), "sequences": (lengths > 0).sum()}
     if group_tokens is not None:
@@ -124,12 +121,10 @@ def aggregate_loss(
     sum / (scale * sequences) (Liu et al. 2025, "Dr. GRPO"). prompt_mean: mean over groups of their token mean
     (Khatri et al. 2025, "ScaleRL").
 
-    Only unmasked tokens count, and only sequences and groups that have one; nothing unmasked gives 0. Parts
-    evaluated with the global counts add up to the whole: whole sequences for the sequence means, and for
-    prompt_mean either whole groups, or any parts together with `group_tokens`. sequence_ids (B, T): default one
-    sequence per row. group_ids: (B, T) or (B,). Both may be any integers. group_tokens (B, T): unmasked tokens of
-    the token's group in the whole minibatch; default those in this tensor. ConfigurationError: unknown mode,
-    missing scale or groups.
+    Only unmasked tokens count, and only sequences and groups that have one; nothing unmasked gives 0. Parts of whole
+    sequences, evaluated with the global counts, add up to the whole; for prompt_mean parts of whole groups, or with
+    `group_tokens` (B, T): unmasked tokens of the token's group in the whole minibatch. sequence_ids (B, T), default one
+    per row, and group_ids, (B, T) or (B,): any integers. ConfigurationError: unknown mode, missing scale or groups.
 
     >>> loss = torch.tensor([[1., 2., 3.], [4., 5., 6.], [7., 8., 9.]])
     >>> mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])

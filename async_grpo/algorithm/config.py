@@ -162,21 +162,13 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator_settings(self) -> dict[str, Any]:
-        """`--estimator-options`, checked.
-
-        Raises:
-            ConfigurationError: the estimator has no such option, or a value cannot be one.
-        """
+        """`--estimator-options`; ConfigurationError: it has no such option, or a value cannot be one."""
         owner = f"--advantage-estimator {self.advantage_estimator}"
         return _settings("estimator-options", self.estimator_options, self.estimator.options, owner)
 
     @property
     def loss_settings(self) -> dict[str, Any]:
-        """`--loss-options`, and the clip that has flags of its own, checked.
-
-        Raises:
-            ConfigurationError: the loss has no such option, or a value cannot be one.
-        """
+        """`--loss-options`, and the clip that has flags of its own; ConfigurationError as for `estimator_settings`."""
         name, known = self.policy_loss, self.loss.options
         options = _settings("loss-options", self.loss_options, known, f"the loss {name} (--loss-options)")
         for clip in ("clip_low", "clip_high"):

@@ -38,10 +38,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: floa
     k3: exp(-d) - 1 + d (unbiased, never negative). abs: |d|.
     k1+, k2+, k3+, abs+: that value, with the gradient of k2, d * grad(logprobs) (straight-through).
 
-    k3 is exact while d > -79 in float32, -638 in float64: below, where exp would overflow, d is held and the
-    gradient is 0. `clamp` holds the value of any kind to [-clamp, clamp] and its gradient beyond is 0; a `+`
-    kind keeps the gradient of k2 there too. Masked positions are the caller's to replace beforehand.
-    ConfigurationError: another kind, or a clamp that is not positive.
+    k3 is held where exp would overflow (d < -79 in float32). `clamp` holds the value of any kind to [-clamp, clamp] and its
+    gradient beyond is 0; a `+` kind keeps the gradient of k2 there too. Masked positions are the caller's to replace
+    beforehand. ConfigurationError: another kind, or a clamp that is not positive.
 
     >>> kl_penalty(torch.tensor(-1.), torch.tensor(-2.), "k1").item()
     1.0
@@ -49,10 +48,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: floa
     10.0
     """
     refuse(kind not in KL_KINDS, f"unknown KL estimator {kind!r}; choose one of {', '.join(KL_KINDS)}")
-    refuse(
-        clamp is not None and not clamp > 0,
-        f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out",
-    )
+    bad = clamp is not None and not clamp > 0
+    refuse(bad, f"the clamp of a KL penalty must be positive, not {clamp}; None leaves it out")
     difference = logprobs - ref_logprobs
     value = KL_KINDS[kind](difference)
     if clamp is not None:

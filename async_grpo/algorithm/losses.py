@@ -75,11 +75,10 @@ class PolicyLoss:
         """(per-token loss, metrics), everything (B, T) and zero where the mask is False.
 
         old_logprobs: what the ratio is taken against, by default the behaviour policy's. importance_weights (B, T):
-        multiply the loss, without gradient. sequence_ids (B, T): the sequence that each token of a packed row belongs to,
-        any numbers in any order (None: a row is a sequence). options: its settings, and what it needs of
-        proximal_logprobs (B, T) and selected (B, T) bool. Only `logprobs` gets a gradient. Metrics have none; they are
-        averaged over tokens, or by their maximum where the name ends in `_max`. ConfigurationError: an unknown option or
-        value, or missing proximal log-probs.
+        multiply the loss. sequence_ids (B, T): any numbers in any order (None: a row is a sequence). options: its settings,
+        and what it needs of proximal_logprobs (B, T) and selected (B, T) bool. Only `logprobs` gets a gradient. Metrics
+        are averaged over tokens, or by their maximum where the name ends in `_max`. ConfigurationError: an unknown option
+        or value, or missing proximal log-probs.
 
         >>> one = torch.ones(1, 1)
         >>> loss, metrics = POLICY_LOSSES["ppo_clip"](one.log() + 1, 0 * one, 2 * one, one)  # ratio e > 1.28

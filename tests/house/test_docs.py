@@ -19,31 +19,32 @@ def code_under(heading: str) -> str:
     return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1].replace("...,", "")
 
 
-def test_the_first_reward_works_on_the_page_and_from_a_file(tmp_path, capsys):
-    page, rows, results = (tmp_path / name for name in ("page.py", "rows.jsonl", "results.jsonl"))
+def verified(folder: Path, rows: list[dict], *options: str) -> list[dict]:
+    """What `async-grpo verify` says of the rows."""
+    given, results = folder / "rows.jsonl", folder / "results.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(given), *options, f"--output={results}"])
+    assert ended.value.code == 0
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def test_the_first_reward_works_on_the_page_and_from_a_file(tmp_path):
+    page = tmp_path / "page.py"
     page.write_text("from enum import Enum\n\n\n" + code_under("Your first reward, in ten lines"))
-    rows.write_text('{"completion": "HELLO", "answer": ""}\n{"completion": "Hello you", "answer": ""}\n')
+    rows = [{"completion": text, "answer": ""} for text in ("HELLO", "Hello you")]
     for name in (["--reward-fns=shout", f"--reward-registry={page}"], [f"--reward-fns={page}:shout"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", str(rows), *name, "--output", str(results)])
-        assert ended.value.code == 0
-        lines = [json.loads(line) for line in results.read_text().splitlines()]
-        assert [line["reward"] for line in lines] == [1.0, 0.0], lines
+        assert [line["reward"] for line in verified(tmp_path, rows, *name)] == [1.0, 0.0]
 
 
 def test_the_decorators_are_imported_and_used_as_the_page_says(tmp_path):
     section = (ROOT / "docs" / "rewards.md").read_text().split("The three decorators")[1]
-    page, rows, results = (tmp_path / name for name in ("page.py", "rows.jsonl", "results.jsonl"))
+    page = tmp_path / "page.py"
     page.write_text(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1])
-    rows.write_text(
-        "".join(json.dumps({"completion": text, "group_id": 1}) + "\n" for text in ("a" * 100, "a" * 300))
-    )
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(rows), f"--reward-fns={page}:lengths,{page}:shortness", f"--output={results}"])
-    assert ended.value.code == 0
-    lines = [json.loads(line)["results"] for line in results.read_text().splitlines()]
-    assert [line["lengths"][0]["reward"] for line in lines] == [0.1, 0.3]
-    assert [line["shortness"][0]["reward"] for line in lines] == [1.0, 0.0]
+    rows = [{"completion": text, "group_id": 1} for text in ("a" * 100, "a" * 300)]
+    lines = verified(tmp_path, rows, f"--reward-fns={page}:lengths,{page}:shortness")
+    rewards = {name: [line["results"][name][0]["reward"] for line in lines] for name in lines[0]["results"]}
+    assert rewards == {"lengths": [0.1, 0.3], "shortness": [1.0, 0.0]}
 
 
 def test_the_first_judge_is_one():

@@ -217,7 +217,7 @@ def test_a_legend_appears_for_several_runs_or_given_names(metrics, tmp_path, nam
 
 @pytest.mark.parametrize("count", [2, 14])
 def test_every_run_keeps_one_colour_of_its_own(count: int) -> None:
-    runs = [Run(str(i), str(i), [{"x": 1, "y": i, "z": i}, {"x": 2, "y": i, "z": i}]) for i in range(count)]
+    runs = [Run(str(i), str(i), [{"x": 1, "y": i, "z": i}]) for i in range(count)]
     figure = drawn(runs, ["y", "z"], window=2, legend=True)
     first, second = ([tuple(line.get_color()) for line in axes.lines] for axes in figure.axes)
     legend = [tuple(line.get_color()) for line in figure.legends[0].get_lines()]
