@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from async_grpo.config.compatibility import Broken, idle, refuse_broken
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
@@ -75,17 +74,16 @@ def _broken(c: LocalJudge, visible: Sequence[str]) -> Broken:
             yield from idle(c, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
         return
     if c.judge_urls:
-        why = "stands beside --judge-model: the judges are asked at one of them, leave the other out"
-        yield "judge_urls", why
+        yield (
+            "judge_urls",
+            "stands beside --judge-model: the judges are asked at one of them, leave the other out",
+        )
     if not Path(c.judge_model).is_dir():
         yield "judge_model", "is no folder here"
     # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
     if unknown := ", ".join(repr(gpu) for gpu in c.shared_gpus if gpu not in visible):
-        shown = (
-            f"which are {', '.join(visible)}"
-            if visible
-            else "for there is none: leave it out, and the CPU serves"
-        )
+        none = "for there is none: leave it out, and the CPU serves"
+        shown = f"which are {', '.join(visible)}" if visible else none
         yield "judge_gpus", f"names {unknown}, none of the visible GPUs, {shown} (CUDA_VISIBLE_DEVICES)"
     if c.shared_gpus and len(c.shared_gpus) != c.judge_replicas:
         yield "judge_gpus", f"must name one GPU for each of the {c.judge_replicas} servers"
@@ -103,18 +101,18 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         yield {}
         return
     log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
-    options: dict[str, Any] = {"enforce-eager": eager}
-    if config.judge_max_model_len is not None:
-        options["max-model-len"] = config.judge_max_model_len
-    if config.judge_gpu_memory_utilization is not None:
-        options["gpu-memory-utilization"] = config.judge_gpu_memory_utilization
+    options = {
+        "enforce-eager": eager,
+        "max-model-len": config.judge_max_model_len,
+        "gpu-memory-utilization": config.judge_gpu_memory_utilization,
+    }
     with JudgeServer(
         config.judge_model,
         log_folder=log_folder,
         replicas=config.judge_replicas,
         devices=config.shared_gpus or gpus[-config.judge_replicas :] or None,
         runner=config.judge_runner,
-        options=options,
+        options={name: value for name, value in options.items() if value is not None},
         sleep_mode=config.judge_idle_sleep_s is not None,
     ) as server:
         if server.sleep_mode:
@@ -125,7 +123,6 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
 def folder_id(folder: str | os.PathLike[str]) -> str:
     """Tells a folder from another with other files (their names, sizes and times), wherever it lies."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    listing = [
-        (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files
-    ]
+    stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
+    listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(repr(listing).encode()).hexdigest()

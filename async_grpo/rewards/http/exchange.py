@@ -47,11 +47,7 @@ class RequestFailed(Exception):
 
 class Exchange:
     """A pool of connections. Follows no redirect, keeps no cookie, and has no limit on connections: permits are one.
-
-    Args:
-        key: sent as `Authorization: Bearer`; in every message, also of a server that repeats it, it reads ***.
-        max_body_bytes: of a reply, decompressed.
-    """
+    In every message, also of a server that repeats it, the key reads ***."""
 
     def __init__(self, key: str | None, max_body_bytes: int) -> None:
         self._key, self._max_body_bytes = key, max_body_bytes

@@ -4,8 +4,7 @@
     reply = await client.post("/chat/completions", {...}, tokens=800, deadline=time.monotonic() + 60)
 
 One call is up to `attempts` requests, each under a permit of its own, taken just before it and given back whatever
-happens. This is the one place where a request that failed on the network is sent again (tenacity decides when). Every
-wait ends by the deadline; one for a permit, or for a replica that asked to be left alone, puts it off up to its `latest`.
+happens. This is the one place where a request that failed on the network is sent again (tenacity decides when).
 """
 
 import asyncio
@@ -54,9 +53,8 @@ class _Call:
     last_failure: str = ""
 
     def is_worth_another(self, error: BaseException) -> bool:
-        return (
-            isinstance(error, RequestFailed) and error.outcome != "refused" and self.bad_replies < BAD_REPLIES
-        )
+        retried = isinstance(error, RequestFailed) and error.outcome != "refused"
+        return retried and self.bad_replies < BAD_REPLIES
 
     def too_late(self, what: str) -> JudgeTimeout:
         return JudgeTimeout(f"{what}; before that: {self.last_failure}" if self.last_failure else what)
@@ -164,18 +162,16 @@ class EndpointClient:
 
     async def _request(self, call: _Call, sent: asyncio.Future[str] | None = None) -> dict[str, Any]:
         """One request to the best replica, as soon as there is one, and a permit."""
-        reply = None
-        while reply is None:  # all went out of service while we waited
+        while True:  # all may go out of service while we wait for a permit
             await self._replicas.ready(call.deadline)
-            reply = await self._permitted(call, sent=sent)
-        return reply
+            if (reply := await self._permitted(call, sent=sent)) is not None:
+                return reply
 
     async def _rival(self, call: _Call, url: str) -> dict[str, Any]:
         """The same request to another replica than `url`; a failure if there is none."""
-        reply = await self._permitted(call, never=url) if self._replicas.usable(never=url) else None
-        if reply is None:
-            raise RequestFailed("cancelled", "no other replica is in service")
-        return reply
+        if self._replicas.usable(never=url) and (reply := await self._permitted(call, never=url)) is not None:
+            return reply
+        raise RequestFailed("cancelled", "no other replica is in service")
 
     async def _permitted(
         self, call: _Call, *, never: str | None = None, sent: asyncio.Future[str] | None = None

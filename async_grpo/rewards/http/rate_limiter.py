@@ -15,8 +15,7 @@ What holds for one key, over all its callers, as long as a call starts within `s
 Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
 The price is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are taken in the same
 moment: a queue behind busy slots that took its rate beforehand would start all at once. Calls start first come, first
-served within a phase; phases that wait take turns. (Neither aiolimiter nor pyrate-limiter couples a slot with two rates,
-corrects an estimate afterwards, or lets two phases take turns.)
+served within a phase; phases that wait take turns. (Neither aiolimiter nor pyrate-limiter can do this.)
 """
 
 import asyncio
@@ -58,10 +57,10 @@ class Limiter:
         self._queues: dict[str, _Queue] = {}
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
-        """See `RateLimiter`. Cancelling it leaves no trace.
+        """See `RateLimiter`. Cancelling it gives back the slot and the tokens.
 
-        Raises ConfigurationError for other limits than those under which the key is in use now, ValueError for a negative
-        or infinite number of tokens.
+        Raises ConfigurationError for other limits than those under which the key is in use now, ValueError for a senseless
+        number of tokens.
         """
         if not 0 <= tokens < math.inf:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
@@ -107,9 +106,9 @@ class _Queue:
         if limits == self._limits:
             return
         if self.permits or any(self._phases.values()):
+            same = "Give both the same limits, or the endpoint another name"
             raise ConfigurationError(
-                f"{key!r} is in use under {self._limits}: it cannot also have {limits}. Give both the same "
-                "limits, or the endpoint another name"
+                f"{key!r} is in use under {self._limits}: it cannot also have {limits}. {same}"
             )
         self._limits, self._slots = limits, limits.concurrency or math.inf
         self._requests.set(limits.requests_per_minute, limits.burst_s, limits.slack_s)
@@ -157,10 +156,10 @@ class _Queue:
 
     def _next_phase(self) -> str | None:
         for phase, turns in self._phases.items():
-            while turns:
-                if not (turn := next(iter(turns))).done():
-                    return phase
+            for turn in list(itertools.takewhile(asyncio.Future.done, turns)):
                 del turns[turn]  # cancelled, and its caller has not yet been told: it cannot take a permit
+            if turns:
+                return phase
         return None
 
 

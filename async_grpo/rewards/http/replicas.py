@@ -16,9 +16,7 @@ from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_PAUSE_S = (
-    300.0  # a server that asks for more is not waited for; after that one request may see if it still does
-)
+MAX_PAUSE_S = 300.0  # a server that asks for more is not waited for; after that one request may try
 NOTICEABLE_PAUSE_S = 10.0  # a pause from which on the console is told
 # Of `reset_s`, and from probe to probe: what fails for a moment is soon back
 FIRST_PROBE, GROWTH = 1 / 16, 1.5
@@ -70,11 +68,10 @@ class Replicas:
         return {replica.url: replica.state() for replica in self._replicas}
 
     async def ready(self, deadline: Deadline) -> None:
-        """Wait until a request may be sent to some replica, be it a probe.
+        """Wait until a request may be sent to some replica, be it a probe. Raises JudgeUnavailable if none may be in time.
 
         Where a replica asked to be left alone (`Retry-After`), the wait puts the deadline off; where all are out of order
-        it does not, or a judge that is gone would be heard of too late. Raises JudgeUnavailable if none may be before the
-        deadline.
+        it does not, or a judge that is gone would be heard of too late.
         """
         while not self.usable():
             now, first = time.monotonic(), min(self._replicas, key=Replica.ready_at)
@@ -86,10 +83,8 @@ class Replicas:
                 described = "; ".join(map(Replica.describe, self._replicas))
                 raise JudgeUnavailable(f"no replica may be asked before the deadline: {described}")
             changed = self._changed
-            with (
-                contextlib.suppress(TimeoutError),
-                deadline.put_off() if paused else contextlib.nullcontext(),
-            ):
+            queued = deadline.put_off() if paused else contextlib.nullcontext()
+            with contextlib.suppress(TimeoutError), queued:
                 async with asyncio.timeout(min(ready_at, give_up) - now):
                     await changed.wait()
 
@@ -115,9 +110,8 @@ class Replicas:
         now = time.monotonic()
         if seconds >= NOTICEABLE_PAUSE_S and now >= replica.paused_until:
             obeyed = "it is waited for" if seconds <= MAX_PAUSE_S else "calls fail meanwhile"
-            logger.warning(
-                "the judge at %s asks to be left alone for %.6g s: %s", replica.url, seconds, obeyed
-            )
+            wish = f"asks to be left alone for {seconds:.6g} s: {obeyed}"
+            logger.warning("the judge at %s %s", replica.url, wish)
         until = now + min(seconds, MAX_PAUSE_S)
         if until > replica.paused_until:
             replica.paused_until, replica.asked_s = until, seconds
@@ -133,9 +127,7 @@ class Replicas:
             replica.open_until, replica.failures, replica.last_failure = None, 0, ""
         elif probe and healthy is False:
             self._open(replica, min(GROWTH * replica.open_s, self._reset_s))
-        elif (
-            replica.open_until is None and healthy is not None
-        ):  # while it is open, its probe has the last word
+        elif replica.open_until is None and healthy is not None:  # open, its probe has the last word
             replica.failures = 0 if healthy else replica.failures + 1
             if replica.failures >= self._max_failures:
                 self._open(replica, self._reset_s * FIRST_PROBE)

@@ -29,7 +29,6 @@ class IdleSleep:
         # From waking to sleeping: a task of its own, or a caller that gives up leaves servers behind that are half awake
         self._day: asyncio.Task[None] | None = None
         self._awake: asyncio.Future[None]
-        self._session: aiohttp.ClientSession | None = None  # it can only be made in an event loop
 
     @asynccontextmanager
     async def keep_awake(self, deadline: Deadline) -> AsyncIterator[None]:
@@ -51,8 +50,6 @@ class IdleSleep:
         if self._day:
             self._day.cancel()
             self._awake.cancel()
-        if self._session:
-            await self._session.close()
 
     async def _live(self) -> None:
         """Wake, stay awake as long as somebody calls now and then, sleep; and again if somebody came meanwhile."""
@@ -81,7 +78,6 @@ class IdleSleep:
             log.warning("the judge at %s does not sleep, its memory is not free: %r", url, error)
 
     async def _ask(self, method: str, url: str, timeout_s: float) -> Any:
-        self._session = self._session or aiohttp.ClientSession(raise_for_status=True)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session.request(method, url, timeout=timeout) as reply:
+        async with aiohttp.request(method, url, timeout=timeout, raise_for_status=True) as reply:
             return await reply.json(content_type=None) if method == "GET" else None

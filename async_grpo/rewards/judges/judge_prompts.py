@@ -60,9 +60,9 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
     for known in ("prompt", "messages", "input") if name == "prompt" else (name,):
         if sample.get(known) is not None:
             return sample[known]
+    known = ", ".join(sorted(map(str, sample)))
     raise ConfigurationError(
-        f"the judge's template names {{{name}}}, but the sample has no such column: it has "
-        f"{', '.join(sorted(map(str, sample)))}"
+        f"the judge's template names {{{name}}}, but the sample has no such column: it has {known}"
     )
 
 
@@ -80,11 +80,8 @@ def as_text(value: Any) -> str:
 
 def is_conversation(value: Any) -> bool:
     """Whether it is a list of {"role": ..., "content": ...}."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
-    )
+    ours = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    return ours and bool(value) and all({"role", "content"} <= message.keys() for message in value)
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,11 @@ class Template:
                         raise ValueError(f"{{{name}}} is no name of a column")
                     names.add(name)
         except ValueError as error:
+            what = (
+                "only columns such as {completion} may stand in braces, and a brace itself is written twice"
+            )
             raise ConfigurationError(
-                f"the judge's template {self.text[:200]!r} cannot be read ({error}): only columns such as "
-                "{completion} may stand in braces, and a brace itself is written twice"
+                f"the judge's template {self.text[:200]!r} cannot be read ({error}): {what}"
             ) from error
         object.__setattr__(self, "names", frozenset(names))
 
@@ -129,9 +128,8 @@ class Template:
             if name in given:
                 parts.append(str(given[name]))
             elif name is not None:
-                text = (
-                    completion_of(sample) if name == "completion" else harmless(as_text(column(sample, name)))
-                )
+                special = name == "completion"
+                text = completion_of(sample) if special else harmless(as_text(column(sample, name)))
                 fenced = fence and name in WRITTEN_BY_THE_POLICY
                 parts.append(f"<<<BEGIN {key}>>>\n{text}\n<<<END {key}>>>" if fenced else text)
         return "".join(parts)

@@ -90,8 +90,7 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
 
 
 def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str) -> None:
-    """Raise ConfigurationError unless it is a regular expression with one group, or a JSON schema of objects that hold
-    the score."""
+    """Raise ConfigurationError for a pattern without its one group, or a JSON schema that does not hold the score."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:

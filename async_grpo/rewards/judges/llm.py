@@ -13,19 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.rewards.http.endpoint import BadReply, JudgeError, require_all
+from async_grpo.rewards.judges import judge_replies
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template
-from async_grpo.rewards.judges.judge_replies import (
-    AGGREGATES,
-    Unreadable,
-    Vote,
-    by_pattern,
-    by_schema,
-    check_reading,
-    choices_of,
-    text_of,
-    verdict,
-    yes_probability,
-)
+from async_grpo.rewards.judges.judge_replies import AGGREGATES, Unreadable, Vote
 from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, ModelJudge, Send
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
@@ -102,7 +92,7 @@ class LLMJudge(ModelJudge):
         visible = self.rubric == RUBRIC or "rubric" in self._template.names
         warmth, least, known = self.temperature or 0.0, self.min_votes, ", ".join(AGGREGATES)
         same = "are one vote many times: use a temperature such as 0.7"
-        check_reading(self.pattern, self.json_schema, self.score_key)
+        judge_replies.check_reading(self.pattern, self.json_schema, self.score_key)
         require_all(
             (visible, f"rubric={self.rubric[:60]!r} would not be shown: the template has no {{rubric}}"),
             (shown, "the template shows no {completion}: every score would be the same"),
@@ -146,7 +136,7 @@ class LLMJudge(ModelJudge):
                 break
         needed = self.min_votes or self.votes // 2 + 1
         if len(votes) >= needed:
-            return verdict(votes, self.aggregate, self.scale, self.votes)
+            return judge_replies.verdict(votes, self.aggregate, self.scale, self.votes)
         reasons = "; ".join(list(dict.fromkeys(unread))[:2])
         if self.votes > 1:
             reasons = f"{len(votes)} of {self.votes} votes could be read, {needed} are needed: {reasons}"
@@ -186,7 +176,7 @@ class LLMJudge(ModelJudge):
     def _read(self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]) -> None:
         """Sort the votes of a reply into those that can be read and the reasons of the others."""
         try:
-            choices = choices_of(reply, count)
+            choices = judge_replies.choices_of(reply, count)
         except Unreadable as error:
             unread += [str(error)] * count
             return
@@ -197,12 +187,12 @@ class LLMJudge(ModelJudge):
                 unread.append(str(error))
 
     def _vote(self, choice: Mapping[str, Any]) -> Vote:
-        text = text_of(choice)
-        if self.json_schema is None:
-            vote = by_pattern(text, self.pattern)
-        else:
-            vote = by_schema(text, self.json_schema, self.score_key)
+        text = judge_replies.text_of(choice)
         low, high = self.scale
+        if self.json_schema is None:
+            vote = judge_replies.by_pattern(text, self.pattern)
+        else:
+            vote = judge_replies.by_schema(text, self.json_schema, self.score_key)
         if not low <= vote.score <= high:
             raise Unreadable(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
         return vote
@@ -262,10 +252,9 @@ class GenerativeRM(LLMJudge):
     def _vote(self, choice: Mapping[str, Any]) -> Vote:
         if not self.yes_no:
             return super()._vote(choice)
-        text_of(choice, cut_off=True)  # one token was asked for
-        probability, mass = yes_probability(choice, self.yes, self.no)
+        judge_replies.text_of(choice, cut_off=True)  # one token was asked for
+        probability, mass = judge_replies.yes_probability(choice, self.yes, self.no)
         if mass < self.min_mass:
-            raise Unreadable(
-                f"Yes and No hold {mass:.3g} of the probability, less than min_mass={self.min_mass:g}"
-            )
+            least = f"less than min_mass={self.min_mass:g}"
+            raise Unreadable(f"Yes and No hold {mass:.3g} of the probability, {least}")
         return Vote(probability, {"mass": mass})

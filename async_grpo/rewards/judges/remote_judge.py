@@ -44,11 +44,9 @@ class JudgeAddresses:
         """From comma lists (if empty, from the environment, with a warning, for one release) and the other arguments."""
         found = []
         for option, text in (("judge-urls", judge_urls), ("http-scorer-urls", scorer_urls)):
-            variable = option.upper().replace("-", "_")
-            if not text and (text := os.environ.get(variable, "")):
-                log.warning(
-                    "%s in the environment is not read after this release: give --%s", variable, option
-                )
+            old = option.upper().replace("-", "_")
+            if not text and (text := os.environ.get(old, "")):
+                log.warning("%s in the environment is not read after this release: give --%s", old, option)
             found.append(tuple(filter(None, map(str.strip, text.split(",")))))
         return cls(found[0], found[1] or (SCORER_URL,), **known)
 
@@ -80,13 +78,9 @@ class Usage:
         **asked: Any,
     ) -> dict[str, Any]:
         """`client.post`, and note what it takes; `tokens`: (prompt, completion) at most, also of an unanswered request."""
-        reply = await client.post(
-            path,
-            body,
-            tokens=sum(tokens),
-            unanswered=lambda: self._add(*tokens, sum(tokens)),
-            **asked,
-        )
+        total = sum(tokens)
+        add = partial(self._add, *tokens, total)
+        reply = await client.post(path, body, tokens=total, unanswered=add, **asked)
         counts = [said_tokens(reply, name) for name in COUNTED]
         self.known = self.known and counts[-1] is not None
         self._add(*(count or 0.0 for count in counts))
@@ -100,11 +94,10 @@ class Usage:
         if not self.known:
             return {}
         prompt, completion, total = self.counts
-        extras = {"judge_tokens": total}
-        if self.price_per_million_tokens is not None:
-            price_in, price_out = self.price_per_million_tokens
-            extras["judge_cost"] = (prompt * price_in + completion * price_out) / 1e6
-        return extras
+        if self.price_per_million_tokens is None:
+            return {"judge_tokens": total}
+        price_in, price_out = self.price_per_million_tokens
+        return {"judge_tokens": total, "judge_cost": (prompt * price_in + completion * price_out) / 1e6}
 
 
 @dataclass(frozen=True, kw_only=True)

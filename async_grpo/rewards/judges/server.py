@@ -6,8 +6,7 @@
     owner -> keeper (`keep`, one for each replica) -> vLLM's server -> its engines
 
 A keeper starts a server again that died, and ends it with its engines (a killed API server of vLLM leaves them behind) when
-the JudgeServer is closed or its process is gone. It is a process of its own because a `Supervisor` ends whatever descends
-from its process, in the owner Ray included.
+the JudgeServer is closed or its process is gone. It is a process because a `Supervisor` ends all that descends from it.
 """
 
 import contextlib
@@ -95,7 +94,10 @@ class JudgeServer:
             (replicas >= 1 and self.restarts >= 0, f"{replicas=}, restarts={self.restarts}: too few"),
             (one_each, f"{devices=} must be a list with the GPUs of each of the {replicas} replicas"),
             (safe, f"host={self.host!r} {network}"),
-            (self._api_key or not self.api_key_env, f"there is no variable api_key_env={self.api_key_env!r}"),
+            (
+                self._api_key or self.api_key_env is None,
+                f"there is no variable api_key_env={self.api_key_env!r}",
+            ),
             (not (self.sleep_mode and on_the_cpu()), f"sleep_mode=True needs a GPU: {pretence}"),
         )
         self._ports = self._listen()
@@ -128,13 +130,14 @@ class JudgeServer:
         give_up = time.monotonic() + timeout_s
         try:
             for number in range(self.replicas):
-                self._keepers.append(self._start_keeper(number))
+                self._start_keeper(number)
             for name, url, keeper in zip(self._names, self.urls, self._keepers, strict=True):
                 while not self._serves(url):
                     self._check(0)
                     if time.monotonic() > give_up:
-                        output = self._folder / f"{name.replace(' ', '-')}.log"
-                        said = log_excerpt(Program(name, keeper, output)) if output.exists() else ""
+                        said = log_excerpt(
+                            Program(name, keeper, self._folder / f"{name.replace(' ', '-')}.log")
+                        )
                         raise DeadlineExceeded(f"{name} did not serve on {url} within {timeout_s:g} s{said}")
                     time.sleep(POLL_S)
             self._check(0)
@@ -177,19 +180,20 @@ class JudgeServer:
             where = f"{self.host}, port {self.port}"
             raise ConfigurationError(f"no server can listen on {where}: {error}") from error
 
-    def _start_keeper(self, number: int) -> subprocess.Popen[bytes]:
+    def _start_keeper(self, number: int) -> None:
         order = [os.getpid(), self._names[number], self._folder, self.restarts]
-        command = [sys.executable, "-c", KEEP, ROOT, *map(str, order), *self._commands[number]]
+        (self._folder / f"{self._names[number].replace(' ', '-')}.log").touch()
         errors_path = self._folder / "judge-supervisor.log"
         with errors_path.open("ab") as errors, self._deaths(number).open("wb") as deaths:
-            return subprocess.Popen(
-                command,
+            keeper = subprocess.Popen(
+                [sys.executable, "-c", KEEP, ROOT, *map(str, order), *self._commands[number]],
                 stdin=subprocess.DEVNULL,
                 stdout=deaths,
                 stderr=errors,
                 start_new_session=True,  # a Ctrl-C is the owner's, which closes in order
                 env=self._environment(number),
             )
+        self._keepers.append(keeper)
 
     def _command(self, port: int) -> list[str]:
         """vLLM's server; its own command-line program does not start with the build for the CPU."""
