@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,7 @@ from async_grpo.rewards.standalone import LocalWorkers
 from async_grpo.types import AdapterResult, Verdict
 
 WIDTH = 100  # of what is no terminal
+_bench = partial(option, panel="Bench")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +47,25 @@ class VerifyConfig(Section):
     reward_fns: str = required(
         "Comma list of rewards: names of the registry file, or FILE.py:NAME for one of another file.", "Bench"
     )
-    reward_registry: str | None = option(
-        None, "The registry file of rewards (default: reward_registry.py here).", "Bench"
+    reward_registry: str | None = _bench(
+        None, "The registry file of rewards (default: reward_registry.py here)."
     )
-    reward_options: str = option(
-        "", "Keyword options for the rewards that name them: weight=0.2,...", "Bench"
+    reward_options: str = _bench("", "Keyword options for the rewards that name them: weight=0.2,...")
+    reward_env: str = _bench(
+        "", "Comma list of environment variables that the rewards' processes get as well."
     )
-    reward_env: str = option(
-        "", "Comma list of environment variables that the rewards' processes get as well.", "Bench"
-    )
-    judge_urls: str = option(
-        "", "Where the judges without an url of their own are asked: URL,URL,...", "Bench"
-    )
-    http_scorer_urls: str = option("", "The same for http_scorer.", "Bench")
-    workers: int = option(2, "Processes for each reward.", "Bench", range=POSITIVE)
-    timeout_s: float = option(30.0, "Longest scoring of one row.", "Bench", range=POSITIVE)
-    repeat: int = option(
+    judge_urls: str = _bench("", "Where the judges without an url of their own are asked: URL,URL,...")
+    http_scorer_urls: str = _bench("", "The same for http_scorer.")
+    workers: int = _bench(2, "Processes for each reward.", range=POSITIVE)
+    timeout_s: float = _bench(30.0, "Longest scoring of one row.", range=POSITIVE)
+    repeat: int = _bench(
         1,
         "Score each row so many times; with 2 or more, say whether a reward is deterministic.",
-        "Bench",
         range=POSITIVE,
     )
-    threshold: float = option(0.5, "A reward from here on says right, where opinions are compared.", "Bench")
-    output: str | None = option(
-        None, "Also write a JSON line per row, with every result, to this file.", "Bench"
-    )
-    check: bool = option(
-        False, "Also try each reward on poor completions, again, and in other processes.", "Bench"
-    )
+    threshold: float = _bench(0.5, "A reward from here on says right, where opinions are compared.")
+    output: str | None = _bench(None, "Also write a JSON line per row, with every result, to this file.")
+    check: bool = _bench(False, "Also try each reward on poor completions, again, and in other processes.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -133,16 +133,6 @@ def test_a_file_that_cannot_be_meant_is_refused_by_its_name_and_key(tmp_path, ca
     assert said in capsys.readouterr().err
 
 
-def test_one_file_serves_all_programs(tmp_path):
-    """Each reads its own keys; the trainer's model is the worker's."""
-    text = f'model_name_or_path = "{tmp_path}"\ndata_path = "d"\nmax_num_seqs = 8\nlearning_rate = 1e-5'
-    given = ["--config", written(tmp_path, text)]
-    worker, code = parse(*given, "--mode=generation", config_class=WorkerConfig, foreign=foreign_keys)
-    assert code == 0 and (worker.model_path, worker.max_num_seqs) == (str(tmp_path), 8)
-    trainer, code = parse(*given, foreign=foreign_keys)
-    assert code == 0 and trainer.learning_rate == 1e-5
-
-
 def test_the_parameters_of_a_run_start_it_again(tmp_path):
     """The launcher writes the file, and the trainer, which knows less of the workers, writes it again."""
     path = tmp_path / "training_params.json"
@@ -165,13 +155,8 @@ def test_run_passes_its_options_on_to_its_programs(tmp_path, capsys):
     }  # fmt: skip
     assert set(chosen) == {field.name for field in dataclasses.fields(EngineOptions)}
     needed = {"model_name_or_path": str(tmp_path), "data_path": "d", "reward_fns": "a"}
-    recipe = {
-        "recipe": "dapo",
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "zero_variance": "keep",
-        "old_policy": "proximal",
-    }
+    recipe = {"recipe": "dapo", "clip_low": 0.2, "clip_high": 0.3, "zero_variance": "keep"}
+    recipe["old_policy"] = "proximal"
     size = {"samples_per_question": 4, "max_tokens_per_gpu": 99}
     local = LocalConfig(**needed, **recipe, **size, **chosen, output_dir=str(tmp_path))
     write_params(tmp_path / "training_params.json", local, {})
@@ -194,17 +179,10 @@ def test_the_help_shows_the_options_of_every_day_first_and_the_names_of_closed_s
     assert all(name in everyday for name in (*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *LR_SCHEDULES))
 
 
-@pytest.mark.parametrize(
-    ("option", "registry"),
-    [
-        ("advantage_estimator", ADVANTAGE_ESTIMATORS),
-        ("policy_loss", POLICY_LOSSES),
-        ("lr_scheduler", LR_SCHEDULES),
-        ("kl_kind", KL_KINDS),
-    ],
-)
-def test_the_choices_are_those_of_the_registry(option, registry):
-    assert choices_of(RunConfig.__dataclass_fields__[option]) == tuple(registry)
+def test_the_choices_are_those_of_the_registry():
+    registries = {"policy_loss": POLICY_LOSSES, "lr_scheduler": LR_SCHEDULES, "kl_kind": KL_KINDS}
+    for name, registry in (registries | {"advantage_estimator": ADVANTAGE_ESTIMATORS}).items():
+        assert choices_of(RunConfig.__dataclass_fields__[name]) == tuple(registry)
 
 
 def test_the_page_of_options_is_current():

@@ -14,16 +14,13 @@ from async_grpo.errors import ConfigurationError
 
 
 def config(tmp_path: Path, **changes) -> RunConfig:
-    return RunConfig(
-        **{
-            "model_name_or_path": str(TINY_MODEL),
-            "data_path": str(COUNTDOWN_TRAIN),
-            "output_dir": str(tmp_path / "out"),
-            "reward_fns": "countdown,format",
-            "max_generation_tokens": 24,
-            **changes,
-        }
-    )
+    given = {"model_name_or_path": str(TINY_MODEL), "data_path": str(COUNTDOWN_TRAIN)}
+    given |= {
+        "reward_fns": "countdown,format",
+        "max_generation_tokens": 24,
+        "output_dir": str(tmp_path / "out"),
+    }
+    return RunConfig(**given | changes)
 
 
 def test_the_rewards_of_a_run_are_looked_up_once(tmp_path, monkeypatch):

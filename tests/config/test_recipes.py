@@ -16,10 +16,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = {field.name: field.default for field in dataclasses.fields(RunConfig)} | {
-    "model_name_or_path": "m",
-    "data_path": "d",
-}
+BASE = dataclasses.asdict(config())
 
 
 @pytest.mark.parametrize("name", RECIPES)

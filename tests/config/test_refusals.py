@@ -14,7 +14,6 @@ from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.options.fields import parse_assignments
 from async_grpo.rewards.adapter.decorators import post_process, process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.training.objective import Objective
@@ -34,6 +33,7 @@ def vote(sample):
     return 0.0
 
 
+REJECTION = {"rejection_statistic": "token_k3", "rejection_high": 1.0}
 OUTCOME, STEPS, BOTH = {"a": outcome}, {"s": steps}, {"a": outcome, "s": steps}
 
 
@@ -55,10 +55,7 @@ VALUES = [  # refused by the configuration itself
     ({"train_minibatch_size": 4000, "samples_per_question": 32, "batch_size": 128}, "whole number of steps"),
     ({"train_minibatch_size": 33}, "not a whole number of groups of 32.*use 32"),
     ({"batch_size": 0}, "--batch-size must be above 0, not 0"),
-    ({"max_staleness": -1}, "--max-staleness cannot be negative"),
     ({"lr_scheduler": "step"}, "'step' is unknown; known: constant, constant_with_warmup"),
-    ({"dtype": "int8"}, "--dtype 'int8' is unknown"),
-    ({"temperature": 0.0}, "--temperature must be above 0"),
     ({"kl_kind": "k1"}, "--kl-kind k1 does nothing without --kl-coef above 0"),
     ({"kl_clamp": 1.0, "kl_in_reward": True}, "--kl-clamp 1.0 --kl-in-reward True does nothing without --kl-coef"),
     ({"overlong_penalty": 2.0}, "--overlong-penalty 2.0 does nothing without --overlong-buffer"),
@@ -73,26 +70,17 @@ VALUES = [  # refused by the configuration itself
     ({"rejection_statistic": "token_k3", "rejection_low": 0.1, "rejection_high": 1.0}, "the bounds must hold 0"),
     ({"rejection_statistic": "token_k3", "rejection_low": 0.0}, "rejects nothing"),
     ({"rejection_statistic": "token_k1"}, "rejects nothing: give an upper bound"),
-    ({"rejection_statistic": "sequence_k9", "rejection_high": 2}, "sequence_k9"),
     ({"rejection_high": 2.0}, "without --rejection-statistic"),
     ({"importance_level": "token", "policy_loss": "gpg", "importance_low": 3.0}, "leave no weight at all"),
-    ({"importance_level": "token", "policy_loss": "gpg", "importance_high": -1}, "-1"),
     ({"importance_normalize": True}, "does nothing without --importance-level"),
-    ({"importance_mode": "mask"}, "does nothing without --importance-level"),
     ({"top_p": 0.9}, "log-probs of the truncated policy"),
-    ({"top_k": 50}, "log-probs of the truncated policy"),
-    ({"old_policy": "reference"}, "known: behaviour, proximal, current"),
-    ({"overlong_buffer": 2.0}, "between 0 and 1"),
-    ({"entropy_coef": -1.0}, "cannot be negative"),
     ({"kl_coef": float("nan")}, "--kl-coef nan: it must be a finite number"),
-    ({"learning_rate": float("inf")}, "--learning-rate inf: it must be a finite number"),
     ({"zero_variance": "resample", "max_resamples": 0}, "replaces nothing"),
     ({"min_valid_samples": 99, "samples_per_question": 8}, "must lie between 2"),
     ({"clip_low": 1.5}, "a share between 0 and 1"),
     ({"reward_weights": "a=x"}, "no finite number"),
     ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
     ({"on_reward_failure": "judge=constant:much"}, "constant:much: it must be a finite number"),
-    ({"on_reward_failure": "judge=constant:-inf"}, "constant:-inf: it must be a finite number"),
     ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
     ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
     ({"judge_budget": -1.0}, "--judge-budget cannot be negative, not -1"),
@@ -103,11 +91,9 @@ VALUES = [  # refused by the configuration itself
 ]  # fmt: skip
 METHODS = [  # refused once the estimator, the loss, the schedule or the transport is known
     ({"critic_coef": 0.7}, "--critic-coef 0.7 does nothing without an --advantage-estimator that has a critic"),
-    ({"critic_learning_rate": 1e-4}, "--critic-learning-rate 0.0001 does nothing"),
     ({"old_policy": "proximal", "policy_loss": "grpo"}, "--old-policy proximal does nothing with --policy-loss grpo"),
     ({"old_policy": "current", "policy_loss": "gpg"}, "--old-policy current does nothing with --policy-loss gpg"),
     ({"old_policy": "current", "policy_loss": "dro"}, "leave the loss without its pull to the old policy"),
-    ({"old_policy": "current", "policy_loss": "kl_cov"}, "leave the loss without its pull to the old policy"),
     ({"old_policy": "current", "policy_loss": "decoupled"}, "current leaves none"),
     ({"policy_loss": "decoupled", "importance_level": "token"}, "leave --importance-level out"),
     ({"importance_level": "token"}, "count it twice"),
@@ -115,11 +101,10 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
     ({"loss_options": "clip_low=2"}, "clip_low=2.0.* share between 0 and 1"),
     ({"loss_options": "clip_low=none"}, "clip_low=None is no finite number"),
     ({"loss_options": "clip_low=0.1", "clip_low": 0.2}, "given twice"),
-    ({"loss_options": "cap=5"}, "no option cap"),
     ({"loss_options": "cap"}, "not name=value"),
+    ({"loss_options": "cap=1,cap=2"}, "cap is given twice"),
     ({"policy_loss": "gpg", "clip_low": 0.2}, "does not clip"),
     ({"policy_loss": "decoupled", "loss_options": "cap_mode=bend"}, "bend"),
-    ({"policy_loss": "decoupled", "loss_options": "cap=abc"}, "cap=abc is no finite number"),
     ({"policy_loss": "dro", "loss_options": "beta=0"}, "beta"),
     ({"policy_loss": "kl_cov", "loss_options": "ratio=2"}, r"must lie in \(0, 1"),
     ({"advantage_estimator": "gae", "estimator_options": "gamma=7"}, "between 0 and 1"),
@@ -134,7 +119,6 @@ REWARDS = [  # refused once the rewards are known
     ({"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, OUTCOME, "gdpo normalises"),
     ({"advantage_estimator": "gdpo", "reward_combine": "gate"}, OUTCOME, "gdpo normalises"),
     ({"advantage_estimator": "gdpo", "reward_weights": "a=2,other=1"}, OUTCOME, "names other"),
-    ({"advantage_estimator": "gdpo", "reward_weights": "overlong=2"}, OUTCOME, "names overlong"),
     ({"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"}, BOTH, "cannot stand in for steps"),
     ({"advantage_estimator": "gae", "reward_fallback": "s=a"}, BOTH, "gives other steps"),
     ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, STEPS, "weigh them by"),
@@ -179,10 +163,7 @@ def test_what_cannot_be_meant_with_these_rewards_is_refused(options, adapters, s
         ({"critic_clip": 0.1, "advantage_estimator": "gae"}, "--critic-clip 0.1 does nothing as yet"),
         ({"old_policy": "current", "clip_low": 0.1}, "--clip-low 0.1 does nothing with --old-policy current"),
         ({"max_token_staleness": 2}, "--max-token-staleness 2 does nothing with --max-staleness 1"),
-        (
-            {"lr_scheduler": "constant", "num_warmup_steps": 3},
-            "--num-warmup-steps 3 does nothing with --lr-s",
-        ),
+        ({"lr_scheduler": "constant", "num_warmup_steps": 3}, "--num-warmup-steps 3 does nothing with"),
     ],
 )
 def test_what_merely_has_no_effect_is_warned_about(capsys, options, said):
@@ -197,11 +178,7 @@ def test_what_merely_has_no_effect_is_warned_about(capsys, options, said):
         ({"advantage_estimator": "gae"}, BOTH),
         ({"advantage_estimator": "gdpo", "reward_weights": "overlong=2", "overlong_buffer": 0.2}, OUTCOME),
         ({"old_policy": "proximal", "policy_loss": "grpo", "importance_level": "token"}, OUTCOME),
-        (
-            {"old_policy": "proximal", "policy_loss": "gpg"}
-            | {"rejection_statistic": "token_k3", "rejection_high": 1.0},
-            OUTCOME,
-        ),
+        ({"old_policy": "proximal", "policy_loss": "gpg", **REJECTION}, OUTCOME),
         ({"reward_combine": "gate"}, {**OUTCOME, "v": vote}),
     ],
 )
@@ -217,11 +194,6 @@ def test_every_rule_speaks_of_options_that_there_are():
     assert len(spoken) > 40
     for flags in spoken:
         assert set(flags.split()) <= set(RunConfig.__dataclass_fields__), flags
-
-
-def test_an_assignment_given_twice_is_refused():
-    with pytest.raises(ConfigurationError, match="cap is given twice"):
-        parse_assignments("cap=1,cap=2", "loss-options")
 
 
 def test_a_worker_without_its_model_folder_is_refused():

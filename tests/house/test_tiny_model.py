@@ -1,8 +1,6 @@
 """The tiny model: its tokenizer, its folder, its warm-up, and the plain GRPO loop that judges it."""
 
-import ast
 import importlib
-import itertools
 import json
 import random
 import re
@@ -28,7 +26,6 @@ tiny_model = importlib.import_module("create_tiny_model")
 plain_grpo = importlib.import_module("plain_grpo")
 
 TOKENIZER = tiny_model.build_tokenizer(1024)
-RESPONSE = re.compile(r"^<think>.*?</think>\n<answer>(.*?)</answer>$", re.DOTALL)
 SMALL = ["--num-layers=1", "--hidden-size=64", "--num-heads=2", "--num-kv-heads=1", "--intermediate-size=64"]
 SMALL += ["--warmup-steps=3", "--batch-size=4", f"--train={SAMPLE_DATA / 'countdown_train.jsonl'}"]
 
@@ -123,40 +120,6 @@ def test_warmup_expressions_use_each_number_once_and_mean_what_they_claim(nums, 
     exact = re.sub(r"\d+", lambda number: f"Fraction({number[0]})", text)
     assert eval(exact, {"Fraction": Fraction}) == expressions[text]
     assert set(text) <= set("0123456789()") | set(operators)
-
-
-def test_warmup_expressions_reach_every_value_that_brackets_can_reach():
-    reached = set()
-    for (a, b, c), p, q in itertools.product(itertools.permutations((2, 3, 7)), "+-*", "+-*"):
-        reached |= {eval(f"({a}{p}{b}){q}{c}"), eval(f"{a}{p}({b}{q}{c})")}
-    expressions = tiny_model.all_expressions((2, 3, 7), "+-*")
-    assert set(expressions.values()) == reached
-    assert {"2-3+7", "2-(3+7)", "2-(3-7)", "(2-3)*7"} <= set(expressions)
-    assert not {"(2-3)+7", "2+(3+7)", "(2*3)+7"} & set(expressions)
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_warmup_answers_are_correct_or_random_as_asked_and_always_well_formed(fraction):
-    problem = tiny_model.Problem((2, 3, 7), 13)
-    examples = tiny_model.warmup_examples([problem], TOKENIZER, "+-*", "+-", fraction, random.Random(0))
-    hits, answers = [], ""
-    for prompt, response in itertools.islice(examples, 40):
-        text = TOKENIZER.decode(response)
-        shown, target = re.search(r"user\n([\d ]+)=(\d+)<", TOKENIZER.decode(prompt)).groups()
-        answer = RESPONSE.match("<think>" + text.removesuffix("<|im_end|>"))[1]
-        value, nums = plain_grpo.evaluate_expression(ast.parse(answer, mode="eval"))
-        assert sorted(nums) == sorted(map(int, shown.split())) == [2, 3, 7] and text.endswith("<|im_end|>")
-        hits.append(value == int(target))
-        answers += answer
-    assert all(hits) if fraction else sum(hits) < 20
-    assert ("*" in answers) == (fraction == 1.0)
-
-
-def test_only_response_tokens_carry_labels():
-    batch = tiny_model.collate([([1, 2], [3, 4]), ([5], [6])], pad_token_id=9)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, -100, 3, 4], [-100, 6, -100, -100]]
 
 
 @pytest.mark.parametrize(
