@@ -14,7 +14,7 @@ import torch
 
 from async_grpo.errors import DeadlineExceeded
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.weights.publisher import Publisher, RecordingSource
+from async_grpo.weights.publisher import Publisher
 
 
 class NCCLPublisher(Publisher):
@@ -24,7 +24,7 @@ class NCCLPublisher(Publisher):
     _sender: Any = None
     _members: Mapping[str, int] | None = None
 
-    def make_engine(self, source: RecordingSource, world_size: int) -> Any:
+    def make_engine(self, world_size: int) -> Any:
         """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -34,18 +34,18 @@ class NCCLPublisher(Publisher):
             free_port = probe.getsockname()[1]
         address = self._engines.address if self._engines else ""  # only rank 0 opens the endpoint
         info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self._rank)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=source)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
 
     def _send(self, draft: WeightPackage) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
         if self._engines is None:
-            self._sender = self._sender or self.make_engine(self._source, 0)
+            self._sender = self._sender or self.make_engine(0)
             self._sender.send_weights()  # takes part in the gathering, sends nothing
             return None
         members = self._engines.begin()
         if self._members != members:
             if self._sender is not None:
                 self._sender.shutdown()
-            self._sender = self._within_deadline(self.make_engine, self._source, 1 + sum(members.values()))
+            self._sender = self._within_deadline(self.make_engine, 1 + sum(members.values()))
             self._members = dict(members)
         self._engines.pause(draft.version)
         # If this fails the engines stay paused: the run is over

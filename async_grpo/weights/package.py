@@ -90,18 +90,16 @@ def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
     Raises:
         WeightsDidNotLand: naming the first few missing, unexpected and differing tensors.
     """
-    missing = [name for name in sent if name not in received]
-    unexpected = [name for name in received if name not in sent]
-    differing = [name for name in sent if name in received and received[name] != sent[name]]
-    problems = [
-        f"{label}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-        for label, names in (("missing", missing), ("unexpected", unexpected), ("differing", differing))
-        if names
-    ]
-    if problems:
-        landed = len(sent) - len(missing) - len(differing)
+    problems = {
+        "missing": [name for name in sent if name not in received],
+        "unexpected": [name for name in received if name not in sent],
+        "differing": [name for name in sent if name in received and received[name] != sent[name]],
+    }
+    if any(problems.values()):
+        landed = len(sent) - len(problems["missing"]) - len(problems["differing"])
+        named = (f"{what}: {', '.join(names[:5])}" for what, names in problems.items() if names)
         raise WeightsDidNotLand(
-            f"worker {worker_id} received {landed} of {len(sent)} tensors as sent; {'; '.join(problems)}"
+            f"worker {worker_id} received {landed} of {len(sent)} tensors as sent; {'; '.join(named)}"
         )
 
 

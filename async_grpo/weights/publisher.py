@@ -134,9 +134,8 @@ class Publisher:
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
         expected = self._canary.logprobs(model, self._canary.token_ids)
-        measured = MAX_ROUNDING[self._source.wire_dtype]
-        if self._rounding is not None:
-            measured = max(3 * self._rounding, MIN_TOLERANCE)
+        known, untested = self._rounding, MAX_ROUNDING[self._source.wire_dtype]
+        measured = untested if known is None else max(3 * known, MIN_TOLERANCE)
         tolerance = self._config.canary_tolerance or measured
         return WeightPackage(version, {}, [], self._canary.token_ids, expected, tolerance)
 

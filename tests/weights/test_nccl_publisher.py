@@ -42,7 +42,7 @@ class Control:
 class Scripted(NCCLPublisher):
     """In place of vLLM's trainer engine it is one itself."""
 
-    def make_engine(self, source: RecordingSource, world_size: int):
+    def make_engine(self, world_size: int):
         if self._engines:
             self._engines.log.append(f"group of {world_size}")
         return self

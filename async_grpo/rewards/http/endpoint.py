@@ -55,7 +55,7 @@ class Limits:
         concurrency: permits out at the same time.
         requests_per_minute, tokens_per_minute: spread evenly over the minute.
         burst_s: after a lull (or a late timer) so many seconds' worth may start at once, and at least one call.
-        slack_s: the longest time that may pass between a permit and the start of its call.
+        slack_s: how much later than its permit a call may start; rates are 60 / (60 + slack_s) of the limit for it.
 
     Raises:
         ConfigurationError: a limit that would let nothing through, or is no number.
