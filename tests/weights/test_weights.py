@@ -14,7 +14,7 @@ from async_grpo.errors import WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
 from async_grpo.weights.package import SELF_TEST, check_received, record, tensor_digest, unpack
-from async_grpo.weights.publisher import Canary, Publisher, perturbed
+from async_grpo.weights.publisher import Canary, Publisher
 
 
 @settings(max_examples=50, deadline=None)
@@ -168,13 +168,3 @@ def test_other_ranks_take_part_in_every_gathering_and_send_nothing(kind, monkeyp
     silent = kind(None, gathering, CANARY, torch.float32, rank=1, config=WeightConfig())
     assert silent.publish(TwoLayers(), 0, self_test=True)["canary_error"] == 0.0
     assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
-
-
-def test_the_perturbation_changes_every_tensor_visibly_and_puts_it_back():
-    model = TwoLayers()
-    nn.init.zeros_(model.first.bias)
-    before = [p.clone() for p in model.parameters()]
-    with perturbed(dict(named(model))):
-        for original, parameter in zip(before, model.parameters(), strict=True):
-            assert (parameter - original).abs().mean() > 0.05
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
