@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.__main__ import COMMANDS, main
+from async_grpo.__main__ import main
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.bench.completions import LABEL, CompletionRow, read_rows, score_rows
 from async_grpo.rewards.bench.report import MAX_EXAMPLES, Report, histogram
@@ -378,8 +378,6 @@ def test_a_check_says_what_breaks_the_contract(files, tmp_path, capsys):
     said = capsys.readouterr()
     assert "sample 0: an empty completion has failed: ValueError" in said.out
     assert "numbers_only did not pass its check" in said.err
-    assert verify(path, "--reward-fns", rewards(tmp_path, "kind"), "--check", "--threshold=0.9") == 0
-    assert "check of kind: skipped, it calls no row right" in capsys.readouterr().out
     path = files({"completion": "1", "label": False})  # the reward calls it right, but it is not
     assert verify(path, "--reward-fns", rewards(tmp_path, "kind"), "--check") == 0
     assert "check of kind: skipped, it calls no row right" in capsys.readouterr().out
@@ -392,10 +390,7 @@ def test_a_check_says_what_breaks_the_contract(files, tmp_path, capsys):
         (["--reward-fns=mathd", "--timeout-s=nan"], "--timeout-s nan: it must be a finite number"),
         (["--reward-fns=,"], "no reward function is named"),
         (["--reward-fns=format", "--reward-options=weigth=1"], "takes the option weigth"),
-        (
-            ["--reward-fns=mathd", "--output=/no/such/folder/x"],
-            "--output /no/such/folder/x cannot be written",
-        ),
+        (["--reward-fns=mathd", "--output=/no/x/y"], "--output /no/x/y cannot be written"),
         (["--reward-fns=mathd", "--reward-registry=/no/page.py"], "cannot read '/no/page.py'"),
         ([], "are required: --reward-fns"),
     ],
@@ -468,17 +463,3 @@ def test_ctrl_c_ends_the_bench_and_its_processes(files, tmp_path):
         bench.communicate(timeout=60)
     assert bench.returncode not in (0, None)
     assert children and not psutil.wait_procs(children, timeout=30)[1]
-
-
-def test_help_tells_everything_and_brings_in_nothing_heavy():
-    code = (
-        "import sys\nfrom async_grpo.__main__ import main\n"
-        "for command in (['--help'], ['verify', '--help'], ['cache', '--help']):\n"
-        "    try:\n        main(command)\n    except SystemExit as ended:\n        assert ended.code == 0\n"
-        "print(sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
-    for word in (*COMMANDS, "FILE", "--reward-fns", "--output", "--check", "PATH", "--prune-adapter"):
-        assert word in done.stdout

@@ -69,17 +69,6 @@ def test_anything_else_is_a_wrong_answer_and_no_exception(answer, nums, target):
     assert answer_reward(answer, nums, target) == 0.0
 
 
-def test_a_hostile_answer_is_never_executed(tmp_path):
-    trap = tmp_path / "executed"
-    for answer in (
-        f"open('{trap}','w')",
-        f"__import__('os').system('touch {trap}')",
-        f"[open('{trap}','w') for x in (1,)]",
-    ):
-        assert answer_reward(answer, [1], 1) == 0.0
-    assert not trap.exists()
-
-
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 

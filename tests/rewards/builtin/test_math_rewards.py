@@ -76,13 +76,6 @@ def test_the_end_token_is_no_part_of_the_answer(adapter):
     assert adapter(sample)["reward"] == 1.0
 
 
-@every_adapter
-def test_the_last_box_counts(adapter):
-    assert reward(adapter, r"\boxed{26}, no: \boxed{27}", 27) == 1.0
-    assert reward(adapter, r"\boxed{27}, no: \boxed{26}", 27) == 0.0
-    assert reward(adapter, r"\boxed{27} is it. The answer is 26", 27) == 1.0
-
-
 def test_math_verify_reads_answers_without_a_box():
     assert reward(math_verify, "The answer is 27.", 27) == 1.0
     assert reward(math_verify, "9 * 3 = 27\n#### 27\nThat took me 1 line.", 27) == 1.0
