@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.bench.completions import LABEL, CompletionRow, read_rows, score_rows
 from async_grpo.rewards.bench.report import MAX_EXAMPLES, Report, histogram
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
+from tests.helpers.hostile_server import HostileServer, reply
 
 ROOT = Path(__file__).resolve().parents[2]
 OK, FAILED, TIMED_OUT, ABSTAINED = RewardStatus
@@ -117,17 +116,10 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
     one, two, four, five, six = read_rows(path)
     assert five.sample["group_id"] != six.sample["group_id"]
     assert (one.line, two.line, four.line) == (1, 2, 4)
-    assert one.sample == {
-        "completion": "ab",
-        "answer": "x",
-        "input": "p",
-        "level": 3,
-        "sample_text": "pab",
-        "truncated": False,
-        "group_id": two.sample["group_id"],
-        "completion_token_ids": [97, 98],
-        "completion_char_ends": [1, 2],
-    }
+    given = {"completion": "ab", "answer": "x", "input": "p", "level": 3}
+    made_up = {"sample_text": "pab", "truncated": False, "group_id": two.sample["group_id"]}
+    tokens = {"completion_token_ids": [97, 98], "completion_char_ends": [1, 2]}
+    assert one.sample == given | made_up | tokens
     assert (one.label, two.label, four.label) == (1.0, 0.25, None)
     assert two.sample["truncated"] and four.sample["group_id"] == 5 and "label" not in one.sample
     assert four.sample["completion_token_ids"] == [7, 8] and "completion_char_ends" not in four.sample
@@ -326,39 +318,6 @@ def test_a_module_beside_the_registry_file_is_named_for_other_nodes_would_not_fi
     assert "note: reward_registry.py" in capsys.readouterr().out  # read all the same
 
 
-def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys):
-    """Against a plain loop: groups that lie apart in the file, larger than what is scored at a time, and rows alone."""
-    chance = random.Random(3)
-    rows = [
-        {"completion": "x" * chance.randrange(4), "group_id": chance.choice("ab"), "label": n % 2}
-        for n in range(600)
-    ]
-    rows[100:100] = [{"completion": "xx"}, {"completion": "xxx"}, {"completion": "xx", "group_id": None}]
-    path, output = files(*rows), tmp_path / "out.jsonl"
-    totals = Counter()
-    for row in rows:
-        totals[row.get("group_id")] += len(row["completion"])
-    expected = [
-        (len(row["completion"]) / totals[row["group_id"]] if row.get("group_id") else 1.0)
-        if row["completion"]
-        else 0.0
-        for row in rows
-    ]
-    names = rewards(tmp_path, "shares", "exact_length")
-    assert verify(path, "--reward-fns", names, "--repeat=2", "--threshold=0.9", "--output", output) == 0
-    written = rows_of(output)
-    assert [row["line"] for row in written] == list(range(1, 604))
-    assert [[run["reward"] for run in row["results"]["shares"]] for row in written] == [
-        [one] * 2 for one in expected
-    ]
-    assert [row["results"]["shares"][0]["extra"].get("size") for row in written[100:103]] == [1.0] * 3
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    disagree = sum(
-        (one >= 0.9) != (len(row["completion"]) >= 0.9) for one, row in zip(expected, rows, strict=True)
-    )
-    assert ["shares", "exact_length", "603", str(disagree), f"{disagree / 603:.1%}"] in lines
-
-
 def test_text_that_no_terminal_can_show_is_spelt_out(files, tmp_path, capsys):
     path = files(
         {"completion": "\ud800\x1b[31m", "answer": "1", "label": 1}, {"completion": "1", "answer": "1"}
@@ -414,38 +373,46 @@ def test_a_missing_or_empty_file_is_exit_code_2_and_the_output_never_overwrites_
     assert "is the file of completions itself" in said and "holds no completions" in said
 
 
-def test_a_judge_is_asked_over_the_network(files, tmp_path, capsys):
-    asked = []
-
-    class Scorer(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
-            asked.extend(sample["completion"] for sample in samples)
-            scores = [{"reward": float(sample["completion"] == "2")} for sample in samples]
-            body = json.dumps({"protocol": 1, "scores": scores}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scorer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    page = tmp_path / "judged.py"
-    page.write_text(
-        "from async_grpo.rewards.judges import HTTPScorer\n"
-        f"judge = HTTPScorer(url='http://127.0.0.1:{server.server_port}')\n"
+def test_rewards_of_whole_groups_see_them_as_in_training(files, tmp_path, capsys):
+    """Against a plain loop: groups that lie apart in the file, larger than what is scored at a time, and rows alone."""
+    chance = random.Random(3)
+    rows = [{"completion": "x" * chance.randrange(4), "group_id": chance.choice("ab")} for _ in range(600)]
+    rows[100:100] = [{"completion": "xx"}, {"completion": "xxx"}, {"completion": "xx", "group_id": None}]
+    totals = Counter()
+    for row in rows:
+        totals[row.get("group_id")] += len(row["completion"])
+    expected = []
+    for row in rows:
+        total = totals[row["group_id"]] if row.get("group_id") else len(row["completion"])
+        expected.append(len(row["completion"]) / total if row["completion"] else 0.0)
+    names, output = rewards(tmp_path, "shares", "exact_length"), tmp_path / "out.jsonl"
+    assert (
+        verify(files(*rows), "--reward-fns", names, "--repeat=2", "--threshold=0.9", "--output", output) == 0
     )
-    path = files(*({"completion": str(n), "answer": "2"} for n in range(5)))
-    output = tmp_path / "out.jsonl"
-    try:
-        assert verify(path, f"--reward-fns={page}:judge", "--output", output, "--check") == 0
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert [row["reward"] for row in rows_of(output)] == [0, 0, 1, 0, 0] and sorted(asked) == list("01234")
+    written = rows_of(output)
+    assert [row["line"] for row in written] == list(range(1, 604))
+    for row, one in zip(written, expected, strict=True):
+        assert [run["reward"] for run in row["results"]["shares"]] == [one] * 2
+    assert [row["results"]["shares"][0]["extra"].get("size") for row in written[100:103]] == [1.0] * 3
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    disagree = sum((one >= 0.9) != (row["completion"] != "") for one, row in zip(expected, rows, strict=True))
+    assert ["shares", "exact_length", "603", str(disagree)] in lines
+
+
+async def test_a_judge_is_asked_over_the_network(files, tmp_path, capsys):
+    path, output, page = (
+        files({"completion": "7", "answer": "2"}),
+        tmp_path / "out.jsonl",
+        tmp_path / "judged.py",
+    )
+    async with HostileServer(reply({"protocol": 1, "scores": [{"reward": 0.25}]})) as server:
+        page.write_text(
+            f"from async_grpo.rewards.judges import HTTPScorer\njudge = HTTPScorer(url='{server.url}')\n"
+        )
+        options = [f"--reward-fns={page}:judge", "--output", output, "--check"]
+        assert await asyncio.to_thread(verify, path, *options) == 0
+    assert [row["reward"] for row in rows_of(output)] == [0.25]
+    assert [request.json["samples"][0]["completion"] for request in server.requests] == ["7"]
     assert "check of judge: skipped" in capsys.readouterr().out
 
 

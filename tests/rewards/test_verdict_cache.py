@@ -153,10 +153,10 @@ async def test_answers_and_abstentions_are_kept_and_failures_asked_again(tmp_pat
         journal: list = []
         for _ in range(2):  # a new object: what it knows, it has from the file
             cache = VerdictCache(tmp_path / "c.sqlite")
-            assert await cache.get_or_call(f"a:{status}", caller(answer(0.5, status), journal)) == answer(
-                0.5, status
-            )
+            given = answer(0.5, status)
+            assert await cache.get_or_call(f"a:{status}", caller(given, journal)) == given
             await cache.close()
+            assert await cache.get_or_call(f"a:{status}", caller(given)) == given  # now it lets calls through
         assert len(journal) == calls, status
 
 
@@ -208,10 +208,8 @@ async def test_a_cost_is_paid_once_and_counted_as_saved_afterwards(tmp_path):
     paid = answer(1.0, judge_cost=0.25, judge_tokens=7.0)
     together = await asyncio.gather(*(cache.get_or_call("judge:1", caller(paid)) for _ in range(3)))
     assert [one["extra"]["judge_cost"] for one in together] == [0.25, 0.0, 0.0]
-    assert (await cache.get_or_call("judge:1", caller(None)))["extra"] == {
-        "judge_cost": 0.0,
-        "judge_tokens": 7.0,
-    }
+    free = await cache.get_or_call("judge:1", caller(None))
+    assert free["extra"] == {"judge_cost": 0.0, "judge_tokens": 7.0}
     assert cache.stats()["cost_saved"] == 0.75
     await cache.close()
     (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
@@ -228,19 +226,13 @@ async def test_a_cache_with_limits_prunes_itself(tmp_path, monkeypatch):
     assert entries.num_bytes <= 3000 + 10 * 300 and entries.count >= 8
 
 
-async def test_after_its_end_the_cache_lets_calls_through(tmp_path):
-    cache = VerdictCache(tmp_path / "c.sqlite")
-    await cache.close()
-    assert await cache.get_or_call("a:1", caller(answer())) == answer()
-
-
 # --- other threads and processes ---
 
 WRITER = """
 import sys
 from async_grpo.rewards.cache.file import CacheFile
-file, name, first, last = CacheFile(sys.argv[1], busy_s=20), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-for number in range(first, last):
+file, name, count = CacheFile(sys.argv[1], busy_s=20), sys.argv[2], int(sys.argv[3])
+for number in range(count):
     file.put(f"{name}:{number}", str(number) * 50, 0.5)
     assert file.get(f"{name}:{number}")[0] == str(number) * 50
     print(number, flush=True)
@@ -248,38 +240,26 @@ file.close()
 """
 
 
-def writer(path: Path, name: str, first: int, last: int) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", WRITER, str(path), name, str(first), str(last)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def test_processes_that_write_at_once_lose_nothing_and_one_that_is_killed_nothing_that_it_had_written(
+    tmp_path,
+):
+    def writer(name: str, count: int) -> subprocess.Popen:
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "new" / "c.sqlite"), name, str(count)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
-
-def test_processes_that_write_at_once_lose_nothing(tmp_path):
-    path = tmp_path / "new" / "c.sqlite"
-    CacheFile(path).open().close()
-    writers = [writer(path, name, 0, 300) for name in ("a", "b", "a")]
-    for process in writers:
+    killed, *others = writer("killed", 10**6), writer("a", 300), writer("b", 300), writer("a", 300)
+    while int(killed.stdout.readline()) < 20:
+        pass
+    killed.send_signal(signal.SIGKILL)
+    written = {"killed": 1 + int(killed.communicate(timeout=20)[0].rstrip("\n").rpartition("\n")[2] or 20)}
+    for process in others:
         process.communicate(timeout=60)
         assert process.returncode == 0
-    file = CacheFile(path)
-    assert all(file.get(f"{name}:{n}") == (str(n) * 50, 0.5) for name in "ab" for n in range(300))
-    assert [(entries.adapter, entries.count) for entries in file.entries()] == [("a", 300), ("b", 300)]
+    file = CacheFile(tmp_path / "new" / "c.sqlite")
+    for name, count in (written | {"a": 300, "b": 300}).items():
+        assert all(file.get(f"{name}:{n}") == (str(n) * 50, 0.5) for n in range(count))
     file.close()
-
-
-def test_a_killed_writer_leaves_every_entry_that_it_had_written(tmp_path):
-    path, first = tmp_path / "c.sqlite", 0
-    for num_seen in (20, 45):
-        process = writer(path, "a", first, 10**6)
-        seen = [int(process.stdout.readline()) for _ in range(num_seen)]
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read().split("\n")
-        process.wait(20)
-        last = max(seen + [int(line) for line in rest[:-1]])
-        file = CacheFile(path)
-        assert all(file.get(f"a:{number}") == (str(number) * 50, 0.5) for number in range(last + 1))
-        file.close()
-        first = last + 1
 
 
 # --- files that cannot be used ---

@@ -2,7 +2,7 @@
 
 function        def shout(sample, weight=1.0)
 class           built once per process with the options that its `__init__` names; called through `__call__` or
-                `compute_score`; its `close`, if there is one, at the end
+                `compute_score`; its `close` at the end
 async           `async def`, or a class with an `async def __call__`: many samples in flight in one process
 batch           decorated with `@batch`: a list of samples in, a list of answers out
 judge           an object with `endpoint` and `score`: no process of its own, see `async_grpo.rewards.judges`
@@ -32,9 +32,7 @@ def batch(max_samples: int = 32, max_wait_s: float = 0.01) -> Callable[[Reward],
 
     Where the call raises or its process dies, each sample is tried alone. A list of another length is a failure of all,
     a call that takes too long a time-out of all.
-
-    Raises:
-        ConfigurationError: fewer than one sample, or a negative wait.
+    Raises ConfigurationError: fewer than one sample, or a negative wait.
     """
     if max_samples < 1 or not max_wait_s >= 0:
         raise ConfigurationError(

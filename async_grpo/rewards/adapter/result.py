@@ -75,9 +75,9 @@ def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
     if returned is None:
         return dict(answer)
     changed = read_answer(returned, {})
-    if changed["status"] != "ok":
-        return changed
-    return changed | {"extra": {**answer["extra"], **changed["extra"]}, "steps": answer["steps"]}
+    if changed["status"] == "ok":
+        changed |= {"extra": answer["extra"] | changed["extra"], "steps": answer["steps"]}
+    return changed
 
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
@@ -118,20 +118,21 @@ def _read_numbers(
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
         raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
+    reward = float(numbers.pop("reward"))
+    extra = {str(name): float(value) for name, value in numbers.items()}
+    # A list is what JSON makes of a tuple
     return {
         "status": "ok",
-        "reward": float(numbers["reward"]),
-        "extra": {str(name): float(value) for name, value in numbers.items() if name != "reward"},
-        "steps": [list(step) for step in steps],  # a list is what JSON makes of a tuple
+        "reward": reward,
+        "extra": extra,
+        "steps": [list(one) for one in steps],
         "reason": "",
     }
 
 
 def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
-    """(index of the last token, reward) of each step, by token; steps that end in one token are added up.
-
-    A step that ends in text which no token wrote ends with the last token. Raises ValueError for anything else than one
-    well-formed list of the two, with finite numbers; without `process`, for any list.
+    """(index of the last token, reward) of each step, by token; steps that end in one token are added up, and one that
+    ends in text which no token wrote ends with the last. Raises ValueError for what is not one well-formed list.
     """
     given = [name for name in KINDS if name in answer]
     if not process:

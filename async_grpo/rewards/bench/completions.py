@@ -43,9 +43,7 @@ OnRow = Callable[[CompletionRow, Sequence[Verdict]], None]
 
 def read_rows(path: str | Path) -> list[CompletionRow]:
     """All rows of the file.
-
-    Raises:
-        ConfigurationError: it cannot be read or holds no rows; or bad ones, the first of which are named by their lines.
+    Raises ConfigurationError: it cannot be read or holds no rows; or bad ones, the first of which are named by their lines.
     """
     rows, problems = [], []
     try:
@@ -114,9 +112,7 @@ async def score_rows(
     Args:
         on_row: is called in the order of the rows, with the verdicts of all runs.
         in_flight: rows that are scored, or wait for a worker, at a time.
-
-    Raises:
-        Exception: what the pool or `on_row` raised first.
+    Raises Exception: what the pool or `on_row` raised first.
     """
     slots = asyncio.Semaphore(in_flight)
 

@@ -52,10 +52,8 @@ def completion_text(sample: dict[str, Any]) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open.
-
-    Boxes before it belong to the same answer if only a comma, "and" or "or" divides them from it. They are joined by a
-    comma; equal ones count once.
+    r"""The content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open. Boxes before it
+    that only a comma, "and" or "or" divides from it are joined to it by commas; equal ones count once.
 
     >>> boxed_answer(r"\boxed{1}, no: $x = \boxed{2}\quad\text{and}\quad\boxed{-3}$.")
     '2, -3'
@@ -116,9 +114,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 def gold_answer(sample: dict[str, Any]) -> str:
     r"""The row's `answer` as text: what follows the last "####" (GSM8K), or the content of its boxes (`boxed_answer`).
-
-    Raises:
-        ValueError: there is none, it is empty, or it is neither text nor a number.
+    Raises ValueError: there is none, it is empty, or it is neither text nor a number.
 
     >>> gold_answer({"answer": "9 * 113 = 1,017\n#### 1,017"}), gold_answer({"answer": 7.0})
     ('1017', '7')

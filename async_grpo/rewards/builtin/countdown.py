@@ -1,9 +1,7 @@
 """Countdown: reach the target with the given numbers, each used exactly once.
 
-The answer is read as a syntax tree and computed in exact fractions; it is never executed. Allowed are + - * /
-(and a minus sign), parentheses, blanks and plain decimal integers. Everything else is a wrong answer.
-
-`score_steps` judges the same step by step: what a process reward model says, by rule.
+The answer is read as a syntax tree and computed in exact fractions; it is never executed. Allowed are + - * / (and a
+minus sign), parentheses, blanks and plain decimal integers. `score_steps` judges the same step by step.
 
     each number in the answer   +f if it is one of `nums` and not used before, else -f
     the close of the answer     +1 if it is right, as `score` judges
@@ -79,20 +77,18 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
         raise ValueError(f"a countdown row needs a list `nums`, not {nums!r}")
     try:
         *numbers, goal = [Fraction(str(number)) for number in [*nums, target]]
+        if any(number.denominator != 1 for number in numbers):
+            raise ValueError("a fraction among the numbers")
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(
-            f"`nums` and `target` (or `answer`) must be numbers, not {nums!r}, {target!r}"
+            f"`nums` must be whole numbers, `target` (or `answer`) one, not {nums!r}, {target!r}"
         ) from error
-    if any(number.denominator != 1 for number in numbers):
-        raise ValueError(f"the `nums` of a countdown row must be whole numbers, not {nums!r}")
     return [int(number) for number in numbers], goal
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     """0.1 * well-formedness + 1 for a right answer: at most 1.1. Exactly one answer block earns credit.
-
-    Raises:
-        ValueError: the row has no usable `nums` or `target`.
+    Raises ValueError: the row has no usable `nums` or `target`.
 
     >>> score({"completion": "so</think>\\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27})
     {'reward': 1.1, 'format_reward': 1.0, 'answer_reward': 1.0}
@@ -111,9 +107,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
 
 def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
     """The steps, and what they are worth by kind. Numbers are compared as text: "03" is not 3.
-
-    Raises:
-        ValueError: the row has no usable `nums` or `target`.
+    Raises ValueError: the row has no usable `nums` or `target`.
     """
     nums, _ = task_of(sample)
     answer_reward = score(sample)["answer_reward"]

@@ -22,16 +22,6 @@ MAX_CHARACTERS = 200_000
 SECONDS = 2.0
 
 
-def parse(text: str) -> Any:
-    """The value. Raises ValueError for what is not JSON of the permitted kind."""
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"more than {MAX_CHARACTERS} characters")
-    try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_object)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
@@ -74,9 +64,12 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     validator = validator_of(schema if isinstance(schema, str) else json.dumps(schema))
     text = completion_text(sample).rpartition("</think>")[2]
     fenced = [content for language, content in fenced_blocks(text) if language in ("json", "")]
+    text = fenced[-1] if fenced else text
     try:
-        value = parse(fenced[-1] if fenced else text)
-    except ValueError:
+        if len(text) > MAX_CHARACTERS:
+            return {"reward": 0.0, "parsed": 0.0}
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_object)
+    except (ValueError, RecursionError):
         return {"reward": 0.0, "parsed": 0.0}
     try:
         with time_limit(SECONDS, "validation"):

@@ -42,9 +42,7 @@ def readable(text: str) -> str:
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""1 if the answer in the completion equals the row's `answer`, else 0.
-
-    Raises:
-        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
 
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}

@@ -59,9 +59,7 @@ def normalise(text: str) -> str:
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""1 if the last \boxed{} equals the row's `answer`; 0 otherwise, also without a box.
-
-    Raises:
-        ValueError: the row's answer is missing or empty.
+    Raises ValueError: the row's answer is missing or empty.
 
     >>> score({"completion": r"so \boxed{\frac{1}{2}}", "answer": 0.5})
     {'reward': 1.0}

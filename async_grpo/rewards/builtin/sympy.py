@@ -124,9 +124,7 @@ def _size_of(node: sympy.Basic, digits: float) -> float:
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""1 if the last \boxed{} has the value of the row's `answer`; 0 otherwise, also without a box.
-
-    Raises:
-        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
 
     >>> score({"completion": r"so \boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"})
     {'reward': 1.0}

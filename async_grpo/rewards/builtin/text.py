@@ -20,8 +20,7 @@ JUDGES = ("math_verify", "mathd", "sympy", "countdown", "exact")
 # Of `cosine`: r_0 and r_L of right and of wrong answers, and r_e, as in the paper's main results
 RIGHT, WRONG, EXCEEDED = (2.0, 1.0), (-10.0, 0.0), -10.0
 
-_WELL_FORMED = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>", re.DOTALL)
-_THOUGHT_CREDIT, _ANSWER_CREDIT = 0.1, 0.5
+_WELL_FORMED = re.compile(r".*?</think>\n<answer>.*?</answer>", re.DOTALL)
 
 
 def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dict[str, float]:
@@ -32,9 +31,7 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     Characters that only look different (NFKC) are the same.
 
     `strip`: white space does not count, but to divide words. `case`: capitals count.
-
-    Raises:
-        ValueError: the row has no answer, or an empty one.
+    Raises ValueError: the row has no answer, or an empty one.
     """
     given = sample.get("answers")
     golds = [sample.get("answer")] if given is None else given
@@ -68,9 +65,9 @@ def well_formedness(completion: str) -> float:
     with one line break between the two, one `</think>` and one answer. The thought may mention the answer tags.
     """
     has_answer = answer_block(completion) is not None
-    if has_answer and completion.count("</think>") == 1 and _WELL_FORMED.fullmatch(f"<think>{completion}"):
+    if has_answer and completion.count("</think>") == 1 and _WELL_FORMED.fullmatch(completion):
         return 1.0
-    return _THOUGHT_CREDIT * ("</think>" in completion) + _ANSWER_CREDIT * has_answer
+    return 0.1 * ("</think>" in completion) + 0.5 * has_answer
 
 
 def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = False) -> dict[str, float]:
@@ -133,9 +130,7 @@ def length(
         max_tokens: the run's limit of generated tokens.
         cache_tokens: of `overlong`: the width of the slope.
         judge: for `cosine`, the reward that says which answer is right (from 1.0 on).
-
-    Raises:
-        ValueError: an impossible option, or the judge cannot judge the row.
+    Raises ValueError: an impossible option, or the judge cannot judge the row.
     """
     slope = cache_tokens if schedule == "overlong" else max_tokens
     if schedule not in SCHEDULES or judge not in JUDGES or not 0 < slope <= max_tokens:
@@ -144,9 +139,9 @@ def length(
             f"max_tokens, not {schedule!r}, {judge!r}, {cache_tokens}, {max_tokens}"
         )
     num_tokens = len(sample["completion_token_ids"])
-    found = {"num_tokens": float(num_tokens)}
     if schedule == "overlong":
-        return {"reward": overlong(num_tokens, max_tokens, cache_tokens), **found}
+        return {"reward": overlong(num_tokens, max_tokens, cache_tokens), "num_tokens": float(num_tokens)}
     score = exact if judge == "exact" else import_module(f"async_grpo.rewards.builtin.{judge}").score
     right = score(sample)["reward"] >= 1.0
-    return {"reward": cosine(num_tokens, max_tokens, right), **found, "right": float(right)}
+    reward = cosine(num_tokens, max_tokens, right)
+    return {"reward": reward, "num_tokens": float(num_tokens), "right": float(right)}

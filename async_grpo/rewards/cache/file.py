@@ -29,7 +29,6 @@ _CREATE = f"""
     CREATE INDEX IF NOT EXISTS by_last_used ON verdicts (last_used, size);
     COMMIT
 """
-_MAGIC = b"SQLite format 3\0"
 _SETTINGS = """
     PRAGMA journal_mode = WAL;
     PRAGMA synchronous = NORMAL;  -- a power cut may cost entries, not the file
@@ -41,7 +40,7 @@ STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # whatever a file
 
 @dataclass(frozen=True)
 class AdapterEntries:
-    """What the file holds of one adapter. Moments are seconds since 1970, the cost is in the judges' currency."""
+    """Moments are seconds since 1970, the cost is in the judges' currency."""
 
     adapter: str
     count: int
@@ -102,17 +101,13 @@ class CacheFile:
         max_bytes: int | None = None,
         compact: bool = False,
     ) -> int:
-        """Delete entries; returns how many.
-
-        `unused_for_s` and `adapter`: those that both apply to. Then, until the rest fits `max_bytes`, the longest
-        unused. `compact`: shrink the file to what is left; this writes all of it anew.
+        """Delete the entries that `unused_for_s` and `adapter` both apply to, then the longest unused until the rest fits
+        `max_bytes`; returns how many. `compact`: write the file anew, so that it shrinks.
         """
         age_s = unused_for_s if unused_for_s is not None else math.inf if adapter is None else -math.inf
         old = "last_used <= ? AND (? IS NULL OR adapter = ?)"
-        newest_first = (
-            "SELECT key, sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far FROM verdicts"
-        )
-        too_many = f"key IN (SELECT key FROM ({newest_first}) WHERE so_far > ?)"
+        so_far = "sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far"
+        too_many = f"key IN (SELECT key FROM (SELECT key, {so_far} FROM verdicts) WHERE so_far > ?)"
         limit = math.inf if max_bytes is None else max_bytes
         deleted = self._execute(
             f"DELETE FROM verdicts WHERE {old} RETURNING 1", self._now() - age_s, adapter, adapter
@@ -148,21 +143,21 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"), path.open("rb") as file:
-            head = file.read(72)
+            head = file.read(16)
     except OSError as error:
         raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
-    if head and (head[:16], head[68:]) != (
-        _MAGIC,
-        APPLICATION_ID.to_bytes(4),
-    ):  # as SQLite's file format has it
-        raise ConfigurationError(f"{path} is no verdict cache: name another file, or delete this one")
+    other = ConfigurationError(f"{path} is no verdict cache: name another file, or delete this one")
+    if head not in (b"", b"SQLite format 3\0"):  # a few bytes of text count as empty for SQLite
+        raise other
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.executescript(_CREATE)
-        queries = ("PRAGMA user_version", "PRAGMA quick_check(1)")
-        schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
+        queries = ("PRAGMA application_id", "PRAGMA user_version", "PRAGMA quick_check(1)")
+        application_id, schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
+        if application_id != APPLICATION_ID:
+            raise other
         if schema != SCHEMA:
             raise ConfigurationError(
                 f"the verdict cache {path} has schema {schema}, and this version of async-grpo knows {SCHEMA}: "

@@ -21,7 +21,6 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.cache.file import STORAGE_ERRORS, CacheFile
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
-VOLATILE_COLUMNS = frozenset({"group_id"})  # no property of the text that is judged
 DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
     "limits api_key_env timeout_s attempts hedge_quantile endpoint_options price_per_million_tokens".split()
 )
@@ -35,15 +34,11 @@ Answer = dict[str, Any]
 
 
 class VerdictCache:
-    """Answers by key, in a file. Use one object from one event loop; others open the same file for themselves.
+    """Answers by key, in a `CacheFile`, whose errors it raises at the start. For one event loop.
 
     Args:
-        path: of the SQLite file, on a local disk; made if missing.
         max_bytes: now and then, entries beyond are deleted, the longest unused first.
         timeout_s: for one look-up or write; then the file counts as broken, and is left alone for `retry_s`.
-
-    Raises:
-        ConfigurationError: the file is something else, of another version, damaged, or cannot be made.
     """
 
     def __init__(
@@ -92,8 +87,8 @@ class VerdictCache:
         finally:
             del self._in_flight[key]
             flight.cancel()  # without an outcome it was cancelled: the first of those who wait takes over
-        keeps = answer.get("status") in KEPT_STATUSES
-        if keeps and await self._use(self._file.put, key, text, _cost(answer)) is not None:
+        keeps, cost = answer.get("status") in KEPT_STATUSES, answer.get("extra", {}).get(COST, 0.0)
+        if keeps and await self._use(self._file.put, key, text, cost) is not None:
             self._counts["stored"] += 1
             if self._max_bytes is not None and self._counts["stored"] % WRITES_PER_PRUNE == 0:
                 await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
@@ -138,14 +133,10 @@ class VerdictCache:
 
     def _for_free(self, text: str) -> Answer:
         answer: Answer = json.loads(text)
-        if cost := _cost(answer):
+        if cost := answer.get("extra", {}).get(COST, 0.0):
             self._counts["cost_saved"] += cost
             answer["extra"][COST] = 0.0
         return answer
-
-
-def _cost(answer: Answer) -> float:
-    return float(answer.get("extra", {}).get(COST, 0.0))
 
 
 def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
@@ -156,7 +147,7 @@ def key_of(adapter: str, version: str, sample: Mapping[str, Any]) -> str:
     >>> one == key_of("mathd", "v1", {"answer": "4", "group_id": 2, "completion": "4"}), one[:6]
     (True, 'mathd:')
     """
-    read = {name: value for name, value in sample.items() if name not in VOLATILE_COLUMNS}
+    read = {name: value for name, value in sample.items() if name != "group_id"}
     return f"{adapter}:{_digest([adapter, version, read])}"
 
 
@@ -174,17 +165,11 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
     Args:
         code: the sha256 of the user's text; it counts if the class is defined there.
         addresses: of the run's judges; where a `model_id` is known, it counts, and not their addresses.
-
-    Raises:
-        ConfigurationError: a setting is no plain value.
+    Raises ConfigurationError: a setting is no plain value.
     """
-    kind = type(judge)
-    names = (
-        {field.name for field in dataclasses.fields(judge) if field.init}
-        if dataclasses.is_dataclass(judge)
-        else vars(judge).keys()
-    )
-    settings = {name: getattr(judge, name) for name in names - DELIVERY}
+    kind, is_dataclass = type(judge), dataclasses.is_dataclass(judge)
+    names = [one.name for one in dataclasses.fields(judge) if one.init] if is_dataclass else list(vars(judge))
+    settings = {name: getattr(judge, name) for name in names if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
         if addresses and addresses.model_id and addresses.are_asked_by(judge):
             settings[name] = addresses.model_id  # our own servers have other ports in each run

@@ -47,12 +47,8 @@ def test_gsm8k_answers_are_accepted_in_a_box_and_the_neighbours_rejected(adapter
 def test_the_gold_answer_may_be_a_number_or_text(adapter, answer):
     assert reward(adapter, r"\boxed{27}", answer) == 1.0
     assert reward(adapter, r"\boxed{28}", answer) == 0.0
-    assert (
-        reward(adapter, r"\boxed{70,000}", "#### 70,000")
-        == reward(adapter, r"\boxed{70000}", "70,000")
-        == 1.0
-    )
-    assert reward(adapter, r"\boxed{70}", "70,000") == 0.0
+    for text, expected in ((r"\boxed{70,000}", 1.0), (r"\boxed{70000}", 1.0), (r"\boxed{70}", 0.0)):
+        assert reward(adapter, text, "#### 70,000") == expected
 
 
 @every_adapter
@@ -135,7 +131,7 @@ def test_reading_the_answer_takes_time_in_proportion_to_the_text(text):
     readable(text)
     assert (
         time.process_time() - started_s < 1.0
-    )  # patterns that start anew at each blank take 2 s to a minute
+    )  # a pattern that starts anew at each blank takes 2 s and more
 
 
 SAME_FOR_MATHD = [

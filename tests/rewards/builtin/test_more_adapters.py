@@ -105,12 +105,10 @@ def test_a_row_without_an_answer_raises(row):
 @pytest.mark.parametrize(("max_tokens", "cache_tokens"), [(100, 20), (7, 7), (3, 1)])
 def test_overlong_is_equation_13_of_dapo(max_tokens, cache_tokens):
     for num_tokens in range(2 * max_tokens):
-        if num_tokens <= max_tokens - cache_tokens:
-            expected = 0.0
-        elif num_tokens <= max_tokens:
-            expected = ((max_tokens - cache_tokens) - num_tokens) / cache_tokens
-        else:
-            expected = -1.0
+        slope = ((max_tokens - cache_tokens) - num_tokens) / cache_tokens
+        expected = (
+            -1.0 if num_tokens > max_tokens else slope if num_tokens > max_tokens - cache_tokens else 0.0
+        )
         assert overlong(num_tokens, max_tokens, cache_tokens) == expected
 
 
@@ -157,10 +155,8 @@ def rewards(group: list[dict]) -> list[float | None]:
 
 
 def test_those_who_say_what_most_say_earn_the_reward_and_notation_does_not_split_the_vote():
-    assert (
-        rewards([member(text) for text in (r"\dfrac12", "0.5", "1/2", "7", "7", None)])
-        == [1.0] * 3 + [0.0] * 3
-    )
+    group = [member(text) for text in (r"\dfrac12", "0.5", "1/2", "7", "7", None)]
+    assert rewards(group) == [1.0] * 3 + [0.0] * 3
     assert rewards([member(None), member(None)]) == [0.0, 0.0]
 
 
@@ -244,12 +240,8 @@ def test_the_schema_of_the_row_goes_before_the_option_and_its_draft_is_respected
     assert reward(json_schema.score, "1", {"type": "string"}, schema={"type": "integer"}) == 1.0
     assert reward(json_schema.score, "1", '{"type": "string"}') == 0.0
     draft = {"items": [{"type": "integer"}], "additionalItems": False}  # two keywords that are gone since
-    assert (
-        reward(
-            json_schema.score, "[1, 2]", schema=draft | {"$schema": "http://json-schema.org/draft-07/schema#"}
-        )
-        == 0.0
-    )
+    old = draft | {"$schema": "http://json-schema.org/draft-07/schema#"}
+    assert reward(json_schema.score, "[1, 2]", schema=old) == 0.0
     with pytest.raises(ValueError, match="no JSON schema"):
         reward(json_schema.score, "[1, 2]", schema=draft)
 
@@ -269,10 +261,7 @@ def test_a_reference_into_the_network_is_not_followed():
         with pytest.raises(TimeoutError):
             server.accept()
     inside = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}
-    assert (
-        reward(json_schema.score, "1", schema=inside) == 1.0
-        and reward(json_schema.score, '"1"', schema=inside) == 0.0
-    )
+    assert [reward(json_schema.score, text, schema=inside) for text in ("1", '"1"')] == [1.0, 0.0]
 
 
 def test_a_value_too_deep_for_a_recursive_schema_is_no_right_one():
