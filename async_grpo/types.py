@@ -52,8 +52,8 @@ class Completion:
     char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            lengths = [len(self.token_ids), len(self.logprobs), len(self.versions)]
+        lengths = [len(self.token_ids), len(self.logprobs), len(self.versions)]
+        if len(set(lengths)) > 1:
             raise ValueError(f"token_ids, logprobs and versions of a completion differ in length: {lengths}")
 
     def __len__(self) -> int:

@@ -14,11 +14,15 @@ from async_grpo.errors import ConfigurationError
 METRICS = {"value_clip_frac", "value_error", "value_error_square", "return_mean", "return_square"}
 
 
-def random_inputs(seed, rows=3, tokens=11):
-    """(values, returns, old values, mask), all (rows, tokens); about half of the values beyond a clip of 0.5."""
+def random_inputs(seed, rows=3, tokens=11, garbage=math.nan):
+    """(values, returns, old values, mask), all (rows, tokens); about half of the values beyond a clip of 0.5.
+
+    What is masked is garbage.
+    """
     generator = torch.Generator().manual_seed(seed)
     numbers = (torch.randn(rows, tokens, dtype=torch.float64, generator=generator) for _ in range(3))
-    return *numbers, torch.rand(rows, tokens, generator=generator) < 0.7
+    mask = torch.rand(rows, tokens, generator=generator) < 0.7
+    return *(torch.where(mask, values, garbage) for values in numbers), mask
 
 
 def by_hand(value, target, old, clip):
@@ -48,21 +52,6 @@ def test_losses_gradients_and_metrics_are_those_of_a_loop_over_tokens(seed, clip
             error = value - target
             expected = [total, slope, target, target**2, float(clipped), error, error**2]
         assert got == pytest.approx(expected, abs=1e-10, rel=1e-10)
-
-
-@pytest.mark.parametrize("garbage", [math.nan, -math.inf])
-@pytest.mark.parametrize("clip", [0.5, None])
-def test_garbage_in_masked_positions_changes_nothing(garbage, clip):
-    *clean, mask = random_inputs(3)
-    dirty = [torch.where(mask, given, garbage) for given in clean]
-    results = []
-    for values, returns, old in (clean, dirty):
-        values = values.clone().requires_grad_()
-        loss, metrics = value_loss(values, returns, old, mask, clip=clip)
-        loss.sum().backward()
-        results.append([loss, values.grad, *metrics.values()])
-    for expected, got in zip(*results, strict=True):
-        assert torch.equal(expected, got) and got[~mask].eq(0).all()
 
 
 @pytest.mark.parametrize("clip", [0.0, -0.5, math.nan])
