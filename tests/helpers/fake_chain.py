@@ -102,12 +102,8 @@ class Chain:
 
     def train(self, verification: Callable[[], Any] = FakeVerification) -> Lines:
         """The metrics lines of the run; questions have a `difficulty` of 1 or 2."""
-        questions = [
-            Question(
-                np.array([5 + n, 6], np.int32), {"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2}
-            )
-            for n in range(4)
-        ]
+        rows = [{"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2} for n in range(4)]
+        questions = [Question(np.array([5 + n, 6], np.int32), row) for n, row in enumerate(rows)]
         self.link.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:

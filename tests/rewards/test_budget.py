@@ -43,18 +43,6 @@ async def test_a_limit_is_spent_to_the_last_unit_however_small_the_calls_and_wit
     assert unlimited.spent == 3e5 and unlimited.stats()["limit"] is None
 
 
-async def test_fallback_waits_for_calls_in_flight_before_it_gives_up():
-    budget = Budget(1.0, policy="fallback")
-    await budget.reserve("judge", 0.9)
-    second, third = (asyncio.create_task(budget.reserve("judge", cost)) for cost in (0.5, 0.6))
-    await turns()
-    assert not second.done() and not third.done()
-    budget.settle("judge", 0.9, 0.45)  # cheaper than thought: 0.55 are left, enough for one of the two
-    await second
-    with pytest.raises(BudgetExhausted):
-        await third
-
-
 async def test_pause_waits_until_the_limit_is_raised_and_says_so_once(caplog):
     budget = Budget(1.0)
     await spend(budget, "judge", 1.0, 1.0)

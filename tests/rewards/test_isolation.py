@@ -97,21 +97,21 @@ PAGE = textwrap.dedent(
         assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
         assert "SECRET_KEY" not in os.environ, "the environment leaks"
         assert sys.stdin.read() == ""
-        return float(os.environ["OMP_NUM_THREADS"])
+        return float(os.environ["OMP_NUM_THREADS"]) * looks_around.warmth
 
     def same(sample):
         return sample["completion"] == "".join(map(chr, sample["points"]))
 
+    looks_around.warm_up = lambda: setattr(looks_around, "warmth", 20.0)
+
     def starts_by(warm_up):
-        def reward(sample):
-            return reward.degrees
-        reward.warm_up = lambda: warm_up(reward)
+        reward = lambda sample: 1.0
+        reward.warm_up = warm_up
         return reward
 
-    warm = starts_by(lambda reward: setattr(reward, "degrees", 20.0))
-    cold = starts_by(lambda reward: time.sleep(600))
-    broken = starts_by(lambda reward: 1 / 0)
-    dead_on_arrival = starts_by(lambda reward: os._exit(9))
+    cold = starts_by(lambda: time.sleep(600))
+    broken = starts_by(lambda: 1 / 0)
+    dead_on_arrival = starts_by(lambda: os._exit(9))
 
     async def slow(sample):
         """Waits first, so that the others are in flight when it does its deed."""
@@ -224,11 +224,11 @@ async def test_a_process_killed_between_two_samples_costs_no_sample(mark):
         assert (await score(process, value=3)).reward == 3
 
 
-async def test_the_process_sees_a_main_thread_few_variables_no_input_and_dumps_no_core(mark, monkeypatch):
+async def test_the_process_is_warm_and_sees_few_variables_and_no_input_and_dumps_no_core(mark, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "do not pass on")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     (result,) = await score_all("looks_around", mark, {})
-    assert result.reward == 1.0, result.reason
+    assert result.reward == 20.0, result.reason
 
 
 @pytest.mark.parametrize("large", [{"text": "x" * 5000}, {"length": 5000}])
@@ -236,11 +236,6 @@ async def test_a_sample_or_an_answer_that_is_too_large_is_a_failure(large, mark)
     refused, scored = await score_all("plain", mark, large, {}, max_message_bytes=4096)
     assert refused.status is FAILED and "exceeds the limit of 4096" in refused.reason
     assert scored.reward == 1
-
-
-async def test_warming_up_happens_at_the_start_and_not_on_a_samples_time(mark):
-    (result,) = await score_all("warm", mark, {})
-    assert result.reward == 20.0
 
 
 @pytest.mark.parametrize(

@@ -142,17 +142,6 @@ async def test_a_cancellation_that_comes_too_late_costs_the_others_nothing(tmp_p
         assert numbers == (0, 1, 2, 3, 4) and one == same and len({*others} - {one}) == 1
 
 
-async def test_a_cancellation_that_crosses_with_the_answer_before_it_harms_nobody(tmp_path):
-    async with Process(tmp_path) as process:
-        first, second, third = (process.ask(0.1, timeout_s=5.0) for _ in range(3))
-        await until(lambda: process.served)
-        request, *_ = process.worker.process._child._requests.values()
-        request.reply.add_done_callback(lambda _: second.cancel())
-        async with asyncio.timeout(5):
-            assert outcomes([await first, await third]) == [(OK, 1)] * 2
-        assert second.cancelled()
-
-
 async def test_in_chaos_only_the_guilty_fail(tmp_path):
     chance = random.Random(0)
     acts = [chance.choice([0.0, 0.0, 0.01, 0.01, "crash", 600]) for _ in range(14)]
@@ -222,11 +211,11 @@ async def test_only_quick_workers_that_want_it_are_given_samples_ahead():
 
 async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
     workers = [Counting() for _ in range(4)]
-    await verify_all(workers, 400)
-    assert min(len(worker.ids) for worker in workers) >= 50
-    for worker in workers:
-        worker.most = 0
-    await verify_all(workers, 4)
+    for count, fewest in ((400, 50), (4, 51)):
+        for worker in workers:
+            worker.most = 0
+        await verify_all(workers, count)
+        assert min(len(worker.ids) for worker in workers) >= fewest
     assert [worker.most for worker in workers] == [1] * 4
 
 

@@ -46,8 +46,7 @@ class ScriptedWorker:
         acts = sample["acts"][self.adapter] if isinstance(sample["acts"], dict) else sample["acts"]
         act = acts.pop(0) if len(acts) > 1 else acts[0]
         if isinstance(act, asyncio.Event):
-            await act.wait()
-            act = 1.0
+            act = float(await act.wait())
         if act == SILENT:
             try:
                 await asyncio.sleep(1000)
@@ -144,19 +143,6 @@ async def test_all_adapters_score_each_sample_at_once_and_a_slow_one_holds_up_no
         for verdict in await asyncio.gather(*verifications):
             assert [r.adapter for r in verdict.results] == ["slow", "quick"]
             assert (verdict.status, verdict.reward) == (OK, 1.0)
-
-
-async def test_queueing_is_measured_apart_and_does_not_count_against_the_deadline():
-    async with scripted_pool(workshop := Workshop(), timeout_s=0.1, grace_s=5.0) as pool:
-        gate = asyncio.Event()
-        (first,) = asked(pool, [1], gate)
-        await until(lambda: workshop.journal)
-        (second,) = asked(pool, [2], 1.0)
-        await asyncio.sleep(0.3)  # longer than timeout_s, but shorter than timeout_s + grace_s
-        gate.set()
-        (fast,), (waited,) = (await first).results, (await second).results
-        assert fast.queue_s < 0.2 < waited.queue_s <= waited.latency_s
-        assert waited.status is OK and waited.attempts == 1
 
 
 @pytest.mark.parametrize("failure_reason", [WorkerLost("gone"), OSError("no route"), SILENT, DEAF])
@@ -303,7 +289,6 @@ async def test_closing_fails_what_waits_and_ends_what_runs_even_if_a_worker_igno
         ([], 1, "at least one adapter"),
         (["a", "a"], 1, "each once"),
         (["a"], 0, "at least one worker"),
-        (["a"], {"a": 0}, "at least one worker"),
         (["a"], {"b": 1}, "asked for b, but the adapters are"),
     ],
 )
@@ -317,17 +302,18 @@ async def test_statistics_count_by_adapter_and_status_and_begin_anew_when_taken(
         for act in (1.0, 0.0, FAILED, TIMED_OUT, ABSTAINED, 1.0):
             assert (await pool.verify(sample(1, act))).results[0].attempts == 1
         assert len(workshop.made) == 1  # what an adapter says is no failure of its worker
-        running, waiting = asked(pool, (7, 8), gate := asyncio.Event())
+        under_way = asked(pool, (7, 8), gate := asyncio.Event())
         await until(lambda: workshop.journal[-1] == ("a", 7))
+        await asyncio.sleep(0.1)
         taken = pool.take_stats()["a"]
         assert counts(taken) == [3, 1, 1, 1]
         assert (taken["queue_depth"], taken["workers"], taken["retries"]) == (1, 1, 0)
         assert 0 < taken["latency_p50_s"] <= taken["latency_p95_s"] <= taken["latency_max_s"]
-        assert taken["busy_s"] > 0
         gate.set()
-        await asyncio.gather(running, waiting)
+        first, waited = (verdict.results[0] for verdict in await asyncio.gather(*under_way))
+        assert first.queue_s < 0.05 < waited.queue_s <= waited.latency_s
         anew = pool.stats()["a"]
-        assert (anew["ok"], anew["failed"], anew["queue_depth"]) == (2, 0, 0)
+        assert counts(anew) == [2, 0, 0, 0] and anew["queue_depth"] == 0 < anew["busy_s"]
         assert pool.stats() == pool.stats()  # looking does not reset
 
 
