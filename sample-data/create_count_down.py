@@ -80,9 +80,8 @@ class ProblemSpace:
         for name, lowest, highest in (("nums", 2, 6), ("number", 0, inf), ("target", 0, inf)):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if not lowest <= low <= high <= highest:
-                raise ValueError(
-                    f"need {lowest} <= min-{name} <= max-{name} <= {highest}, got {low} and {high}"
-                )
+                needed = f"{lowest} <= min-{name} <= max-{name} <= {highest}"
+                raise ValueError(f"need {needed}, got {low} and {high}")
         if not self.operators or set(self.operators) - set(OPERATORS):
             raise ValueError(f"operators must be some of {ALL_OPERATORS!r}, got {self.operators!r}")
 
@@ -113,11 +112,7 @@ def draw_problem(space: ProblemSpace, rng: random.Random) -> Problem | None:
 
 
 def generate_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct solvable problems, in random order; the same seed gives the same list.
-
-    Raises:
-        ValueError: long drawing finds nothing new, so fewer than `count` problems exist.
-    """
+    """`count` distinct solvable problems, in the seed's random order. Raises ValueError where there are not so many."""
     rng = random.Random(seed)
     problems: dict[Any, Problem] = {}
     for found in track(range(count), description="generating"):
@@ -127,10 +122,8 @@ def generate_problems(space: ProblemSpace, count: int, seed: int) -> list[Proble
                 problems[problem.key] = problem
                 break
         else:
-            raise ValueError(
-                f"{count} distinct problems asked for, but {found} were found and "
-                f"{STALLED_AFTER_DRAWS} more draws gave nothing new: ask for fewer or widen {space}"
-            )
+            why = f"{STALLED_AFTER_DRAWS} more draws gave nothing new: ask for fewer or widen {space}"
+            raise ValueError(f"{count} distinct problems asked for, but {found} were found and {why}")
     # Early draws favour problems with many solutions: unshuffled, the held-out file would be the harder one.
     shuffled = list(problems.values())
     rng.shuffle(shuffled)
@@ -138,11 +131,7 @@ def generate_problems(space: ProblemSpace, count: int, seed: int) -> list[Proble
 
 
 def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
-    """`count` distinct problems of the hub that fit the counts and ranges of `space`, in random order.
-
-    Raises:
-        ValueError: the data set holds fewer such problems.
-    """
+    """`count` distinct problems of the hub that fit. Raises ValueError where the data set holds fewer."""
     from datasets import load_dataset  # an optional dependency: generated problems do not need it
 
     problems: dict[Any, Problem] = {}
@@ -152,9 +141,8 @@ def hub_problems(space: ProblemSpace, count: int, seed: int) -> list[Problem]:
             problems.setdefault(problem.key, problem)
         if len(problems) == count:
             return list(problems.values())
-    raise ValueError(
-        f"{count} problems asked for, but {HUB_DATASET} holds {len(problems)} distinct ones in {space}"
-    )
+    there = f"{HUB_DATASET} holds {len(problems)} distinct ones in {space}"
+    raise ValueError(f"{count} problems asked for, but {there}")
 
 
 def why_not_hub(space: ProblemSpace) -> str | None:

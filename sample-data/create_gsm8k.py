@@ -10,6 +10,7 @@ reward looks for it.
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +25,10 @@ FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\d(?:\.\d+)?)\s*$")
 
 
 def parse_row(line: str) -> tuple[str, str]:
-    """(question, final answer) of one line of GSM8K.
+    """(question, final answer) of one line of GSM8K. Raises ValueError where the line is no such row.
 
     >>> parse_row('{"question": "How many?", "answer": "500 + 700 = 1200\\\\n#### 1,200"}')
     ('How many?', '1200')
-
-    Raises:
-        ValueError: the line is no such row.
     """
     try:
         row = json.loads(line)
@@ -91,11 +89,8 @@ def main(
         if chat_tokenizer.chat_template is None:
             typer.echo(f"{tokenizer} has no chat template: the prompts are plain text", err=True)
         all_records = (to_record(*one, chat_tokenizer) for one in track(questions, description=str(input)))
-        short = (
-            record
-            for record in all_records
-            if max_prompt_tokens is None or len(record["input_token_ids"]) <= max_prompt_tokens
-        )
+        longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
+        short = (record for record in all_records if len(record["input_token_ids"]) <= longest)
         records = list(itertools.islice(short, limit))
         write_jsonl(output, records)
     except ValueError as error:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ FACTS = (
     *("WORLD_SIZE", "reward_registry_sha256", "reward_sources_sha256", "algorithm_sources_sha256"),
     *("settings", "num_questions", "ray_version"),
 )
+_output, _cluster = partial(option, panel="Output"), partial(option, panel="Cluster")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,8 @@ class MemberConfig(Section):
     run_name: str = option(
         "default", "Keeps runs on one cluster apart; workers join the run of the same name.", everyday=True
     )
-    start_timeout_s: float = option(
-        900.0, "Longest wait for the others to load and to join.", "Cluster", range=POSITIVE
+    start_timeout_s: float = _cluster(
+        900.0, "Longest wait for the others to load and to join.", range=POSITIVE
     )
     logging_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
 
@@ -54,28 +56,20 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
         "JSONL of questions: input_token_ids, or messages/prompt/input text, and answer.", everyday=True
     )
     output_dir: str = option(
-        "runs/default",
-        "Folder for metrics, parameters and checkpoints (made if missing).",
-        everyday=True,
+        "runs/default", "Folder for metrics, parameters and checkpoints (made if missing).", everyday=True
     )
-    min_samples_per_checkpoint: int = option(
-        30_000, "A checkpoint at least every so many samples.", "Output", range=POSITIVE
+    min_samples_per_checkpoint: int = _output(
+        30_000, "A checkpoint at least every so many samples.", range=POSITIVE
     )
-    keep_checkpoints: int = option(
-        0, "Keep only the newest so many checkpoints (0: all).", "Output", range=NOT_NEGATIVE
+    keep_checkpoints: int = _output(
+        0, "Keep only the newest so many checkpoints (0: all).", range=NOT_NEGATIVE
     )
-    eval_data_path: str | None = option(None, "JSONL of held-out questions.", "Output", everyday=True)
-    eval_every: int = option(
-        0,
-        "Evaluate every so many steps, besides start and end (0: only these).",
-        "Output",
-        range=NOT_NEGATIVE,
+    eval_data_path: str | None = _output(None, "JSONL of held-out questions.", everyday=True)
+    eval_every: int = _output(
+        0, "Evaluate every so many steps, besides start and end (0: only these).", range=NOT_NEGATIVE
     )
-    worker_grace_s: float = option(
-        30.0,
-        "How long a run survives without any worker of a kind it needs.",
-        "Cluster",
-        range=POSITIVE,
+    worker_grace_s: float = _cluster(
+        30.0, "How long a run survives without any worker of a kind it needs.", range=POSITIVE
     )
 
     @classmethod
