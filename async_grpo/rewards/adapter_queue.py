@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.verifier_worker import (
     PREFETCH_S,
     CallInterrupted,
@@ -30,8 +31,9 @@ from async_grpo.rewards.verifier_worker import (
     Timeouts,
     VerifierWorker,
     WorkerSlot,
+    fields_of,
 )
-from async_grpo.types import AdapterResult, RewardStatus
+from async_grpo.types import AdapterResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +56,18 @@ class AdapterQueue:
         self._closed = False
         self._broken_reason = ""  # why no sample can be scored any more
 
-    def load(self) -> dict[str, int]:
-        """What waits, and who serves it."""
-        return {"queue_depth": len(self._waiting), "workers": len(self._workers)}
+    def counts(self) -> dict[str, Any]:
+        """Counts and seconds since the last `take_counts`, what waits now, and who serves it."""
+        return self.stats.as_dict() | {"queue_depth": len(self._waiting), "workers": len(self._workers)}
 
-    def take_request_counts(self) -> dict[str, int]:
-        """Since the last call, of its workers that ask over the network (`JudgeWorker.take_stats`): their sums."""
-        counts: Counter[str] = Counter()
+    def take_counts(self) -> dict[str, Any]:
+        """`counts`, with the sums of what its judges count (`JudgeWorker.take_stats`); all begin anew."""
+        counts, of_judges = self.counts(), Counter[str]()
+        self.stats.reset()
         for worker in self._workers:
             if take_stats := getattr(worker, "take_stats", None):
-                counts.update(take_stats())
-        return dict(counts)
+                of_judges.update(take_stats())
+        return counts | of_judges
 
     async def start(self) -> None:
         """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""
@@ -86,7 +89,7 @@ class AdapterQueue:
         self._dispatch()
         answer = await job.outcome
         if isinstance(answer, WorkerLost):
-            answer = AdapterResult(self.adapter, RewardStatus.FAILED, reason=str(answer), attempts=0)
+            answer = AdapterResult(self.adapter, **fields_of(failure(str(answer))), attempts=0)
         result = replace(
             answer,
             attempts=answer.attempts + job.lost_attempts,
@@ -105,13 +108,8 @@ class AdapterQueue:
         self._dispatch()
         answer = await job.outcome
         if isinstance(answer, WorkerLost):
-            lost: dict[str, Any] = {
-                "status": RewardStatus.FAILED,
-                "reward": None,
-                "steps": (),
-                "reason": str(answer),
-            }
-            answer = [replace(result, **lost) for result in results]
+            lost = failure(str(answer))
+            answer = [replace(result, **fields_of(lost | {"extra": result.extra})) for result in results]
         for before, after in zip(results, answer, strict=True):
             self.stats.revise(before, after)
         return answer

@@ -1,9 +1,5 @@
 """What stands around every call of a reward: the cache is asked first, then the budget. (Limits are kept by the workers.)
 
-    budget = Budget(limit=20.0)
-    await budget.reserve("judge", 0.00026)             # before the call: what it may cost
-    budget.settle("judge", 0.00026, 0.00016)           # after it, also one that failed: what it did cost
-
 A call starts only while what was spent, what the calls in flight have reserved and its own estimate fit the limit
 together: the limit is exceeded by no more than those calls cost beyond their estimates.
 """
@@ -74,7 +70,7 @@ class Budget:
         return math.fsum(self._spent.values())
 
     async def reserve(self, judge: str, estimated_cost: float) -> None:
-        """Wait until the call may be made, first come, first served. BudgetExhausted: see `policy`."""
+        """Before a call: wait until it may be made, first come, first served. BudgetExhausted: see `policy`."""
         cost = _checked(estimated_cost)
         self._waiting += 1
         try:
@@ -85,7 +81,7 @@ class Budget:
             self._waiting -= 1
 
     def settle(self, judge: str, estimated_cost: float, real_cost: float) -> None:
-        """Record what a call that was reserved really cost; 0 if it was not made."""
+        """After a call that was reserved, also one that failed: what it really cost."""
         cost = _checked(real_cost)
         self._reserved -= estimated_cost
         self._spent[judge] += cost
@@ -241,12 +237,10 @@ class CallMiddleware:
 
     def stats(self) -> dict[str, Any]:
         """Of the cache and the budget, where there are any."""
-        parts = {"verdict_cache": self._cache, "judge_budget": self._budget}
-        return {
-            f"{part}_{name}": value
-            for part, owner in parts.items()
-            if owner is not None
-            for name, value in owner.stats().items()
+        cache = self._cache.stats() if self._cache is not None else {}
+        budget = self._budget.stats() if self._budget is not None else {}
+        return {f"verdict_cache_{name}": value for name, value in cache.items()} | {
+            f"judge_budget_{name}": value for name, value in budget.items()
         }
 
     async def close(self) -> None:

@@ -1,13 +1,7 @@
-"""VerifierPool: every adapter scores every sample, each with its own queue and workers, and nothing is lost.
-
-    async with VerifierPool.from_registry(["mathd", "sympy"]) as pool:
-        verdict = await pool.verify({"completion": ..., "answer": ..., ...})
-
-Its workers are made by others: processes here (`adapter_process.process_maker`), slots of actors on other nodes, judges.
-"""
+"""VerifierPool: every adapter scores every sample, each with its own queue and workers, and nothing is lost."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, ItemsView, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -159,29 +153,24 @@ class VerifierPool:
 
     async def close(self) -> None:
         """Cancel what runs, fail what waits, close every worker; bounded by a few `grace_s`."""
-        await asyncio.gather(*(queue.close() for _, queue in self._named_queues(*self._queues)))
+        queues = [queue for by_name in self._queues.values() for queue in by_name.values()]
+        await asyncio.gather(*(queue.close() for queue in queues))
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By adapter: counts and seconds since the last `take_stats`, and the queue and workers of now."""
-        return {
-            name: queue.stats.as_dict() | queue.load()
-            for name, queue in self._named_queues(TRAINING, *self._starting)
-        }
+        return {name: queue.counts() for name, queue in self._named_queues()}
 
     def take_stats(self) -> dict[str, dict[str, Any]]:
         """`stats`, and begin anew: for one line per step. Judges add the counts of their requests."""
-        stats = self.stats()
-        for name, queue in self._named_queues(*self._starting):
-            queue.stats.reset()
-            stats[name] |= queue.take_request_counts()
-        return stats
+        return {name: queue.take_counts() for name, queue in self._named_queues()}
 
-    def _named_queues(self, *phases: str) -> ItemsView[str, AdapterQueue]:
-        return {
-            name if phase == TRAINING else f"{name} (evaluation)": queue
-            for phase in phases
-            for name, queue in self._queues[phase].items()
-        }.items()
+    def _named_queues(self) -> list[tuple[str, AdapterQueue]]:
+        """Those of training, and of evaluation, if there is any."""
+        started = [phase for phase in self._queues if phase == TRAINING or phase in self._starting]
+        names = {TRAINING: "{}", EVALUATION: "{} (evaluation)"}
+        return [
+            (names[phase].format(name), q) for phase in started for name, q in self._queues[phase].items()
+        ]
 
     async def _started(self, phase: str) -> None:
         """Start the queues of a phase once, for all who ask meanwhile; anew where it has failed: it may work by now."""

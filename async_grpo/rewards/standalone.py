@@ -97,9 +97,7 @@ class TRLReward:
             columns: those of the data set, each a list with a value per completion; anything else (TRL's
                 `trainer_state`) is left out.
 
-        Raises:
-            RuntimeError: it was called in the event loop of its own pool, which would wait for itself.
-            Exception: what starting the pool raised.
+        Raises what starting the pool raised, and a RuntimeError in the pool's own event loop: it would wait for itself.
         """
         samples = _samples(prompts, completions, completion_ids, columns)
         if self._loop is None:

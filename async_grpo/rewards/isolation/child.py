@@ -49,15 +49,13 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
     with socket.socket(fileno=channel_fd) as channel:
         server = Server(channel)
         greeting = server.greeting()
+        run: Callable[..., None] = run_plain
         try:
             _limit_resources(greeting["memory_limit_bytes"])
             name = greeting["adapter"]
             adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
-            run: Callable[..., None] = run_plain
             if traits_of(adapter).is_async:
-                import asyncio
-
-                run = asyncio.run
+                from asyncio import run
         except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
             server.send({"error": describe(error)})
             return
@@ -65,8 +63,7 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
 
 
 class Server:
-    """Serves what comes through the channel: one call after the other; or, in an event loop, a task for each request,
-    and of a batched reward for one batch at a time."""
+    """One call after the other; or, in an event loop, a task for each request, and of a batched reward for one batch."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -191,9 +188,7 @@ class Server:
 
 
 class Reward:
-    """A registered object with the options that it names; a class is built.
-
-    The methods are coroutines for the sake of rewards that await; `run_plain` runs them for all others.
+    """A registered object with the options that it names; a class is built. `run_plain` runs what awaits nothing.
 
     >>> reward = Reward(lambda sample, weight=1.0: weight * sample["value"], {"weight": 2.0, "url": "x"})
     >>> run_plain(reward.replies([{"sample": {"value": 3}}]))[0][0]["reward"]
