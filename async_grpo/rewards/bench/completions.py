@@ -109,9 +109,7 @@ async def score_rows(
 ) -> None:
     """Score every row `repeat` times, one run after the other, and let the rewards look at whole groups.
 
-    Args:
-        on_row: is called in the order of the rows, with the verdicts of all runs.
-        in_flight: rows that are scored, or wait for a worker, at a time.
+    `on_row` is called in the order of the rows, with the verdicts of all runs; `in_flight` rows are scored at a time.
     Raises Exception: what the pool or `on_row` raised first.
     """
     slots = asyncio.Semaphore(in_flight)

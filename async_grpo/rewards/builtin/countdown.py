@@ -71,7 +71,7 @@ def solves(expression: str, nums: list[int], target: Fraction) -> bool:
 
 
 def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
-    """`nums` and `target` (or else `answer`) of the row, given as numbers or as text. Raises ValueError."""
+    """`nums` and `target` (or `answer`) of the row, given as numbers or as text. Raises ValueError."""
     nums, target = sample.get("nums"), sample.get("target", sample.get("answer"))
     if not isinstance(nums, (list, tuple)) or not nums:
         raise ValueError(f"a countdown row needs a list `nums`, not {nums!r}")

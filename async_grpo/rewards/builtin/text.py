@@ -27,10 +27,8 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     r"""1 if the answer is literally one of those accepted, else 0: for choices, names and short texts.
 
     The answer is the content of the last \boxed{}, else of the one <answer> behind the thought, else all that is behind
-    the thought. Accepted is the row's `answer` (as in the mathematics rewards), or each entry of its list `answers`.
-    Characters that only look different (NFKC) are the same.
-
-    `strip`: white space does not count, but to divide words. `case`: capitals count.
+    the thought. Accepted is the row's `answer`, or each entry of its list `answers`, after NFKC. `strip`: white space
+    does not count, but to divide words. `case`: capitals count.
     Raises ValueError: the row has no answer, or an empty one.
     """
     given = sample.get("answers")
