@@ -27,8 +27,7 @@ _BASES: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
     "abs": torch.abs,
 }
-# name -> value, a function of logprobs - ref_logprobs
-KL_KINDS = _BASES | {f"{name}+": value for name, value in _BASES.items()}
+KL_KINDS = _BASES | {f"{name}+": value for name, value in _BASES.items()}  # of logprobs - ref_logprobs
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, clamp: float | None = None) -> Tensor:

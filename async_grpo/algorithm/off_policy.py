@@ -131,11 +131,8 @@ def rejection_mask(
     >>> rejection_mask(logprobs, behaviour, torch.ones(1, 3), statistic="sequence_sum_k1", **keep).tolist()
     [[True, True, True]]
     """
-    known = ", ".join(REJECTION_STATISTICS)
-    refuse(
-        statistic not in REJECTION_STATISTICS,
-        f"unknown rejection statistic {statistic!r}; choose one of {known}",
-    )
+    unknown, known = statistic not in REJECTION_STATISTICS, ", ".join(REJECTION_STATISTICS)
+    refuse(unknown, f"unknown rejection statistic {statistic!r}; choose one of {known}")
     lowest, highest = low or 0, math.inf if high is None else high
     refuse(
         not (0 <= lowest <= highest and highest > 0) or (lowest, highest) == (0, math.inf),
