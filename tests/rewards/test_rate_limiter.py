@@ -207,15 +207,6 @@ def test_calls_start_when_the_arithmetic_says(kind):
     assert callers.moments == pytest.approx(moments)
 
 
-def test_a_queue_behind_a_busy_slot_does_not_fire_as_a_burst():
-    """10 per second and one slot that is busy for 2 s: a rate taken before the slot would let 20 start at once."""
-    limits = Limits(concurrency=1, requests_per_minute=600)
-    callers = virtually(lambda: Callers(limits).calls(dict(lasts=2.0), *[{}] * 40))
-    later = [(at, 1.0) for at in callers.moments[1:]]
-    assert callers.moments[1] >= 2.0
-    assert worst_window(later, 0.5) <= CATCH_UP_FACTOR * 0.55 * 10 + 1
-
-
 # Slots and order
 
 

@@ -50,14 +50,11 @@ class _Call:
     unanswered: Callable[[], None] | None
     tried: set[str] = field(default_factory=set)  # addresses that it was sent to
     bad_replies: int = 0
-    last_failure: str = ""
+    last_failure: str = ""  # what is said of it after a time-out
 
     def is_worth_another(self, error: BaseException) -> bool:
         retried = isinstance(error, RequestFailed) and error.outcome != "refused"
         return retried and self.bad_replies < BAD_REPLIES
-
-    def too_late(self, what: str) -> JudgeTimeout:
-        return JudgeTimeout(f"{what}; before that: {self.last_failure}" if self.last_failure else what)
 
 
 class EndpointClient:
@@ -156,7 +153,7 @@ class EndpointClient:
             patience_s = quantile(self._latencies, share)
             return await first_answer(partial(self._request, call), partial(self._rival, call), patience_s)
         except RequestFailed as failure:
-            call.last_failure = str(failure)
+            call.last_failure = f"; before that: {failure}"
             call.bad_replies += failure.outcome == "bad_reply"
             raise
 
@@ -184,11 +181,11 @@ class EndpointClient:
                         self.key, self._endpoint.limits, tokens=call.tokens, phase=call.phase
                     )
         except TimeoutError:
-            raise call.too_late("no permit for a request before the deadline") from None
+            raise JudgeTimeout(f"no permit for a request before the deadline{call.last_failure}") from None
         used: float | None = 0.0  # as long as nothing is sent
         try:
             if call.deadline.left_s <= 0:  # the request would only be counted, not sent
-                raise call.too_late("a permit for a request came only with the deadline")
+                raise JudgeTimeout(f"a permit for a request came only with the deadline{call.last_failure}")
             if (replica := self._replicas.take(call.tried, never)) is None:
                 return None
             if sent:

@@ -40,10 +40,9 @@ class Judge(Protocol):
     async def score(
         self, sample: dict[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
     ) -> dict[str, Any]:
-        """The answer dict of `async_grpo.rewards.adapter.result`: `reward` and further numbers, or `abstain`.
+        """The answer dict of `async_grpo.rewards.adapter.result`; `deadline` is to be handed to the client.
 
-        `phase` is "train" or another one that must not queue behind it; `deadline` is to be handed to the client.
-        Raises `JudgeError` when the judge gave no verdict, ConfigurationError when the sample lacks what the judge
-        needs.
+        `phase` is "train" or another one that must not queue behind it. Raises `JudgeError` when the judge gave no
+        verdict, ConfigurationError when the sample lacks what the judge needs.
         """
         ...

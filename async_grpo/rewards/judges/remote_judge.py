@@ -131,8 +131,7 @@ class RemoteJudge:
         if self.url is not None:
             object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
             object.__setattr__(self, "path", self.path or self.default_path())
-        slash = self.path[:1] in ("", "/")
-        require_all((slash, f"path={self.path!r} must begin with a slash"))
+        require_all((self.path[:1] in ("", "/"), f"path={self.path!r} must begin with a slash"))
         try:
             self._endpoint_at((SCORER_URL,) if self.url is None else self.urls)
         except TypeError as error:  # of the dataclass, for a name it does not know

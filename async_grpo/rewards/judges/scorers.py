@@ -24,8 +24,14 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
-from async_grpo.rewards.judges import judge_prompts
-from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, completion_of, is_conversation
+from async_grpo.rewards.judges.judge_prompts import (
+    Template,
+    as_text,
+    column,
+    completion_of,
+    harmless,
+    is_conversation,
+)
 from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
 from async_grpo.rewards.judges.remote_judge import (
     CHARACTERS_PER_TOKEN,
@@ -100,10 +106,7 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
     alone = [{"role": "user", "content": column(sample, "prompt")}]
     given = (sample.get(name) for name in ("messages", "prompt"))
     prompt: Any = next(filter(is_conversation, given), alone)
-    messages = [
-        {"role": str(one["role"]), "content": judge_prompts.harmless(as_text(one["content"]))}
-        for one in prompt
-    ]
+    messages = [{"role": str(one["role"]), "content": harmless(as_text(one["content"]))} for one in prompt]
     return [*messages, {"role": "assistant", "content": completion_of(sample)}]
 
 
@@ -189,10 +192,10 @@ def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _as_base64(images: Any, name: str) -> list[str]:
-    kind = type(images).__name__
-    require_all(
-        (isinstance(images, list | tuple), f"the column {name!r} must hold a list of images, not {kind}")
-    )
+    if not isinstance(images, list | tuple):
+        raise ConfigurationError(
+            f"the column {name!r} must hold a list of images, not a {type(images).__name__}"
+        )
     try:
         encoded = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in images]
         for image in encoded:

@@ -135,9 +135,8 @@ class JudgeServer:
                 while not self._serves(url):
                     self._check(0)
                     if time.monotonic() > give_up:
-                        said = log_excerpt(
-                            Program(name, keeper, self._folder / f"{name.replace(' ', '-')}.log")
-                        )
+                        log = self._folder / f"{name.replace(' ', '-')}.log"
+                        said = log_excerpt(Program(name, keeper, log)) if log.exists() else ""
                         raise DeadlineExceeded(f"{name} did not serve on {url} within {timeout_s:g} s{said}")
                     time.sleep(POLL_S)
             self._check(0)
@@ -182,7 +181,6 @@ class JudgeServer:
 
     def _start_keeper(self, number: int) -> None:
         order = [os.getpid(), self._names[number], self._folder, self.restarts]
-        (self._folder / f"{self._names[number].replace(' ', '-')}.log").touch()
         errors_path = self._folder / "judge-supervisor.log"
         with errors_path.open("ab") as errors, self._deaths(number).open("wb") as deaths:
             keeper = subprocess.Popen(

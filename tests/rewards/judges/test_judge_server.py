@@ -138,22 +138,13 @@ def test_a_killed_replica_is_replaced_on_its_port_and_its_engine_ended(model, pr
         assert server._serves(server.urls[1])  # the other one goes on
 
 
-def test_a_server_that_dies_at_the_start_says_its_last_words(model, program):
-    program[0] = "dies"
-    began = time.monotonic()
-    with pytest.raises(
-        WorkerLost, match=r"judge judge 0 ended with exit code 1(.|\n)*MemoryError: no room for the"
-    ):
+def test_a_server_that_dies_or_never_serves_at_the_start_says_its_last_words(model, program):
+    program[0], words = "dies", r"0 ended with exit code 1(.|\n)*MemoryError: no room for the"
+    with pytest.raises(WorkerLost, match=words):
         server_of(model).start(timeout_s=60)
-    assert time.monotonic() - began < 30
-
-
-def test_a_server_that_never_serves_is_given_up_with_its_last_words(model, program):
-    program[0] = "hangs"
-    with pytest.raises(
-        DeadlineExceeded, match=r"did not serve on http.* within 2 s(.|\n)*hello from judge on"
-    ):
-        server_of(model).start(timeout_s=2)
+    program[0], words = "hangs", r"did not serve on http.* within 1 s(.|\n)*hello from judge on"
+    with pytest.raises(DeadlineExceeded, match=words):
+        server_of(model).start(timeout_s=1)
 
 
 def test_a_taken_port_is_refused_whoever_has_it(model, program):
@@ -217,21 +208,22 @@ def test_sleep_and_wake_are_proven(model, program, monkeypatch):
         server.sleep()
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"model": "/nothing"}, r"no config\.json"),
-        ({"replicas": 0}, "replicas=0"),
-        ({"restarts": -1}, "restarts=-1"),
-        ({"replicas": 2, "devices": ["0"]}, "devices=.*2 replicas"),
-        ({"devices": "0"}, "devices='0' must be a list"),
-        ({"port": 65536}, "port 65536"),
-        ({"host": "0.0.0.0"}, "whole network.*api_key_env"),
-        ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
-        ({"options": {"host": "0.0.0.0"}}, "options must not hold host"),
-        ({"options": {"served_model_name": "x"}}, "served-model-name"),
-    ],
-)
+WRONG = [
+    ({"model": "/nothing"}, r"no config\.json"),
+    ({"replicas": 0}, "replicas=0"),
+    ({"restarts": -1}, "restarts=-1"),
+    ({"replicas": 2, "devices": ["0"]}, "devices=.*2 replicas"),
+    ({"devices": "0"}, "devices='0' must be a list"),
+    ({"port": 65536}, "port 65536"),
+    ({"host": "0.0.0.0"}, "whole network.*api_key_env"),
+    ({"host": "0.0.0.0", "api_key_env": ""}, "no variable api_key_env=''"),
+    ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
+    ({"options": {"host": "0.0.0.0"}}, "options must not hold host"),
+    ({"options": {"served_model_name": "x"}}, "served-model-name"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), WRONG)
 def test_impossible_settings_are_refused_with_their_values(model, settings, reason):
     with pytest.raises(ConfigurationError, match=reason):
         server_of(model, **settings)
@@ -249,16 +241,3 @@ def test_the_command_and_the_environment_of_a_server(model, monkeypatch):
     monkeypatch.setattr(server_module, "on_the_cpu", lambda: True)
     with pytest.raises(ConfigurationError, match="needs a GPU"):
         server_of(model, sleep_mode=True)
-
-
-def test_the_keeper_can_be_told_to_end(model, program):
-    """By SIGTERM too, as a machine that is shut down says it."""
-    server = server_of(model)
-    server.start()
-    (process,) = keepers()
-    process.terminate()
-    process.wait(20)
-    assert not programs(port_of(server.urls[0]))
-    with pytest.raises(WorkerLost, match="does not run"):
-        server.check()
-    server.close()
