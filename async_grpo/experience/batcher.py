@@ -1,11 +1,8 @@
 """`ExperienceBatcher`: the rollout loop. It admits prompts, has them generated and scored, and feeds the ranks.
 
-    rollout_loop:  slot of the staleness budget -> rollout (a task each)
-    rollout:       prompt; generate; score each completion while its siblings still generate; reference log-probs
-    offer:         group -> step -> advantages -> packed micro-batches -> one queue per rank
-
-Plain asyncio over three protocols; knows neither Ray nor vLLM. An error in any of its tasks ends the run: it is raised
-to every rank by `next_message`.
+rollout_loop:  slot of the staleness budget -> rollout (a task each)
+rollout:       prompt; generate; score each completion while its siblings still generate; reference log-probs
+offer:         group -> step -> advantages -> packed micro-batches -> one queue per rank
 """
 
 import asyncio
@@ -31,6 +28,8 @@ from async_grpo.experience.step_metrics import (
 )
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import Completion, Group, MicroBatch, Prompt, Sample, StepEnd
+
+Message = MicroBatch | asyncio.Task[StepEnd]
 
 
 class ExperienceBatcher:
@@ -58,9 +57,7 @@ class ExperienceBatcher:
         packer = Packer(num_ranks, config.max_tokens_per_gpu)
         self.steps = StepAssembler(config.groups_per_step, config.max_staleness, packer, self.advantages)
         self.utilization = EngineUtilization()
-        self._queues: list[asyncio.Queue[MicroBatch | asyncio.Task[StepEnd]]] = [
-            asyncio.Queue() for _ in range(num_ranks)
-        ]
+        self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()
         self._offering = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -84,9 +81,8 @@ class ExperienceBatcher:
         message = asyncio.ensure_future(self._next_message(rank))
         either: set[asyncio.Future[Any]] = {message, self._failure}
         try:
-            await asyncio.wait(
-                either, timeout=self.config.experience_timeout_s, return_when="FIRST_COMPLETED"
-            )
+            timeout_s = self.config.experience_timeout_s
+            await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
             if self._failure.done():
                 error = self._failure.result()
                 raise RunFailed(f"{type(error).__name__}: {error}") from error
@@ -206,7 +202,7 @@ class ExperienceBatcher:
             else:  # a whole minibatch at once is a thread's work, as the loop serves others
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
-                messages: Sequence[MicroBatch | asyncio.Task[StepEnd]]
+                messages: Sequence[Message]
                 if isinstance(event, StepComplete):
                     refuse_unscored(event.step, event.groups)
                     end = self._supervise(self._step_end(event), f"the end of step {event.step}")

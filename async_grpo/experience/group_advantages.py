@@ -1,8 +1,6 @@
 """Verdicts -> advantages: what each sample of a group is worth, and which of its tokens are trained on.
 
-Everything that changes a reward between the verifier and the estimator happens here: the length penalty, a KL in the
-reward, process rewards on the tokens that earned them (`token_rewards`). The verdicts themselves stay as they are, and
-are logged.
+The verdicts themselves stay as they are, and are logged; what changes a reward on its way stands in `token_rewards`.
 """
 
 from collections.abc import Sequence
@@ -57,7 +55,7 @@ class GroupAdvantages:
         rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
         discounts = self._options.get("gamma", 1.0) != 1.0
         one_column = self.entry.per_sample and not (rewards_on_tokens or discounts)
-        batch = RewardTensors(self.config, self.facts, groups, samples, one_column=one_column)
+        batch = RewardTensors(self.config, self.facts, groups, samples, one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]
         teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]
@@ -66,9 +64,9 @@ class GroupAdvantages:
         if self.entry.compares_with_greedy:
             valid &= batch.has_baseline
         advantages = batch.rewards if self.entry.needs_critic else self._estimate(batch, valid)
+        taught = zip(samples, valid.tolist(), strict=True)
         masks = [
-            self._loss_mask(sample.completion, step) if taught else None
-            for sample, taught in zip(samples, valid.tolist(), strict=True)
+            self._loss_mask(sample.completion, step) if is_valid else None for sample, is_valid in taught
         ]
         rows = iter(zip(samples, masks, advantages.numpy().astype(np.float32), strict=True))
         return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]

@@ -17,12 +17,7 @@ from async_grpo.types import Group, MicroBatch
 
 
 class StalenessBudget:
-    """Counts the groups alive. `admit` waits for a free slot; `weights_live` frees the slots of a finished step.
-
-    >>> budget = StalenessBudget(groups_per_step=2, max_staleness=1)
-    >>> budget.capacity, budget.free
-    (4, 4)
-    """
+    """Counts the groups alive. `admit` waits for a free slot; `weights_live` frees the slots of a finished step."""
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self.capacity = (max_staleness + 1) * groups_per_step
@@ -64,9 +59,8 @@ Event = list[MicroBatch] | StepComplete  # a micro-batch for each rank, or the e
 class StepAssembler:
     """Turns finished groups into optimizer steps; each group is in exactly one, and each has `groups_per_step`.
 
-    Group number i (counted at admission) belongs to step i // P. Groups of the current step are packed the moment they
-    arrive, in any order; groups of later steps wait for their turn. A batch-coupled estimator needs all P groups at once:
-    then nothing is packed before the last of them has arrived.
+    Group number i (counted at admission) belongs to step i // P. Groups of the current step are packed as they arrive, in
+    any order, or all at once for a batch-coupled estimator; groups of later steps wait for their turn.
     """
 
     def __init__(

@@ -54,9 +54,7 @@ def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
         )
 
 
-def step_stats(
-    step: int, groups: Sequence[Group], total_samples: int, steps_per_batch: int
-) -> dict[str, Any]:
+def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_steps: int) -> dict[str, Any]:
     """Rewards, lengths, and staleness: of a token the step minus the policy version that produced it."""
     samples = [sample for group in groups for sample in group.samples]
     trained = [sample for sample in samples if sample.advantages is not None]
@@ -64,7 +62,7 @@ def step_stats(
     rewards = reward_stats(samples)
     of_groups = [[s.verdict.reward for s in g.samples if s.verdict.reward is not None] for g in groups]
     return {
-        "iteration": step // steps_per_batch,
+        "iteration": step // batch_steps,
         "total_samples_accumulated": total_samples,
         "samples_in_batch": len(samples),
         "samples_trained": len(trained),
@@ -82,7 +80,7 @@ def step_stats(
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
         "staleness_fraction": float((staleness > 0).mean()),
-        "batch_done": (step + 1) % steps_per_batch == 0,
+        "batch_done": (step + 1) % batch_steps == 0,
     }
 
 
@@ -112,14 +110,7 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
 class StepAlarms:
     """What goes wrong without an error, in words. It remembers for how many steps a reward has said one value only.
 
-    Args:
-        best_rewards: the highest reward of an adapter by its name; 1 where none is given.
-
-    >>> alarms = StepAlarms(BatchConfig(failure_alarm=0.1))
-    >>> alarms.of_step([], {"judge": {"ok": 1, "failed": 3, "first_reason": "HTTP 500"}})
-    ['judge: 3 of 4 calls failed (HTTP 500)']
-    >>> alarms.of_step([], {"judge": {"ok": 4, "breakers_opened": 1}})
-    ['judge: a server of it went out of service 1 time(s)']
+    `best_rewards`: the highest reward of an adapter by its name; 1 where none is given.
     """
 
     def __init__(self, limits: BatchConfig, best_rewards: Mapping[str, float] | None = None) -> None:
@@ -161,15 +152,7 @@ class StepAlarms:
 
 
 class EngineUtilization:
-    """Notes when the engines may work: the budget has a free slot, or admitted sequences are unfinished.
-
-    >>> clock = iter([0.0, 1.0, 4.0, 6.0])
-    >>> utilization = EngineUtilization(lambda: next(clock))
-    >>> utilization.set(sequences=8, free_slots=0)    # at 1: a free slot until here, from now on work
-    >>> utilization.set(sequences=0, free_slots=0)    # at 4: the budget is used up
-    >>> utilization.take(busy=[(1.5, 3.0), (2.0, 3.5)])    # at 6
-    {'engine_busy_s': 2.0, 'engine_allowed_s': 4.0, 'wait_generation_budget_s': 2.0}
-    """
+    """Notes when the engines may work: the budget has a free slot, or admitted sequences are unfinished."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._since, self._is_allowed = clock, clock(), True

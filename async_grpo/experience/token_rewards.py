@@ -1,6 +1,6 @@
 """Verdicts as padded tensors: what each token of each sample is paid, for the estimators to read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from async_grpo.types import Group, Sample
 class RewardTensors:
     """Groups as padded tensors: rows are samples, columns tokens, (B, T) float64.
 
-    With `one_column` there is a single column, which stands for all tokens of its row: enough where each sample has one
-    reward, on its last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.) The length
-    penalty is taken off the last token's reward, a KL to the reference (`--kl-in-reward`) off every token's.
+    With `one_column` a single column stands for all tokens of its row: enough where each sample has one reward, on its
+    last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
     """
 
     def __init__(
@@ -28,8 +27,7 @@ class RewardTensors:
         facts: RunFacts,
         groups: Sequence[Group],
         samples: Sequence[Sample],
-        *,
-        one_column: bool = False,
+        one_column: bool,
     ) -> None:
         self._config, self.facts, self._samples = config, facts, samples
         lengths = [len(sample.completion) for sample in samples]
@@ -40,16 +38,15 @@ class RewardTensors:
         sizes = torch.tensor([len(group.samples) for group in groups])
         self.group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
         costs = [config.overlong_cost(length, facts.max_completion_tokens) for length in lengths]
-        self._overlong = torch.tensor(costs, dtype=torch.float64)
+        self._overlong = _numbers(costs)
         # (B,): the reward of the greedy completion of each sample's prompt (0 where it is missing), and whether it has one
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
         self.has_baseline = torch.tensor([reward is not None for reward in greedy])[self.group_ids]
-        baselines = torch.tensor([reward or 0.0 for reward in greedy], dtype=torch.float64)
-        self.baselines = baselines[self.group_ids]
+        self.baselines = _numbers(greedy)[self.group_ids]
 
     @property
     def rewards(self) -> Tensor:
-        """Everything that pays, on the token that it pays for; an outcome stands on the last one."""
+        """Everything that pays, on the token that it pays for; an outcome less the length penalty on the last one."""
         paid = self._outcome()[0] - self._kl()
         for name in self.facts.process:
             paid += self.facts.weight(name) * self._steps(name)[0]
@@ -71,11 +68,9 @@ class RewardTensors:
     @property
     def components(self) -> dict[str, Tensor]:
         """The reward of each adapter on the last token, apart; the length penalty is a component of its own."""
-        said = [{r.adapter: r.reward or 0.0 for r in s.verdict.results} for s in self._samples]
-        components = {
-            name: torch.tensor([rewards.get(name, 0.0) for rewards in said], dtype=torch.float64)
-            for name in sorted({name for rewards in said for name in rewards})
-        }
+        said = [{r.adapter: r.reward for r in s.verdict.results} for s in self._samples]
+        names = sorted({name for rewards in said for name in rewards})
+        components = {name: _numbers(rewards.get(name) for rewards in said) for name in names}
         if self._config.overlong_buffer:
             components[OVERLONG] = -self._overlong
         return {name: self._on_last(rewards) for name, rewards in components.items()}
@@ -89,9 +84,8 @@ class RewardTensors:
         try:
             values = [torch.as_tensor(read(sample), dtype=torch.float64) for sample in self._samples]
         except Exception as error:
-            raise RunFailed(
-                f"the estimator's input {name} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise RunFailed(f"the estimator's input {name} cannot be read: {why}") from error
         if all(value.dim() == 0 for value in values):
             return torch.stack(values)
         for value, length in zip(values, self._lengths[:, 0].tolist(), strict=True):
@@ -106,8 +100,7 @@ class RewardTensors:
         """(the best reward that is not a process reward, where it stands); who abstained has said nothing, and no 0."""
         found = [self._best_outcome(sample) for sample in self._samples]
         judged = [reward is not None or bool(self._config.overlong_buffer) for reward in found]
-        rewards = torch.tensor([reward or 0.0 for reward in found], dtype=torch.float64)
-        return self._on_last(rewards - self._overlong), self._on_last(torch.tensor(judged))
+        return self._on_last(_numbers(found) - self._overlong), self._on_last(torch.tensor(judged))
 
     def _best_outcome(self, sample: Sample) -> float | None:
         if not self.facts.process:
@@ -138,6 +131,11 @@ class RewardTensors:
         """(B,) -> (B, T): on the last token of each sample."""
         placed = values.new_zeros(len(values), self._width)
         return placed.scatter(1, (self._lengths - 1).clamp(max=self._width - 1), values[:, None])
+
+
+def _numbers(values: Iterable[float | None]) -> Tensor:
+    """(B,), 0 for None."""
+    return torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
 
 
 # How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword

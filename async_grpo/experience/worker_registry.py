@@ -1,7 +1,6 @@
 """`WorkerRegistry`: who can work, and who gets the next piece of it.
 
-The unit of admission is one sequence: a worker takes up to `max_sequences` at once and each is given back the moment
-it ends. Which of the workers with room gets a piece, a scheduling policy says.
+The unit of admission is one sequence: a worker takes up to `max_sequences` at once, each is given back when it ends.
 """
 
 import asyncio
@@ -46,12 +45,7 @@ SCHEDULING_POLICIES: dict[str, SchedulingPolicy] = {"least_loaded": least_loaded
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """The policy that `--scheduling` names: an entry, or FILE.py:NAME of a function of the user's own.
-
-    >>> scheduling_policy("random")
-    Traceback (most recent call last):
-    async_grpo.errors.ConfigurationError: --scheduling 'random' is unknown; known: least_loaded; or FILE.py:NAME
-    """
+    """The policy that `--scheduling` names: an entry, or FILE.py:NAME of a function of the user's own."""
     return find_entry(name, SCHEDULING_POLICIES, lambda own: own, "scheduling")
 
 
@@ -69,12 +63,9 @@ class Lease:
 
 
 class WorkerRegistry:
-    """One per kind of worker. Synchronous but for `acquire`; must live in one event loop.
+    """One per kind of worker ("generation", ...). Synchronous but for `acquire`; must live in one event loop.
 
-    Args:
-        kind: "generation" or "logprob", for messages.
-        grace_s: how long `acquire` waits while no worker at all is registered.
-        policy: chooses among the workers with room.
+    grace_s: how long `acquire` waits while no worker at all is registered. policy: chooses among the workers with room.
     """
 
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:

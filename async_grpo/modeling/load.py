@@ -1,7 +1,4 @@
-"""A model folder in the Hugging Face format: its weights, and the few facts the library needs of it.
-
-Nothing here touches the network: a name that is not a folder is an error that says how to get one.
-"""
+"""A model folder in the Hugging Face format: its weights, and what the library must know of it; no network."""
 
 import hashlib
 import json
@@ -13,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from async_grpo.errors import ConfigurationError
 
-# What decides whether weights of one folder make sense in a model built from another. Fields that only record how a
-# folder was written (dtype, library version, names) stay out: a checkpoint has its origin's fingerprint.
+# What decides whether weights of one folder make sense in a model built from another, not how it was written
 ARCHITECTURE_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
@@ -88,10 +84,9 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending, from generation_config.json, config.json and tokenizer.
+    """Every id that ends a sequence, ascending; ConfigurationError if no place names one.
 
     Chat models name several in different places; a finished answer whose end id is not known looks truncated.
-    ConfigurationError if no place names one.
     """
     folder = model_folder(path)
     named: list[int | list[int] | None] = [load_config(folder).get_text_config().eos_token_id]

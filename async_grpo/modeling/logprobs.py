@@ -1,7 +1,6 @@
-"""Log-probs of sampled tokens from hidden states, without ever holding the logits of all of them.
+"""Log-probs of sampled tokens from hidden states; 36,000 tokens times a vocabulary of 152,000 would be 20 GiB.
 
-36,000 tokens times a vocabulary of 152,000 in float32 are 20 GiB. So the head is applied to a chunk of tokens
-at a time, forward and again in the backward; what is kept between the two is one number per token.
+So the head is applied to a chunk of tokens at a time, forward and again in the backward, and one number per token kept.
 """
 
 from typing import Any
@@ -22,9 +21,7 @@ def chunked_logprobs(
     """log softmax((hidden @ weight.T + bias) / temperature)[targets], and that softmax's entropy; (M,).
 
     hidden (M, H), weight (V, H), bias (V,) or None, targets (M,) int64. Logits are float32 (float64 for
-    float64 input). At most `chunk_tokens` rows of logits exist at a time, of their gradient as many, and
-    twice that where the entropies' gradient is asked for. Both results have a gradient; one that the loss
-    does not use costs nothing.
+    float64 input); at most `chunk_tokens` rows of them exist at a time. A result that the loss does not use costs nothing.
 
     >>> zeros = torch.zeros(3, 2)
     >>> logprobs, _ = chunked_logprobs(zeros, torch.ones(4, 2), None, torch.tensor([0, 1, 3]), 0.7, 2)
@@ -48,18 +45,18 @@ class _ChunkedHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        chunk_tokens: int,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         out_dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropies, normalisers = (hidden.new_empty(len(hidden), dtype=out_dtype) for _ in range(3))
-        for rows in _chunks(len(hidden), chunk_tokens):
+        for rows in _chunks(len(hidden), chunk):
             logits = _logits(hidden[rows], weight, bias, temperature)
             normalisers[rows] = logits.logsumexp(dim=1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalisers[rows]
             probs = (logits - normalisers[rows, None]).exp_()
             entropies[rows] = normalisers[rows] - torch.linalg.vecdot(probs, logits)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk
         ctx.set_materialize_grads(False)  # zeros for an unused entropy would pay for its gradient
         return logprobs, entropies
 
@@ -68,12 +65,9 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if grad_logprobs is None and grad_entropies is None:
-            return (None,) * 6
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         if grad_logprobs is None:
-            assert grad_entropies is not None
-            grad_logprobs = torch.zeros_like(grad_entropies)
+            grad_logprobs = torch.zeros_like(normalisers)
         grad_hidden = torch.empty_like(hidden)
         # float32 while it is summed over chunks: in bfloat16 every further chunk would round the sum again
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)

@@ -1,9 +1,7 @@
 """Packed, padding-free attention: S sequences end to end in one row of N tokens, blind to each other.
 
-Registered as an attention implementation of transformers, so every dense decoder that uses the attention
-interface works unchanged. transformers builds no mask for an implementation without a mask function; the
-block-diagonal structure comes from the `Packing` that is passed through the model's keyword arguments
-instead. Cost grows with the sum of the squared lengths, never with N squared.
+Registered as an attention implementation of transformers, which builds no mask for it: the block-diagonal structure
+comes from the `Packing` among the model's keyword arguments. Cost grows with the sum of the squared lengths.
 """
 
 from typing import Any
@@ -74,10 +72,8 @@ def _attend_with_kernel(
         return flash_attn_varlen_func(
             query, key, value, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True
         )
-    causal: dict[str, Any] = {"window_size": (-1, 0)}  # unbounded to the left, none to the right
-    attended = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True, **causal
-    )
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": (-1, 0)}  # causal
+    attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     assert isinstance(attended, Tensor)  # a pair only where the normalisers are asked for
     return attended
 

@@ -18,9 +18,8 @@ DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
 class ValueHead(nn.Linear):
     """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input).
 
-    It starts at zero: values are 0, and the trunk feels no value loss before the head's first step. The
-    product is float32 whatever the compute dtype, since values near 1 would come out of a bfloat16 one in
-    steps of 0.008; that keeps 4 H bytes per value until the backward.
+    It starts at zero, so that the trunk feels no value loss before the head's first step. Values near 1 would come out
+    of a bfloat16 product in steps of 0.008; a float32 one keeps 4 H bytes per value until the backward.
     """
 
     def reset_parameters(self) -> None:
@@ -35,10 +34,8 @@ class ValueHead(nn.Linear):
 class PolicyModel(nn.Module):
     """Wraps body and heads in one forward, so that FSDP's root hooks gather the heads' weights as well.
 
-    Calling a head's weight outside a wrapped module's forward would meet a sharded DTensor. `model` becomes
-    packed: ConfigurationError if its attention or head cannot be. value_head: add a critic, `value_head`,
-    that reads the same hidden states. value_trunk_gradient: whether the values' gradient goes on into the
-    model, or stops at the head.
+    `model` becomes packed: ConfigurationError if its attention or head cannot be. value_head: add a critic,
+    `value_head`. value_trunk_gradient: whether the values' gradient goes on into the model, or stops at the head.
     """
 
     def __init__(
@@ -70,19 +67,14 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, ...]:
         """(log-probs, entropies), each (N,), of `input_ids` (N,) where `loss_mask` (N,) is True; else 0.
 
-        cu_seqlens (S + 1,): boundaries of the packed sequences. Entry i speaks of token i given those before
-        it in its own sequence; the first token of a sequence is given by nothing and stays 0. with_values:
-        (log-probs, entropies, values), a value being that of the state in which token i is chosen.
-        ConfigurationError: values without a value head. With an empty mask the results still hang on the
-        weights: a rank with nothing to learn must run the same backward as the others.
+        cu_seqlens (S + 1,): boundaries of the packed sequences. Entry i speaks of token i given those before it in its own
+        sequence; the first token stays 0. with_values: also the values, of the states in which the tokens are chosen;
+        ConfigurationError without a value head. With an empty mask the results still hang on the weights: a rank with
+        nothing to learn must run the same backward as the others.
         """
         packing = Packing(cu_seqlens, input_ids.device)
-        hidden = self.model.base_model(
-            input_ids=input_ids[None],
-            position_ids=packing.position_ids[None],
-            use_cache=False,
-            packing=packing,
-        ).last_hidden_state[0]
+        rows = {"input_ids": input_ids[None], "position_ids": packing.position_ids[None]}
+        hidden = self.model.base_model(**rows, use_cache=False, packing=packing).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         positions = (loss_mask & (packing.position_ids > 0)).nonzero().flatten()
         states = hidden.index_select(0, positions - 1)  # what is known before the token is chosen
@@ -91,9 +83,7 @@ class PolicyModel(nn.Module):
         )
         if with_values:
             if self.value_head is None:
-                raise ConfigurationError(
-                    "this policy has no critic: build it with PolicyModel(value_head=True)"
-                )
+                raise ConfigurationError("no critic: build the policy with PolicyModel(value_head=True)")
             results = (*results, self.value_head(states if self.value_trunk_gradient else states.detach()))
         return tuple(r.new_zeros(len(input_ids)).index_copy(0, positions, r) for r in results)
 
@@ -103,10 +93,9 @@ class PolicyModel(nn.Module):
 
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, weight) of every weight, in the model's order; a tied head appears once.
+    """(Hugging Face name, weight) of every weight but the value head's, in the model's order; a tied head appears once.
 
-    The live weights, not copies; of a sharded policy its shards (DTensors). The value head is not among them: engines
-    and Hugging Face folders know no critic.
+    The live weights, not copies; of a sharded policy its shards (DTensors).
     """
     seen: set[int] = set()
     # state_dict, not named_parameters: its hooks bring FSDP's shards back if a forward left them gathered
@@ -117,9 +106,7 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """`named_weights`, each whole. Of a sharded policy this is a collective: every rank must exhaust the iterator in
-    lockstep; one tensor is gathered at a time.
-    """
+    """`named_weights`, each whole, one at a time; of a sharded policy every rank must exhaust the iterator in lockstep."""
     return ((name, full_tensor(weight)) for name, weight in named_weights(policy))
 
 

@@ -25,11 +25,7 @@ ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "
 
 
 class GradientAccumulator:
-    """`add` micro-batches, then `finish` the step; both are collectives of a sharded policy.
-
-    Every rank must add the same number of micro-batches per step (dummies where it has none): each one is a
-    round of all-gathers and reduce-scatters that all ranks take part in.
-    """
+    """`add` micro-batches, as many on every rank (dummies where it has none), then `finish` the step: collectives."""
 
     def __init__(
         self,

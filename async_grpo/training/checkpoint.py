@@ -28,9 +28,8 @@ VALUE_HEAD_FILE = "critic/value_head.safetensors"
 class CheckpointWriter:
     """Writes and prunes checkpoints; saving is a collective, the files are rank 0's.
 
-    model_path: the folder the run started from; tokenizer and generation settings are taken from it. dtype:
-    of the saved weights. min_samples_between: a checkpoint is due that many samples after the last.
-    keep_last: how many to keep, None: all. A value head goes to VALUE_HEAD_FILE, in float32.
+    model_path: the folder the run started from, with its tokenizer and generation settings. dtype: of the saved weights.
+    min_samples_between: a checkpoint is due that many samples after the last. keep_last: None keeps all.
     """
 
     def __init__(
@@ -120,10 +119,9 @@ def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
 def _weightless_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The same architecture without memory: save_pretrained reads class, dtype and tied names off it.
 
-    Its generation settings are defaults: those of the source are copied, and transformers refuses to save
-    some that it has loaded (a temperature without do_sample).
+    Its generation settings are defaults: transformers refuses to save some that it has loaded (a temperature without
+    do_sample); those of the source are copied.
     """
+    config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

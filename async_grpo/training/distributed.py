@@ -1,7 +1,4 @@
-"""The ranks of one training run: who am I, on which device, and the few sums that ranks must agree on.
-
-Started by torchrun or alone; alone is a world of one with the same code path.
-"""
+"""The ranks of one training run, started by torchrun or alone, and the few sums that they must agree on."""
 
 import hashlib
 import logging
@@ -67,9 +64,9 @@ class Ranks:
 def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     """Join the process group for the length of the `with` block.
 
-    device: "cpu" (gloo), "cuda" (nccl), or "auto": cuda where there is one. timeout_s: how long a collective
-    may wait for the other ranks. Rank and world size come from torchrun's environment; the kernel kills a rank
-    when its torchrun dies (Linux only). ConfigurationError: no such device.
+    device: "cpu" (gloo), "cuda" (nccl), or "auto": cuda where there is one. timeout_s: of a collective. Rank and world
+    size come from torchrun's environment; the kernel kills a rank when its torchrun dies (Linux only).
+    ConfigurationError: no such device.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" in os.environ:

@@ -1,8 +1,7 @@
 """FSDP2 around the policy: every decoder layer a unit, embedding, final norm and head in the root unit.
 
-The same path for NCCL and gloo, and for a world of one. Master weights, gradients and optimizer state are
-float32 whatever the compute dtype: at learning rates near 1e-6 an update is far below bfloat16's resolution
-and would vanish.
+Master weights, gradients and optimizer state are float32 whatever the compute dtype: at learning rates near 1e-6 an
+update is far below bfloat16's resolution and would vanish.
 """
 
 import numpy as np
@@ -25,9 +24,8 @@ def shard_policy(
 ) -> PolicyModel:
     """Shard `policy`, its weights in float32, in place over all ranks and return it, in training mode.
 
-    dtype: the compute dtype, float32 or bfloat16; the latter casts weights and activations and still reduces
-    gradients in float32. gradient_checkpointing: keep one activation per layer and compute the rest again in
-    the backward. ConfigurationError: the model does not say what its decoder layers are.
+    dtype: the compute dtype, float32 or bfloat16; gradients are reduced in float32 all the same. ConfigurationError: the
+    model does not say what its decoder layers are.
     """
     names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.model.modules() if type(module).__name__ in names]

@@ -32,7 +32,7 @@ class StepClock:
 
     @contextmanager
     def measure(self, cause: str) -> Iterator[None]:
-        """Add the time of the `with` block to `cause`; waits for the device, or its work is uncounted."""
+        """Add the time of the `with` block, the device's work in it included, to `cause`."""
         wall, start = time.time(), time.perf_counter()
         yield
         self._ranks.synchronize()

@@ -2,9 +2,7 @@
 
 Some terms of a loss are no sums over tokens: advantages whitened with the critic's values (GAE), importance weights
 divided by their mean, the few tokens with the largest covariance (clip_cov, kl_cov), the tokens that a group is left
-with after rejection (prompt_mean). They are worked out here over all micro-batches of all ranks, with the weights that
-the step starts from, and are the same whatever the packing. It costs a forward, and the step cannot begin before its
-last micro-batch has come.
+with after rejection (prompt_mean). They are the same whatever the packing; the price is that one more forward.
 """
 
 import math
@@ -42,8 +40,7 @@ def add_step_terms(
 ) -> None:
     """Write into the rows what the objective needs of their step; a collective, with as many rows on every rank.
 
-    Args:
-        step: seeds the random choice of clip_cov, the same for every packing and different in every step.
+    `step` seeds the random choice of clip_cov.
     """
     seen = [_look(policy, objective, row) for row in rows]
     if objective.has_critic:

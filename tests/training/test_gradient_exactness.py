@@ -18,7 +18,6 @@ from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.config import OptimizerConfig
-from async_grpo.training.distributed import distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
@@ -141,9 +140,9 @@ def adamw_update(ranks):
 
 
 def skipped_step(ranks):
-    """A step of which every sample was truncated, and the gradients that the optimizer saw: none."""
+    """A step of which every sample was truncated; the gradients that the optimizer saw: none; the schedule's steps."""
     accumulator, optimizer = recording_accumulator(ranks, Objective(AlgorithmConfig()))
-    return accumulator.finish(), optimizer.gradients
+    return accumulator.finish(), optimizer.gradients, accumulator._scheduler.last_epoch
 
 
 def non_finite_step(ranks):
@@ -177,12 +176,6 @@ def two_ranks(tmp_path_factory):
     return folder, on_two_ranks(work, folder)
 
 
-@pytest.fixture
-def alone():
-    with distributed_run("cpu") as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("seed", range(NUM_BATCHES))
 def test_two_ranks_with_any_packing_give_the_gradient_of_one_pass_over_the_minibatch(two_ranks, seed):
     sequences, objective, model_options = random_batch(seed)
@@ -196,9 +189,9 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_pass_over_the_minib
 
 
 @pytest.mark.parametrize("seed", [0, 3, 6])
-def test_one_process_reports_the_same_metrics_as_two(two_ranks, alone, seed):
+def test_one_process_reports_the_same_metrics_as_two(two_ranks, ranks, seed):
     sequences, objective, model_options = random_batch(seed)
-    accumulator, _ = recording_accumulator(alone, Objective(AlgorithmConfig(**objective)), **model_options)
+    accumulator, _ = recording_accumulator(ranks, Objective(AlgorithmConfig(**objective)), **model_options)
     accumulator.add(pack(sequences))
     metrics = accumulator.finish()
     other = two_ranks[1][seed][1]
@@ -229,8 +222,8 @@ def test_update_statistics_are_those_of_the_full_tensors(two_ranks):
 
 
 def test_a_step_without_loss_tokens_changes_nothing_and_says_so(two_ranks):
-    metrics, gradients = two_ranks[1]["skipped"]
-    assert gradients is None
+    metrics, gradients, schedule_steps = two_ranks[1]["skipped"]
+    assert gradients is None and schedule_steps == 0
     assert metrics["update_skipped"] == 1 and metrics["num_non_masked_tokens"] == 0
     mismatch = {name for name in metrics if name.startswith(("mismatch", "ess", "chi2", "ratio_p"))}
     assert all(np.isnan(metrics[name]) for name in mismatch)  # nothing was compared: null, and no zero
@@ -263,10 +256,10 @@ def test_a_sharded_policy_answers_the_canary_and_reloads_from_its_checkpoint(two
     assert results["after"], "training goes on after a forward without a backward"
 
 
-def test_the_gradient_is_clipped_to_the_global_norm_after_it_was_scaled(alone):
+def test_the_gradient_is_clipped_to_the_global_norm_after_it_was_scaled(ranks):
     sequences, objective, _ = random_batch(2)
     accumulator, optimizer = recording_accumulator(
-        alone, Objective(AlgorithmConfig(**objective)), max_grad_norm=1e-3
+        ranks, Objective(AlgorithmConfig(**objective)), max_grad_norm=1e-3
     )
     accumulator.add(pack(sequences))
     metrics = accumulator.finish()
@@ -274,35 +267,22 @@ def test_the_gradient_is_clipped_to_the_global_norm_after_it_was_scaled(alone):
     assert norm.item() == pytest.approx(1e-3, rel=1e-3) and metrics["grad_norm"] > 1e-2
 
 
-def test_a_step_leaves_nothing_behind_for_the_next(alone):
+def test_a_step_leaves_nothing_behind_for_the_next(ranks):
     first, second = random_batch(2)[0], random_batch(6)[0]
     objective = Objective(AlgorithmConfig(loss_aggregation="sequence_mean_token_mean"))
-    accumulator, optimizer = recording_accumulator(alone, objective)
+    accumulator, optimizer = recording_accumulator(ranks, objective)
     accumulator.add(pack(first))
     accumulator.finish()
     accumulator.add(pack(second))
     metrics = accumulator.finish()
-    fresh, fresh_optimizer = recording_accumulator(alone, objective)
+    fresh, fresh_optimizer = recording_accumulator(ranks, objective)
     fresh.add(pack(second))
     assert fresh.finish() == pytest.approx(metrics | {"peak_memory_usage_GB": pytest.approx(0, abs=100)})
     for name, gradient in fresh_optimizer.gradients.items():
         assert torch.equal(gradient, optimizer.gradients[name])
 
 
-def test_the_schedule_advances_with_updates_only(alone):
-    policy = shard_policy(PolicyModel(tiny_model()), alone)
-    settings = OptimizerConfig(learning_rate=1.0, num_warmup_steps=4)
-    accumulator = GradientAccumulator(
-        policy, *build_policy_optimizer(policy, settings), Objective(AlgorithmConfig()), alone
-    )
-    rates = []
-    for micro_batch in (pack(random_batch(2)[0]), dummy_micro_batch(token_id=1), pack(random_batch(6)[0])):
-        accumulator.add(micro_batch)
-        rates.append(accumulator.finish()["lr"])
-    assert rates == [0.25, 0.5, 0.5]
-
-
-def test_metrics_of_a_hand_made_micro_batch(alone):
+def test_metrics_of_a_hand_made_micro_batch(ranks):
     """Two loss tokens whose ratios are e (clipped, A > 0) and 1/e (clipped, A < 0)."""
     policy = PolicyModel(tiny_model())
     ids, bounds = torch.tensor([4, 9, 30]), torch.tensor([0, 3])
@@ -315,7 +295,7 @@ def test_metrics_of_a_hand_made_micro_batch(alone):
         "behaviour": logprobs.numpy() + np.array([0, -1.0, 1.0]),
         "ref": logprobs.numpy() - 0.25,
     }
-    accumulator, _ = recording_accumulator(alone, Objective(AlgorithmConfig(kl_coef=0.1, kl_kind="k1")))
+    accumulator, _ = recording_accumulator(ranks, Objective(AlgorithmConfig(kl_coef=0.1, kl_kind="k1")))
     accumulator.add(pack([sequence]))
     metrics = accumulator.finish()
     policy_loss = (-1.28 + 2 * 0.8) / 2
@@ -330,8 +310,8 @@ def test_metrics_of_a_hand_made_micro_batch(alone):
     assert metrics["entropy"] == pytest.approx(entropy[1:].mean().item(), rel=1e-4)
 
 
-def test_a_kl_term_without_reference_logprobs_says_what_to_run(alone):
-    accumulator, _ = recording_accumulator(alone, Objective(AlgorithmConfig(kl_coef=0.1)))
+def test_a_kl_term_without_reference_logprobs_says_what_to_run(ranks):
+    accumulator, _ = recording_accumulator(ranks, Objective(AlgorithmConfig(kl_coef=0.1)))
     accumulator.add(dummy_micro_batch(token_id=VOCAB - 1))  # a dummy has nothing to refer to
     with pytest.raises(ConfigurationError, match="reference logprob worker"):
         accumulator.add(pack([random_sequence(np.random.default_rng(0))]))

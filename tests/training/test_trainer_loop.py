@@ -28,10 +28,7 @@ class Script:
         self.wait_s, self.work_s = wait_s, work_s
         self.messages = []
         for step, count in enumerate(micro_batches_per_step, start=1):
-            self.messages += [BATCH] * count
-            self.messages.append(
-                StepEnd(step, num_groups=2, num_samples=8 * step, stats={"avg_reward": 0.5 * step})
-            )
+            self.messages += [*[BATCH] * count, StepEnd(step, 2, 8 * step, stats={"avg_reward": 0.5 * step})]
 
     def start(self):
         self.calls.append("start")
@@ -69,12 +66,6 @@ class Script:
         self.calls.append(f"final save at {samples}")
 
 
-@pytest.fixture
-def ranks():
-    with distributed_run("cpu") as ranks:
-        yield ranks
-
-
 def trainer(script, ranks, num_steps, **roles):
     default = dict.fromkeys(("accumulator", "source", "publisher", "metrics", "checkpoints", "hook"), script)
     return Trainer(policy="the policy", ranks=ranks, num_steps=num_steps, **(default | roles))
@@ -90,17 +81,10 @@ def test_two_steps_in_order_and_a_line_of_what_every_room_had_to_say(ranks):
         "final save at 24",
     ]
     line = script.lines[1]
-    expected = {
-        "step": 2,
-        "policy_version": 2,
-        "samples_in_batch": 16,
-        "groups_in_batch": 2,
-        "total_samples_accumulated": 24,
-        "avg_reward": 1.0,
-        "grad_norm": 1.5,
-        "heldout_reward": 0.2,
-        "seconds_transferring": 0.25,
-    }
+    expected = dict(step=2, policy_version=2, samples_in_batch=16, groups_in_batch=2, avg_reward=1.0)
+    expected |= dict(
+        total_samples_accumulated=24, grad_norm=1.5, heldout_reward=0.2, seconds_transferring=0.25
+    )
     assert {name: line[name] for name in expected} == expected
     assert line["samples_per_second"] == pytest.approx(16 / line["time_per_batch"])
 
