@@ -64,8 +64,6 @@ class ExperienceBatcher:
         self._sequences = 0  # admitted and still generating
         self._samples_done = 0  # whose step has ended
 
-    # What the trainer calls -------------------------------------------------------------------------------------
-
     async def start(self) -> None:
         """Begin to generate. The engines must hold policy version 0."""
         self.utilization.take()
@@ -116,8 +114,6 @@ class ExperienceBatcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    # The rollout loop -------------------------------------------------------------------------------------------
 
     async def rollout_loop(self) -> None:
         """Admit every group of the run, each as soon as the staleness budget allows."""
@@ -192,8 +188,6 @@ class ExperienceBatcher:
         samples = zip(group.samples, found, strict=True)
         return replace(group, samples=tuple(replace(sample, **columns) for sample, columns in samples))
 
-    # From groups to the ranks -----------------------------------------------------------------------------------
-
     async def _offer(self, group: Group) -> None:
         """Hand out what follows from a finished group. A step's end is put in its place at once, and filled in later."""
         async with self._offering:  # a minibatch may be in a thread: no other group may come in between
@@ -228,8 +222,6 @@ class ExperienceBatcher:
         if self.config.dump_samples_filename is not None:
             stats["samples"] = readable_samples(closed.groups)
         return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)
-
-    # Supervision ------------------------------------------------------------------------------------------------
 
     def _supervise(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run it; its error ends the run."""

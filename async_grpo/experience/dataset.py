@@ -72,9 +72,7 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError("a row of messages, but the model's tokenizer has no chat template")
         if not messages or not all(isinstance(said, dict) and "content" in said for said in messages):
-            raise ConfigurationError(
-                "messages must be a list of objects with role and content, and not empty"
-            )
+            raise ConfigurationError("messages must be a list of objects with role and content")
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )

@@ -22,8 +22,7 @@ from async_grpo.types import Completion, Group, RewardStatus, Sample, Verdict
 class GroupAdvantages:
     """How a run's verdicts become advantages.
 
-    Truncated completions that are left out of the loss stay in the baseline. A group without signal that is filtered is
-    left out of the loss's denominators as well. Tokens that are too old are left out, the rest of their sample is not.
+    Truncated completions that are left out of the loss stay in the baseline; filtered groups leave its denominators too.
     """
 
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
@@ -55,7 +54,7 @@ class GroupAdvantages:
         rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
         discounts = self._options.get("gamma", 1.0) != 1.0
         one_column = self.entry.per_sample and not (rewards_on_tokens or discounts)
-        batch = RewardTensors(self.config, self.facts, groups, samples, one_column)
+        batch = RewardTensors(self.config, self.facts, groups, one_column)
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]
         teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]

@@ -1,4 +1,8 @@
-"""One finished group: what its verifiers see, whether there is anything to learn from it, and what became of failures."""
+"""One finished group: what its verifiers see, and what becomes of a reward that could not be had: no silent zero.
+
+By the adapter that failed (`--on-reward-failure`) it masks its sample (the default), `group_mean` gives the sample the
+mean reward of its group, and `refill` drops the group for another prompt (a constant is the combination's matter).
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,11 +37,6 @@ def mean_reward(group: Group, min_valid: int) -> float | None:
     """Of the samples that have one; None if they are fewer than `min_valid` (or none at all)."""
     rewards = [sample.verdict.reward for sample in group.samples if sample.verdict.reward is not None]
     return sum(rewards) / len(rewards) if len(rewards) >= max(min_valid, 1) else None
-
-
-# A reward that could not be had is never a silent zero. By the adapter that failed (`--on-reward-failure`) it masks its
-# sample (the default), `group_mean` gives the sample the mean reward of its group, which moves the baseline nowhere, and
-# `refill` drops the whole group for another prompt (a constant is the combination's matter).
 
 
 def wants_refill(group: Group, policies: Mapping[str, str]) -> bool:

@@ -10,10 +10,7 @@ from async_grpo.types import PROMPT_TOKEN, MicroBatch, Sample, dummy_micro_batch
 
 
 class Packer:
-    """Fills one open micro-batch per rank; hands out one for every rank at the same time, dummies where empty.
-
-    All ranks get the same number of micro-batches by construction, so their collectives stay aligned.
-    """
+    """Fills one open micro-batch per rank; hands out one for every rank at the same time, dummies where empty."""
 
     def __init__(self, num_ranks: int, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -27,9 +24,8 @@ class Packer:
             ConfigurationError: the sample alone exceeds the token budget of a rank.
         """
         if sample.num_tokens > self.max_tokens:
-            raise ConfigurationError(
-                f"a sample of {sample.num_tokens} tokens cannot fit --max-tokens-per-gpu {self.max_tokens}"
-            )
+            limit = f"--max-tokens-per-gpu {self.max_tokens}"
+            raise ConfigurationError(f"a sample of {sample.num_tokens} tokens cannot fit {limit}")
         rank, full = int(np.argmin(self._tokens)), None
         if self._tokens[rank] + sample.num_tokens > self.max_tokens:
             rank, full = 0, self.flush()

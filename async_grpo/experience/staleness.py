@@ -99,7 +99,6 @@ class StepAssembler:
         age = self.step - group.oldest_version
         if not 0 <= age <= self.max_staleness:
             raise StalenessViolated(
-                f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of "
-                f"version {group.oldest_version}, but step {self.step} trains version {self.step} with at most "
-                f"{self.max_staleness} steps of staleness"
+                f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of version "
+                f"{group.oldest_version}, but step {self.step} allows {self.max_staleness} steps of staleness"
             )

@@ -122,9 +122,8 @@ class StepAlarms:
         samples, alarms = [sample for group in groups for sample in group.samples], []
         truncated = sum(sample.completion.truncated for sample in samples) / max(len(samples), 1)
         if truncated > self._limits.truncation_alarm:
-            alarms.append(
-                f"{truncated:.0%} of the completions were truncated (--max-generation-tokens is too short?)"
-            )
+            hint = "--max-generation-tokens is too short?"
+            alarms.append(f"{truncated:.0%} of the completions were truncated ({hint})")
         rewards = {sample.verdict.reward for sample in samples} - {None}
         if len(rewards) == 1:
             alarms.append(f"every reward of the step is {rewards.pop():g}: there is nothing to learn from")

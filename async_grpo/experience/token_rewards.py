@@ -22,23 +22,18 @@ class RewardTensors:
     """
 
     def __init__(
-        self,
-        config: BatchConfig,
-        facts: RunFacts,
-        groups: Sequence[Group],
-        samples: Sequence[Sample],
-        one_column: bool,
+        self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], one_column: bool
     ) -> None:
-        self._config, self.facts, self._samples = config, facts, samples
-        lengths = [len(sample.completion) for sample in samples]
+        self._config, self.facts = config, facts
+        self._samples = [sample for group in groups for sample in group.samples]
+        lengths = [len(sample.completion) for sample in self._samples]
         self._lengths = torch.tensor(lengths)[:, None]
         self._width = 1 if one_column else max(lengths)
         # (B, T): how many tokens each entry stands for
         self.tokens = self._lengths if one_column else torch.arange(self._width) < self._lengths
         sizes = torch.tensor([len(group.samples) for group in groups])
         self.group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
-        costs = [config.overlong_cost(length, facts.max_completion_tokens) for length in lengths]
-        self._overlong = _numbers(costs)
+        self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in lengths)
         # (B,): the reward of the greedy completion of each sample's prompt (0 where it is missing), and whether it has one
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
         self.has_baseline = torch.tensor([reward is not None for reward in greedy])[self.group_ids]
@@ -76,11 +71,7 @@ class RewardTensors:
         return {name: self._on_last(rewards) for name, rewards in components.items()}
 
     def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
-        """What an estimator asks of every sample: (B,) for a number each, (B, T) for a number per token.
-
-        Raises:
-            RunFailed: it cannot be read of a sample, or is of another shape; says which.
-        """
+        """What an estimator asks of every sample, (B,) or per token (B, T); RunFailed: it has none, or another shape."""
         try:
             values = [torch.as_tensor(read(sample), dtype=torch.float64) for sample in self._samples]
         except Exception as error:

@@ -79,9 +79,8 @@ class WorkerRegistry:
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
         if info.max_sequences < 1 or info.max_tokens < 1:
-            raise ConfigurationError(
-                f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
-            )
+            offer = f"{info.max_sequences} sequences, {info.max_tokens} tokens"
+            raise ConfigurationError(f"{info.worker_id} offers {offer}")
         self._members[info.worker_id] = Member(info)
 
     def activate(self, worker_id: str) -> None:

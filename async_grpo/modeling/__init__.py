@@ -1,7 +1,4 @@
-"""The policy as a network: loading a Hugging Face causal LM, its packed forward, its log-probs.
-
-Its weights may be sharded over the ranks: of each, this rank's part and the whole.
-"""
+"""The policy as a network: loading a Hugging Face causal LM, its packed forward, its log-probs, its sharded weights."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -52,10 +52,7 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """
-    >>> torch_dtype("bfloat16")
-    torch.bfloat16
-    """
+    """The dtype of that name; ConfigurationError: none of DTYPES."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -97,7 +94,7 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     ids = {i for value in named if value is not None for i in ([value] if isinstance(value, int) else value)}
     if not ids:
         raise ConfigurationError(
-            f"{folder} names no end-of-sequence id; add eos_token_id to its generation_config.json"
+            f"{folder} names no end token; add eos_token_id to its generation_config.json"
         )
     return tuple(sorted(ids))
 

@@ -32,10 +32,7 @@ def chunked_logprobs(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """With logits z / T, p their softmax and H its entropy (p recomputed from the kept log-normaliser):
-
-    d logprob / dz = (onehot - p) / T and dH / dz = -p (log p + H) / T.
-    """
+    """With logits z / T and p their softmax: d logprob / dz = (onehot - p) / T, and dH / dz = -p (log p + H) / T."""
 
     @staticmethod
     def forward(

@@ -98,11 +98,8 @@ def check_packable(model: PreTrainedModel) -> None:
     scaled_head = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
     found = {name: getattr(config, name, None) for name in scaled_head}
     if changed := {name: value for name, value in found.items() if value not in (None, 1)}:
-        raise ConfigurationError(
-            f"log-probs here are those of a plain linear head, but the model has {changed}"
-        )
+        raise ConfigurationError(f"log-probs are those of a plain linear head, but the model has {changed}")
     dropouts = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     if rate := max([getattr(config, "attention_dropout", 0.0) or 0.0, *dropouts]):
-        raise ConfigurationError(
-            f"the model has dropout {rate}: its log-probs would be random; set it to 0 in config.json"
-        )
+        way_out = "its log-probs would be random; set it to 0 in config.json"
+        raise ConfigurationError(f"the model has dropout {rate}: {way_out}")

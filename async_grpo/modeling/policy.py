@@ -16,10 +16,9 @@ DEFAULT_CHUNK_TOKENS = 1024  # of 152,000 logits in float32: 0.6 GB
 
 
 class ValueHead(nn.Linear):
-    """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input).
+    """The critic: hidden states (M, H) -> values (M,), float32 (float64 for float64 input), zero at the start.
 
-    It starts at zero, so that the trunk feels no value loss before the head's first step. Values near 1 would come out
-    of a bfloat16 product in steps of 0.008; a float32 one keeps 4 H bytes per value until the backward.
+    Values near 1 would come out of a bfloat16 product in steps of 0.008.
     """
 
     def reset_parameters(self) -> None:

@@ -66,8 +66,7 @@ class GradientAccumulator:
     def finish(self) -> dict[str, float]:
         """Scale, clip and apply the summed gradient; the step's metrics, the same on every rank.
 
-        A step without one loss token changes no weight and says so (`update_skipped` 1). NonFiniteGradient:
-        on all ranks alike, before anything was changed.
+        Without one loss token nothing changes (`update_skipped` 1). NonFiniteGradient: on all ranks, and nothing changed.
         """
         if not self._waiting and not self._totals:  # every sample of the step was left out
             self.add(dummy_micro_batch(token_id=0))
@@ -107,18 +106,16 @@ class GradientAccumulator:
             )
         clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
-        before = [shard.clone() for shard in self._shards()] if self._update_stats else []
+        shards = [local_shard(parameter.detach()) for parameter in self._parameters]
+        before = [shard.clone() for shard in shards] if self._update_stats else []
         self._optimizer.step()
         self._scheduler.step()
-        return {"grad_norm": grad_norm} | (self._moved_from(before) if before else {})
+        return {"grad_norm": grad_norm} | (self._moved(before, shards) if before else {})
 
-    def _shards(self) -> list[Tensor]:
-        return [local_shard(parameter.detach()) for parameter in self._parameters]
-
-    def _moved_from(self, before: list[Tensor]) -> dict[str, float]:
+    def _moved(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
         """model_norm (before the step), model_delta_norm, quantiles over tensors of |delta| / |weight|."""
         model_norms = tensor_norms(before, self._ranks)
-        delta_norms = tensor_norms(torch._foreach_sub(self._shards(), before), self._ranks)
+        delta_norms = tensor_norms(torch._foreach_sub(after, before), self._ranks)
         moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
         quantiles = torch.linspace(0, 1, 5, dtype=torch.float64)
         ratios = torch.quantile((delta_norms / model_norms)[moved], quantiles).tolist()
@@ -142,10 +139,7 @@ class GradientAccumulator:
 
 
 def tensor_norms(tensors: Sequence[Tensor], ranks: Ranks) -> Tensor:
-    """(len(tensors),) float64 on the CPU: the L2 norm of each full tensor; one collective.
-
-    The tensors are sharded without replication, so every element is counted on exactly one rank.
-    """
+    """(len(tensors),) float64 on the CPU: the L2 norm of each full tensor, of which every rank has a part."""
     local = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
     squares = torch.stack(local).double().square()
     return torch.tensor(ranks.sum(squares.tolist()), dtype=torch.float64).sqrt()

@@ -99,10 +99,7 @@ class CheckpointWriter:
 
 
 def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
-    """Load the value head of the checkpoint in `folder` into a policy not yet sharded; False: either has none.
-
-    ConfigurationError: a broken file, or one for another model.
-    """
+    """Load the value head in `folder` into a policy not yet sharded; False: either has none. A broken one is refused."""
     path = Path(folder) / VALUE_HEAD_FILE
     if policy.value_head is None or not path.is_file():
         return False

@@ -106,8 +106,7 @@ def _own_gpu(local_rank: int) -> torch.device:
 def leave(code: int = 0) -> None:
     """End this process now, its output flushed, without taking the interpreter down.
 
-    Gloo's threads, which FSDP's meshes keep alive, may still hold the last collective's tensors when Python is finalised,
-    and then abort: a rank that did all its work would end with a signal, and torchrun would call the run failed.
+    Gloo's threads may still hold tensors when Python is finalised, and then abort: torchrun would call the run failed.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

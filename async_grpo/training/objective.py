@@ -52,16 +52,10 @@ class BatchTensors:
 class Objective:
     """Policy loss + kl_coef * KL to the reference - entropy_coef * entropy + value loss, aggregated over tokens.
 
-    The engine's log-probs were taken at the sampling temperature, so the policy's are as well. The ratio is taken against
-    `config.old_policy`; "current" is the policy itself at the start of the step, as each step trains on its minibatch
-    once: the ratio is then 1.
-
-    Args:
-        max_completion_tokens: for which even the longest prompt leaves room: the scale of the aggregation
-            `constant_length`; 0: `--max-generation-tokens`.
-
-    Raises:
-        ConfigurationError: an option of the loss or of the estimator that it does not have.
+    The policy's log-probs are taken at the sampling temperature, as the engine's were. The ratio is taken against
+    `config.old_policy`; "current" is the policy itself: each step trains on its minibatch once, so the ratio is 1.
+    `max_completion_tokens`, for which even the longest prompt leaves room, is the scale of the aggregation
+    `constant_length`; 0: `--max-generation-tokens`. ConfigurationError: an option that loss or estimator does not have.
     """
 
     def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
@@ -114,11 +108,7 @@ class Objective:
         return tuple(output[None] for output in outputs)
 
     def __call__(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
-        """One forward of `policy`: (loss, totals), the loss a sum still to be divided; its backward is the caller's.
-
-        Totals are additive over micro-batches (sums over tokens, counts, the histogram of the ratio), but for those whose
-        name ends in `_max`.
-        """
+        """One forward of `policy`: (loss, totals); all sums, still to be divided, but for names that end in `_max`."""
         logprobs, entropy, *values = self.forward(policy, row)
         mask = self.keep(logprobs, row)
         per_token, metrics = self._policy_loss(logprobs, row, mask)
@@ -130,9 +120,8 @@ class Objective:
             per_token = per_token - self.config.entropy_coef * _where(mask, entropy)
         if self.has_critic:
             assert row.returns is not None and row.old_values is not None
-            value_losses, value_metrics = value_loss(
-                values[0], row.returns, row.old_values, mask, clip=self.config.critic_clip
-            )
+            before, clip = row.old_values, self.config.critic_clip
+            value_losses, value_metrics = value_loss(values[0], row.returns, before, mask, clip=clip)
             per_token = per_token + self.config.critic_coef * value_losses
             metrics |= value_metrics | {"value_loss": value_losses}
         loss = self._total(per_token, mask, row)

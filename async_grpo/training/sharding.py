@@ -50,10 +50,7 @@ def release_gathered(policy: PolicyModel) -> None:
 
 @torch.no_grad()
 def canary_logprobs(policy: PolicyModel, canary_ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
-    """(N,) float32: the log-prob of each token of a fixed text given those before it; the first one is 0.
-
-    canary_ids (N,) integers. A collective of a sharded policy, and the same on every rank.
-    """
+    """(N,) float32: the log-probs of a fixed text's tokens, (N,) integers; the first is 0. A collective if sharded."""
     ids = torch.tensor(canary_ids, dtype=torch.int64, device=policy.device)
     everything = torch.ones_like(ids, dtype=torch.bool)
     logprobs, _ = policy(ids, torch.tensor([0, len(ids)]), everything, temperature)

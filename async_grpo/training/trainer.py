@@ -14,9 +14,8 @@ from async_grpo.training.distributed import Ranks
 from async_grpo.types import StepEnd
 
 TRAINED_NOTHING = (
-    "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share, "
-    "truncated and reward counts of this line; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance "
-    "leave tokens out)"
+    "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
+    "reward counts; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance leave tokens out)"
 )
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
 AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it

@@ -95,16 +95,6 @@ async def test_while_a_whole_minibatch_is_computed_no_group_of_the_next_step_com
     assert [end.step for _, end in await train(batcher, 2)] == [0, 1]
 
 
-async def test_with_staleness_one_the_next_step_is_generated_while_this_one_trains():
-    generation = engine()
-    batcher = batcher_of(generation, max_staleness=1)
-    await batcher.start()
-    while not isinstance(await batcher.next_message(0), StepEnd):
-        pass  # step 0 is with the trainer, and stays there
-    await asyncio.sleep(0.05)
-    assert generation.asked == [0, 1, 2, 3]  # step 1 has been asked for; step 2 may not
-
-
 async def test_a_completion_is_scored_while_its_siblings_still_generate():
     scored_at: list[float] = []
     started = asyncio.get_running_loop().time()

@@ -221,6 +221,7 @@ WRONG = [
 @pytest.mark.parametrize(("text", "credits"), WRONG)
 def test_other_answers_earn_and_lose_by_their_numbers_alone(text, credits):
     assert [reward for _, reward in judged(text)] == [pytest.approx(CREDIT * credit) for credit in credits]
+    assert countdown({"completion": text, "nums": [3, 4, 5], "target": 27})["answer_reward"] == 0
 
 
 def test_blanks_before_the_completion_do_not_shift_the_steps():
@@ -230,24 +231,6 @@ def test_blanks_before_the_completion_do_not_shift_the_steps():
 def test_a_row_without_a_task_is_a_failure_and_no_zero():
     with pytest.raises(ValueError, match="needs a list `nums`"):
         countdown_steps({"completion": "", "target": 1})
-
-
-PARTS = [*"345+*() \né", "27", "so", "<answer>", "</answer>", "</think>", "<|im_end|>"]
-ANSWERS = ["</think>\n<answer>3*(4+5)</answer>", "<answer>(5+4)*3</answer>", "<answer>3*4+5</answer>"]
-
-
-@given(st.lists(st.sampled_from(PARTS + ANSWERS), max_size=12).map("".join) | st.text(max_size=40))
-@settings(max_examples=150, deadline=None)
-def test_the_last_step_is_the_right_answer_exactly_when_countdown_says_so(text):
-    sample = {"completion": text, "nums": [3, 4, 5], "target": 27, "end_token": "<|im_end|>"}
-    found, outcome = countdown_steps(sample), countdown(sample)
-    rewards = [step["reward"] for step in found["step_rewards"]]
-    ends = [step["char_end"] for step in found["step_rewards"]]
-    assert (1.0 in rewards[-1:]) == (outcome["answer_reward"] == 1.0) == (found["answer_reward"] == 1.0)
-    assert ends == sorted(set(ends)) and all(1 <= end <= len(text) for end in ends)
-    if outcome["answer_reward"]:
-        assert text[: ends[-1]].endswith("</answer>") and rewards.pop() and ends.pop()
-        assert sum(rewards) == pytest.approx(NUMBERS_CREDIT)
 
 
 def test_the_steps_fall_on_the_tokens_of_the_tiny_model():

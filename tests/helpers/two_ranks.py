@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.distributed import distributed_run
 
 WORLD_SIZE = 2
@@ -55,6 +56,14 @@ class RecordingOptimizer(torch.optim.SGD):
 
     def step(self) -> None:
         self.gradients = {name: full(p.grad).clone() for name, p in self.policy.named_parameters()}
+
+
+def recording_accumulator(policy: Any, objective: Any, ranks: Any, **options: Any) -> tuple[Any, Any]:
+    """An accumulator over the policy, sharded already, and the optimizer that looks at its gradients."""
+    optimizer = RecordingOptimizer(policy)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    options = {"max_grad_norm": 1e9} | options
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, **options), optimizer
 
 
 def relative_error(got: dict, expected: dict) -> tuple[torch.Tensor, torch.Tensor]:

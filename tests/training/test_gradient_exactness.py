@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_policy import VOCAB, pack, random_sequence, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
-from two_ranks import WORLD_SIZE, RecordingOptimizer, on_two_ranks, relative_error
+from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.errors import ConfigurationError, NonFiniteGradient
@@ -27,13 +27,10 @@ NUM_BATCHES = 16
 CANARY = np.arange(1, 40, dtype=np.int32)
 
 
-def recording_accumulator(ranks, objective, *, tied=True, dtype="float32", checkpointing=False, **options):
+def accumulator_of(ranks, options, *, tied=True, dtype="float32", checkpointing=False, **more):
     policy = PolicyModel(tiny_model(tie_word_embeddings=tied), chunk_tokens=37)
     shard_policy(policy, ranks, dtype=dtype, gradient_checkpointing=checkpointing)
-    optimizer = RecordingOptimizer(policy)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    options = {"max_grad_norm": 1e9} | options
-    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, **options), optimizer
+    return recording_accumulator(policy, Objective(AlgorithmConfig(**options)), ranks, **more)
 
 
 def random_batch(seed):
@@ -113,9 +110,7 @@ def work(ranks, folder):
 def step_of_batch(ranks, seed, **options):
     """(gradients, metrics) of the step of a random minibatch."""
     sequences, objective, model_options = random_batch(seed)
-    accumulator, optimizer = recording_accumulator(
-        ranks, Objective(AlgorithmConfig(**objective)), **model_options, **options
-    )
+    accumulator, optimizer = accumulator_of(ranks, objective, **model_options, **options)
     for micro_batch in deal(sequences, seed, ranks.world_size)[ranks.rank]:
         accumulator.add(micro_batch)
     metrics = accumulator.finish()
@@ -141,13 +136,13 @@ def adamw_update(ranks):
 
 def skipped_step(ranks):
     """A step of which every sample was truncated; the gradients that the optimizer saw: none; the schedule's steps."""
-    accumulator, optimizer = recording_accumulator(ranks, Objective(AlgorithmConfig()))
+    accumulator, optimizer = accumulator_of(ranks, {})
     return accumulator.finish(), optimizer.gradients, accumulator._scheduler.last_epoch
 
 
 def non_finite_step(ranks):
     """What a NaN log-prob on one rank raises on both, and the gradients that the optimizer saw: none."""
-    accumulator, optimizer = recording_accumulator(ranks, Objective(AlgorithmConfig()))
+    accumulator, optimizer = accumulator_of(ranks, {})
     broken = {"mask": np.arange(4) > 1, "advantages": np.ones(4), "behaviour": np.full(4, np.nan)}
     hands = [dummy_micro_batch(token_id=5), pack([{"ids": np.arange(4), **broken}])]
     accumulator.add(hands[ranks.rank])
@@ -191,7 +186,7 @@ def test_two_ranks_with_any_packing_give_the_gradient_of_one_pass_over_the_minib
 @pytest.mark.parametrize("seed", [0, 3, 6])
 def test_one_process_reports_the_same_metrics_as_two(two_ranks, ranks, seed):
     sequences, objective, model_options = random_batch(seed)
-    accumulator, _ = recording_accumulator(ranks, Objective(AlgorithmConfig(**objective)), **model_options)
+    accumulator, _ = accumulator_of(ranks, objective, **model_options)
     accumulator.add(pack(sequences))
     metrics = accumulator.finish()
     other = two_ranks[1][seed][1]
@@ -258,9 +253,7 @@ def test_a_sharded_policy_answers_the_canary_and_reloads_from_its_checkpoint(two
 
 def test_the_gradient_is_clipped_to_the_global_norm_after_it_was_scaled(ranks):
     sequences, objective, _ = random_batch(2)
-    accumulator, optimizer = recording_accumulator(
-        ranks, Objective(AlgorithmConfig(**objective)), max_grad_norm=1e-3
-    )
+    accumulator, optimizer = accumulator_of(ranks, objective, max_grad_norm=1e-3)
     accumulator.add(pack(sequences))
     metrics = accumulator.finish()
     norm = torch.stack([gradient.norm() for gradient in optimizer.gradients.values()]).norm()
@@ -269,13 +262,13 @@ def test_the_gradient_is_clipped_to_the_global_norm_after_it_was_scaled(ranks):
 
 def test_a_step_leaves_nothing_behind_for_the_next(ranks):
     first, second = random_batch(2)[0], random_batch(6)[0]
-    objective = Objective(AlgorithmConfig(loss_aggregation="sequence_mean_token_mean"))
-    accumulator, optimizer = recording_accumulator(ranks, objective)
+    objective = {"loss_aggregation": "sequence_mean_token_mean"}
+    accumulator, optimizer = accumulator_of(ranks, objective)
     accumulator.add(pack(first))
     accumulator.finish()
     accumulator.add(pack(second))
     metrics = accumulator.finish()
-    fresh, fresh_optimizer = recording_accumulator(ranks, objective)
+    fresh, fresh_optimizer = accumulator_of(ranks, objective)
     fresh.add(pack(second))
     assert fresh.finish() == pytest.approx(metrics | {"peak_memory_usage_GB": pytest.approx(0, abs=100)})
     for name, gradient in fresh_optimizer.gradients.items():
@@ -295,7 +288,7 @@ def test_metrics_of_a_hand_made_micro_batch(ranks):
         "behaviour": logprobs.numpy() + np.array([0, -1.0, 1.0]),
         "ref": logprobs.numpy() - 0.25,
     }
-    accumulator, _ = recording_accumulator(ranks, Objective(AlgorithmConfig(kl_coef=0.1, kl_kind="k1")))
+    accumulator, _ = accumulator_of(ranks, {"kl_coef": 0.1, "kl_kind": "k1"})
     accumulator.add(pack([sequence]))
     metrics = accumulator.finish()
     policy_loss = (-1.28 + 2 * 0.8) / 2
@@ -311,7 +304,7 @@ def test_metrics_of_a_hand_made_micro_batch(ranks):
 
 
 def test_a_kl_term_without_reference_logprobs_says_what_to_run(ranks):
-    accumulator, _ = recording_accumulator(ranks, Objective(AlgorithmConfig(kl_coef=0.1)))
+    accumulator, _ = accumulator_of(ranks, {"kl_coef": 0.1})
     accumulator.add(dummy_micro_batch(token_id=VOCAB - 1))  # a dummy has nothing to refer to
     with pytest.raises(ConfigurationError, match="reference logprob worker"):
         accumulator.add(pack([random_sequence(np.random.default_rng(0))]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_gradient_exactness import deal
 from tiny_policy import pack, random_sequence, tiny_model
-from two_ranks import RecordingOptimizer, on_two_ranks, relative_error
+from two_ranks import on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.algorithm.aggregation import AGGREGATIONS, aggregate_loss
@@ -19,7 +19,6 @@ from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.off_policy import importance_weights, rejection_mask
 from async_grpo.algorithm.process_advantages import gae_returns, value_loss
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
 
@@ -98,9 +97,7 @@ def policy_of(objective: Objective) -> PolicyModel:
 def step_gradients(ranks, case, micro_batches):
     objective = objective_of(case)
     policy = shard_policy(policy_of(objective), ranks)
-    optimizer = RecordingOptimizer(policy)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks, max_grad_norm=1e9)
+    accumulator, optimizer = recording_accumulator(policy, objective, ranks)
     for micro_batch in micro_batches:
         accumulator.add(micro_batch)
     return accumulator.finish(), optimizer.gradients
