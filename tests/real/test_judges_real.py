@@ -73,7 +73,7 @@ def sample(number: int, completion: str = "") -> dict:
 
 
 def llm_judge(chat: JudgeServer, **options) -> LLMJudge:
-    return LLMJudge(url=chat.urls, model="judge", temperature=1.0, **TINY | options)
+    return LLMJudge(url=chat.urls, model="judge", **{"temperature": 1.0} | TINY | options)
 
 
 async def test_scores_that_the_server_is_held_to(chat):
