@@ -9,7 +9,7 @@ import pytest
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
-from async_grpo.rewards.judges import JudgeAddresses
+from async_grpo.rewards.judges import JudgeAddresses, judge_urls
 from reward_registry import REWARD_ADAPTERS, RewardType
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,8 @@ def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_URLS", given[0])  # the old way, for one release
     monkeypatch.setenv("HTTP_SCORER_URLS", given[1])
     assert urls(JudgeAddresses.of()) == {**of_the_run, **scorers}
+    with pytest.warns(DeprecationWarning, match="leave the judge's url out"):
+        assert judge_urls() == (given[0],)
     assert "JUDGE_URLS in the environment is not read after this release: give --judge-urls" in caplog.text
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -217,3 +218,10 @@ class ModelJudge(RemoteJudge):
     def _usage(self) -> Usage:
         price = self.price_per_million_tokens
         return Usage((price, price) if isinstance(price, int | float) else price)
+
+
+def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
+    """The old way to write a judge's `url` that the run decides: leave `url` out instead. Accepted for one release."""
+    warnings.warn("judge_urls() will go: leave the judge's url out", DeprecationWarning, stacklevel=2)
+    urls = os.environ.get(variable, default)
+    return tuple(urls.split(",")) if urls else None
