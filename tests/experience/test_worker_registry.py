@@ -1,8 +1,11 @@
 """The scheduling of work over workers, against its own rules (no Ray here)."""
 
 import asyncio
+import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.experience.worker_registry import WorkerRegistry, scheduling_policy
@@ -136,3 +139,33 @@ async def test_a_policy_of_the_user_s_own_decides_who_gets_the_work(tmp_path):
         registry.register(worker)
         registry.activate(worker.worker_id)
     assert [(await registry.acquire(2, 10)).worker_id for _ in range(5)] == [*["b"] * 4, "a"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    capacities=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    requests=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 50)), max_size=25),
+    seed=st.integers(0, 10**6),
+)
+def test_whatever_comes_no_worker_is_overfilled_and_everything_is_served(capacities, requests, seed):
+    async def scenario() -> None:
+        draw = random.Random(seed)  # not hypothesis' own: how often it is asked depends on the event loop
+        registry = registry_of(*(info(f"w{i}", capacity) for i, capacity in enumerate(capacities)))
+        waiting = [asyncio.create_task(registry.acquire(s, t)) for s, t in requests if s <= max(capacities)]
+        held, leases = {f"w{i}": 0 for i in range(len(capacities))}, []
+        while waiting or leases:
+            await asyncio.sleep(0)
+            for task in [task for task in waiting if task.done()]:
+                waiting.remove(task)
+                leases.append(lease := task.result())
+                held[lease.worker_id] += lease.sequences
+                assert held[lease.worker_id] <= capacities[int(lease.worker_id[1:])]
+            if leases:
+                lease = draw.choice(leases)
+                registry.release(lease, 1)
+                held[lease.worker_id] -= 1
+                if not lease.sequences:
+                    leases.remove(lease)
+        assert registry.outstanding() == (0, 0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
