@@ -6,6 +6,7 @@ S sequences and N tokens of one packed micro-batch (N = sum of the sequence leng
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (one per rank) ... StepEnd
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -81,6 +82,11 @@ class AdapterResult:
     attempts: int = 1
     latency_s: float = 0.0  # from the request to the answer, queueing included
     queue_s: float = 0.0  # of which waiting for a free worker
+
+    def __post_init__(self) -> None:
+        is_reward = self.reward is not None and math.isfinite(self.reward)
+        if (self.status is RewardStatus.OK) != is_reward or (self.reward is not None and not is_reward):
+            raise ValueError(f"{self.adapter}: status {self.status.value} with the reward {self.reward}")
 
     def standing_in_for(self, failed: "AdapterResult") -> "AdapterResult":
         """This result under the name of the adapter whose failure it makes good; the reason says so."""

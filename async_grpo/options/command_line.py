@@ -134,9 +134,11 @@ def normalized(
             print(f"warning: --{dashed(name)} has no effect any more: {successor}", file=sys.stderr)
         elif truth is not None:
             kept.append(f"--{'' if truth else 'no-'}{dashed(name)}")
-        else:
+        elif name in flags or not (equals or follower):
             kept.append(f"--{dashed(name)}{equals}{value if equals else ''}")
             continue
+        else:  # joined, or argparse would take -1e-3 for an option
+            kept.append(f"--{dashed(name)}={value}")
         del arguments[: len(follower)]
     return kept, files
 

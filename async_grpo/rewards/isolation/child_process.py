@@ -1,6 +1,7 @@
 """The parent's end of a reward's process: start it, ask it several things at a time, keep their time, end it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -132,6 +133,9 @@ class ChildProcess(asyncio.Protocol):
             self._end_soon(ProcessDied(reason))
 
     def connection_lost(self, error: Exception | None) -> None:
+        with contextlib.suppress(OSError):  # after an error in writing, its last answers may lie unread
+            while error is not None and (data := self._channel.recv(2**16, socket.MSG_DONTWAIT)):
+                self.data_received(data)
         if not self.lost:
             self.lost = True
             self._burial = asyncio.get_running_loop().create_task(self._bury())
