@@ -1,7 +1,11 @@
-"""Coroutine tests run in an event loop of their own, with a deadline."""
+"""Coroutine tests run in an event loop of their own, with a deadline; and what tests of several files share."""
 
 import asyncio
 import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,3 +19,29 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), TEST_DEADLINE_S))
     return True
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """One Ray for the tests of a file that want it."""
+    ray = pytest.importorskip("ray")
+    here = Path(__file__).parent / "cluster"  # workers unpickle the actor classes of these tests by name
+    paths = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
+    ray.init(
+        address="local",  # never a cluster that happens to run here
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace="test-cluster",
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Any]:
+    """This process as a world of one."""
+    from async_grpo.training.distributed import distributed_run
+
+    with distributed_run("cpu") as ranks:
+        yield ranks
