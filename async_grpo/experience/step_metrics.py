@@ -143,7 +143,8 @@ class StepAlarms:
     def _is_constant(self, name: str, stats: Mapping[str, Any]) -> bool:
         """It has never said but one value; not if that is the best it can say: then all earned it."""
         only = stats.get("only_reward_so_far")
-        if only is None or only >= self._best_rewards.get(name, 1.0):
+        best = self._best_rewards.get(name.removesuffix(" (evaluation)"), 1.0)
+        if only is None or only >= best:
             return False
         self._constant_steps[name] += 1
         enough = stats.get("rewards_so_far", 0) >= ENOUGH_REWARDS

@@ -30,7 +30,8 @@ def test_a_few_rewards_are_no_evidence_in_however_many_steps():
 )
 def test_a_constant_reward_that_is_the_best_possible_is_no_alarm(value, best):
     alarms = StepAlarms(BatchConfig(failure_alarm=1.0), best)
-    assert not any(alarms.of_step([], constant(value)) for _ in range(5))
+    evaluation = {"judge (evaluation)": constant(value)["judge"]}
+    assert not any(alarms.of_step([], constant(value) | evaluation) for _ in range(5))
 
 
 def test_the_shipped_rewards_whose_best_is_not_one_declare_it():
