@@ -200,7 +200,7 @@ def device_name(device: torch.device) -> str:
 
 def attention_name(device: torch.device) -> str:
     if device.type != "cuda":
-        return "scaled_dot_product_attention, a sequence at a time"
+        return "scaled_dot_product_attention, sequences of about one length at a time"
     return "flash_attn" if packed.flash_attn_varlen_func is not None else "torch varlen_attn"
 
 

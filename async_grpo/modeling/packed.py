@@ -4,6 +4,7 @@ Registered as an attention implementation of transformers, which builds no mask 
 comes from the `Packing` among the model's keyword arguments. Cost grows with the sum of the squared lengths.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,12 +28,35 @@ class Packing:
     """Where the sequences of one packed row begin and end; `cu_seqlens` (S + 1,): 0 ... N."""
 
     def __init__(self, cu_seqlens: Tensor, device: torch.device) -> None:
-        lengths = cu_seqlens.diff()
-        starts = cu_seqlens[:-1].repeat_interleave(lengths)
-        self.lengths: list[int] = lengths.tolist()
         self.boundaries = cu_seqlens.to(device, torch.int32)
+        self.starts, self.lengths = self.boundaries[:-1], self.boundaries.diff()
+        self.longest = int(cu_seqlens.diff().max())
+        starts = self.starts.repeat_interleave(self.lengths)
         # (N,) int64, counting from 0 in every sequence
-        self.position_ids = (torch.arange(len(starts), device=starts.device) - starts).to(device)
+        self.position_ids = torch.arange(len(starts), device=device) - starts
+
+    @cached_property
+    def buckets(self) -> list[Tensor]:
+        """Token indices (n, P) of each set of n sequences that share one attention call without the kernel.
+
+        P is the length rounded up to eighths of the next power of two, and to 16 at least: few calls, little
+        filling. The filling repeats the last token: no real token looks at it, attention being causal.
+        """
+        eighth = (2 ** (self.lengths.log2().ceil() - 3)).clamp(min=16).int()
+        widths = (self.lengths + eighth - 1) // eighth * eighth
+        buckets = []
+        for width in widths.unique():
+            offsets = torch.arange(int(width), device=widths.device)
+            members = (widths == width).nonzero()
+            buckets.append(self.starts[members] + offsets.minimum(self.lengths[members] - 1))
+        return buckets
+
+    @cached_property
+    def rows_of_tokens(self) -> Tensor:
+        """(N,) int64: the row of each token in the concatenated outputs of the buckets, before its fillings."""
+        tokens = torch.cat([index.flatten() for index in self.buckets])
+        rows = torch.arange(len(tokens), device=tokens.device)
+        return torch.empty_like(self.position_ids).scatter_reduce(0, tokens, rows, "amin", include_self=False)
 
 
 def packed_attention(
@@ -55,19 +79,21 @@ def packed_attention(
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         q, k, v = (one.transpose(0, 1) for one in heads)
         return _attend_with_kernel(q, k, v, packing, scaling)[None], None
-    sequences = zip(*(one.split(packing.lengths, dim=1) for one in heads), strict=True)
-    outputs = [
-        scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        for q, k, v in sequences
-    ]
-    return torch.cat(outputs, dim=1).transpose(0, 1)[None], None
+    outputs = []
+    for index in packing.buckets:
+        q, k, v = (
+            one.index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1) for one in heads
+        )
+        output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packing.rows_of_tokens)[None], None
 
 
 def _attend_with_kernel(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
     """(N, heads, D) each, in half precision on a GPU."""
-    longest, bounds = max(packing.lengths), packing.boundaries
+    longest, bounds = packing.longest, packing.boundaries
     if flash_attn_varlen_func is not None:
         return flash_attn_varlen_func(
             query, key, value, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True

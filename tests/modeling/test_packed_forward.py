@@ -11,6 +11,7 @@ from tiny_policy import VOCAB, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.packed import Packing, packed_attention
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 
 MODEL = tiny_model()
@@ -49,6 +50,18 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(lengths, temperature
     logprobs, _ = packed(POLICY, sequences, temperature)
     for ids, got in zip(sequences, logprobs, strict=True):
         torch.testing.assert_close(got, eager_logprobs(EAGER, ids, temperature), atol=1e-5, rtol=1e-5)
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
+@settings(max_examples=25, deadline=None)
+def test_attention_of_each_token_is_that_of_its_sequence_alone_to_the_last_token(lengths):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    query, key, value = torch.randn(3, 1, 2, sum(lengths), 4)
+    packing = Packing(cu_seqlens, torch.device("cpu"))
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
+    sequences = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
+    alone = [torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True) for one in sequences]
+    torch.testing.assert_close(output, torch.cat(alone, dim=2).transpose(1, 2))
 
 
 def test_many_key_value_heads_and_an_untied_head_work_too():
