@@ -11,45 +11,34 @@ import torch
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 
-
-class TwoTokens:
-    """Two choices, then three that depend on the first; the reward is on the last token, or some on each."""
-
-    num_logits = 2 + 2 * 3
-
-    def __init__(self, per_token):
-        self.per_token = per_token
-
-    def completions(self, logits):
-        """(log-probs (C, T), rewards (C, T), mask (C, T)) of every completion; the log-probs carry the gradient."""
-        first, second = logits[:2].log_softmax(0), logits[2:].reshape(2, 3).log_softmax(1)
-        logprobs = torch.stack([torch.stack([first[i], second[i, j]]) for i in (0, 1) for j in (0, 1, 2)])
-        last = torch.tensor([0.3, -1.0, 2.5, 0.1, 0.7, 0.0]).double()
-        early = torch.tensor([0.5, 0.5, 0.5, -0.2, -0.2, -0.2]).double() if self.per_token else 0 * last
-        return logprobs, torch.stack([early, last], dim=1), torch.ones(6, 2)
+# A policy: logits (8,) -> (log-probs (C, T), rewards (C, T), mask (C, T)) of each completion; log-probs have a gradient
+LOGITS = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-class StopsEarly:
+def two_tokens(logits, early=(0.0, 0.0)):
+    """Two choices, then three that depend on the first; the reward is on the last token, or `early` on the first too."""
+    first, second = logits[:2].log_softmax(0), logits[2:].reshape(2, 3).log_softmax(1)
+    logprobs = torch.stack([torch.stack([first[i], second[i, j]]) for i in (0, 1) for j in (0, 1, 2)])
+    last = torch.tensor([0.3, -1.0, 2.5, 0.1, 0.7, 0.0]).double()
+    return logprobs, torch.stack([torch.tensor(early).repeat_interleave(3), last], dim=1), torch.ones(6, 2)
+
+
+def rewards_on_each(logits):
+    return two_tokens(logits, early=(0.5, -0.2))
+
+
+def stops_early(logits):
     """The first token may end the completion: lengths 1 and 2."""
-
-    num_logits = 2 + 3
-
-    def completions(self, logits):
-        first, second = logits[:2].log_softmax(0), logits[2:].log_softmax(0)
-        goes_on = [torch.stack([first[1], second[j]]) for j in range(3)]
-        logprobs = torch.stack([torch.stack([first[0], 0 * first[0]]), *goes_on])
-        rewards = torch.tensor([[0.6, 0.0], [0.0, -1.0], [0.0, 2.0], [0.0, 0.5]]).double()
-        return logprobs, rewards, torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]])
-
-
-def logits_of(policy):
-    random = torch.Generator().manual_seed(3)
-    return torch.randn(policy.num_logits, dtype=torch.float64, generator=random).requires_grad_()
+    first, second = logits[:2].log_softmax(0), logits[2:5].log_softmax(0)
+    goes_on = [torch.stack([first[1], second[j]]) for j in range(3)]
+    logprobs = torch.stack([torch.stack([first[0], 0 * first[0]]), *goes_on])
+    rewards = torch.tensor([[0.6, 0.0], [0.0, -1.0], [0.0, 2.0], [0.0, 0.5]]).double()
+    return logprobs, rewards, torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]])
 
 
 def all_groups(policy, logits, group_size):
     """(the completions of every group (N, G), the probability of the group (N,) with its gradient)."""
-    logprobs, rewards, mask = policy.completions(logits)
+    logprobs, rewards, mask = policy(logits)
     probabilities = (logprobs * mask).sum(1).exp()
     assert probabilities.sum().item() == pytest.approx(1)
     groups = torch.tensor(list(itertools.product(range(len(rewards)), repeat=group_size)))
@@ -58,8 +47,8 @@ def all_groups(policy, logits, group_size):
 
 def expected_estimate(policy, name, group_size, **options):
     """The gradient with respect to the logits that the estimator expects; tensors in `options` are per completion."""
-    logits = logits_of(policy)
-    logprobs, rewards, mask = policy.completions(logits)
+    logits = LOGITS.clone().requires_grad_()
+    logprobs, rewards, mask = policy(logits)
     groups, chance = all_groups(policy, logits, group_size)
     rows, ids = groups.flatten(), torch.arange(len(groups)).repeat_interleave(group_size)
     inputs = {o: value[rows] if torch.is_tensor(value) else value for o, value in options.items()}
@@ -70,8 +59,8 @@ def expected_estimate(policy, name, group_size, **options):
 
 def true_gradient(policy, best_of=1):
     """Of the expected reward, or of the expected best reward of so many completions."""
-    logits = logits_of(policy)
-    _, rewards, mask = policy.completions(logits)
+    logits = LOGITS.clone().requires_grad_()
+    _, rewards, mask = policy(logits)
     groups, chance = all_groups(policy, logits, best_of)
     best = (rewards * mask).sum(1)[groups].amax(dim=1)
     (gradient,) = torch.autograd.grad((chance * best).sum(), logits)
@@ -83,8 +72,8 @@ def same(one, other):
     return torch.allclose(one, other, atol=1e-12, rtol=0)
 
 
-EQUAL_LENGTHS = [TwoTokens(per_token=False), TwoTokens(per_token=True)]
-POLICIES = [*EQUAL_LENGTHS, StopsEarly()]
+EQUAL_LENGTHS = [two_tokens, rewards_on_each]
+POLICIES = [*EQUAL_LENGTHS, stops_early]
 
 
 @pytest.mark.parametrize("group_size", [2, 4])
@@ -95,7 +84,7 @@ def test_rloo_expects_the_true_gradient(policy, group_size):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remax_expects_the_true_gradient_whatever_its_baseline(policy):
-    baselines = torch.full((len(policy.completions(logits_of(policy))[1]),), 0.7)
+    baselines = torch.full((len(policy(LOGITS)[1]),), 0.7)
     assert same(expected_estimate(policy, "remax", 2, baselines=baselines), true_gradient(policy))
 
 
@@ -109,16 +98,14 @@ def test_a_sample_in_its_own_baseline_costs_one_part_in_the_group_size(name, pol
 
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_the_lead_of_the_best_sample_follows_the_gradient_of_the_expected_best(group_size):
-    policy = TwoTokens(per_token=False)
-    estimate = expected_estimate(policy, "grpo_passk", group_size, normalize=False)
-    assert same(group_size * estimate, true_gradient(policy, best_of=group_size))
+    estimate = expected_estimate(two_tokens, "grpo_passk", group_size, normalize=False)
+    assert same(group_size * estimate, true_gradient(two_tokens, best_of=group_size))
 
 
 @pytest.mark.parametrize("lam, unbiased", [(1.0, True), (0.5, False)])
 def test_gae_expects_the_true_gradient_whatever_the_critic_says_of_a_prefix_if_nothing_is_discounted(
     lam, unbiased
 ):
-    policy = TwoTokens(per_token=True)
     values = torch.tensor([[0.4, -3.0]] * 3 + [[0.4, 1.5]] * 3)  # of no token, and of each first one
-    estimate = expected_estimate(policy, "gae", 2, values=values, lam=lam, whiten=False)
-    assert same(estimate, true_gradient(policy)) == unbiased
+    estimate = expected_estimate(rewards_on_each, "gae", 2, values=values, lam=lam, whiten=False)
+    assert same(estimate, true_gradient(rewards_on_each)) == unbiased

@@ -33,6 +33,7 @@ from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.algorithm.policy_losses import LossBatch
 
 CLIP_COV = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.1, "cov_high": 5.0}
+BATCH_NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 ROWS, TOKENS, SCALE = 14, 7, 6.0
 SELECTION = {"clip_cov": {"ratio": 0.1, "cov_low": 0.1, "seed": 5}, "kl_cov": {"ratio": 0.1}}
 GROUP_IDS = torch.tensor([3, 10**9, 3, 7, 7, 10**9, 3, 0, 0, 7, 42, 10**9, 7, 3])  # 42 is a group of one
@@ -62,8 +63,7 @@ def sharded_selection(name, inputs, hands):
     loss, options = POLICY_LOSSES[name], SELECTION[name]
     keys = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     parts = {rows: micro_batch(inputs | {"keys": keys}, rows, packed=True) for hand in hands for rows in hand}
-    batch_names = ("logprobs", "old_logprobs", "advantages", "mask")
-    batches = {rows: LossBatch(*(part[n] for n in batch_names)) for rows, part in parts.items()}
+    batches = {rows: LossBatch(*(part[name] for name in BATCH_NAMES)) for rows, part in parts.items()}
     sums = sum(token_sums(batch) for batch in batches.values())
     count = num_selected(options["ratio"], sums[2].item())
     scores = {
@@ -129,17 +129,12 @@ def test_the_selection_over_shards_is_the_one_over_the_whole_batch(name):
         assert 0 < selected.sum() <= num_selected(SELECTION[name]["ratio"], inputs["mask"].sum().item())
 
 
-def batch_of(inputs):
-    mask, names = inputs["mask"], ("logprobs", "old_logprobs", "advantages")
-    return LossBatch(*(torch.where(mask, inputs[name], 0) for name in names), mask)
-
-
 @given(
     scores=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 0.75, 2.0]), min_size=1, max_size=12),
     count=st.integers(1, 14),
     cut=st.integers(0, 12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_selected_are_the_best_with_their_ties_whoever_holds_them(scores, count, cut):
     whole = torch.tensor(scores)
     gathered = torch.cat([top_scores(whole[:cut], count), top_scores(whole[cut:], count)])
@@ -160,29 +155,20 @@ def test_clip_cov_takes_its_quota_of_the_candidates_at_random():
     chosen = []
     inputs = random_inputs(2, rows=12)
     options = CLIP_COV | {"ratio": 0.05}
-    scores = clip_cov_scores(batch_of(inputs), token_sums(batch_of(inputs)), seed=0, **CLIP_COV)
-    candidates = scores > -math.inf
-    for seed in range(300):
+    batch = LossBatch(*(inputs[name] for name in BATCH_NAMES))
+    candidates = clip_cov_scores(batch, token_sums(batch), seed=0, **CLIP_COV) > -math.inf
+    for seed in range(100):
         _, metrics = POLICY_LOSSES["clip_cov"](**inputs, **options, seed=seed)
         selected = metrics["selected_frac"].bool()
         assert selected.sum() == num_selected(0.05, inputs["mask"].sum().item()) < candidates.sum()
         assert not (selected & ~candidates).any()
         chosen.append(selected)
-    again = POLICY_LOSSES["clip_cov"](**inputs, **options, seed=299)[1]["selected_frac"].bool()
+    again = POLICY_LOSSES["clip_cov"](**inputs, **options, seed=99)[1]["selected_frac"].bool()
     assert torch.equal(chosen[-1], again)
-    # each candidate in 300 draws with probability k/n: within 5 standard deviations of a binomial
+    # each candidate in 100 draws with probability k/n: within 5 standard deviations of a binomial
     times = torch.stack(chosen).sum(0)[candidates]
     p = int(chosen[0].sum()) / int(candidates.sum())
-    assert (times - 300 * p).abs().max() < 5 * math.sqrt(300 * p * (1 - p))
-
-
-def test_scores_do_not_see_masked_garbage():
-    clean = batch_of(random_inputs(0))
-    tensors = (clean.logprobs, clean.old_logprobs, clean.advantages)
-    dirty = LossBatch(*(torch.where(clean.mask, values, math.nan) for values in tensors), clean.mask)
-    for loss in (POLICY_LOSSES["clip_cov"], POLICY_LOSSES["kl_cov"]):
-        expected = loss.scores(clean, token_sums(clean), None, **loss.options)
-        assert torch.equal(loss.scores(dirty, token_sums(dirty), None, **loss.options), expected)
+    assert (times - 100 * p).abs().max() < 5 * math.sqrt(100 * p * (1 - p))
 
 
 def splitmix64(state):
