@@ -57,7 +57,7 @@ def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
         if (days, adapter, megabytes) != (None, None, None):
             seconds = None if days is None else days * DAY_S
             size = None if megabytes is None else int(megabytes * MEGABYTE)
-            deleted = file.prune(unused_for_s=seconds, adapter=adapter, max_bytes=size, compact=True)
+            deleted = file.prune(unused_for_s=seconds, adapter=adapter, max_bytes=size)
             console.print(f"{deleted} entries deleted")
         entries = file.entries()
     except (OSError, sqlite3.Error) as error:

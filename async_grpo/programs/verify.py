@@ -170,7 +170,7 @@ def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
             results.setdefault(result.adapter, []).append(_result(result))
     first = verdicts[0]
     line = {"line": row.line, "status": first.status.value, "reward": first.reward, "label": row.label}
-    return line | {"results": results, "completion": row.sample["completion"]}
+    return line | {"results": results, "completion": row.columns["completion"]}
 
 
 def _result(result: AdapterResult) -> dict[str, Any]:

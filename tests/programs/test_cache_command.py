@@ -16,13 +16,14 @@ ENTRY_BYTES = len("judge:000") + 1000 + ENTRY_OVERHEAD_BYTES
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path, monkeypatch) -> Path:
     """100 entries of `judge`, the n-th n days old; 10 of `rule`, all of today and used."""
-    path, days = tmp_path / "verdicts.sqlite", 0
-    file = CacheFile(path, now=lambda: time.time() - days * DAY_S)
+    path = tmp_path / "verdicts.sqlite"
+    file, now_s = CacheFile(path), time.time()
     for days in range(100):
-        file.put(f"judge:{days:03}", "x" * 1000, cost=0.5)
-    days = 0
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time", lambda: now_s - days * DAY_S)  # noqa: B023
+            file.put(f"judge:{days:03}", "x" * 1000, cost=0.5)
     for number in range(10):
         file.put(f"rule:{number}", "y")
         assert file.get(f"rule:{number}")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from async_grpo.__main__ import main
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.bench.completions import LABEL, CompletionRow, read_rows, score_rows
+from async_grpo.rewards.bench.completions import LABEL, CompletionRow, read_rows, sample_of, score_rows
 from async_grpo.rewards.bench.report import MAX_EXAMPLES, Report, histogram
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 from tests.helpers.hostile_server import HostileServer, reply
@@ -113,16 +113,15 @@ def test_a_row_gets_every_column_that_a_run_would_give_it(files):
         {"completion": "without a prompt"},
         {"completion": "without a prompt"},
     )
-    one, two, four, five, six = read_rows(path)
-    assert five.sample["group_id"] != six.sample["group_id"]
-    assert (one.line, two.line, four.line) == (1, 2, 4)
+    rows = read_rows(path)
+    assert [(row.line, row.label) for row in rows[:3]] == [(1, 1.0), (2, 0.25), (4, None)]
+    one, two, four, five, six = (sample_of(row.columns) for row in rows)
+    assert five["group_id"] != six["group_id"]
     given = {"completion": "ab", "answer": "x", "input": "p", "level": 3}
-    made_up = {"sample_text": "pab", "truncated": False, "group_id": two.sample["group_id"]}
-    tokens = {"completion_token_ids": [97, 98], "completion_char_ends": [1, 2]}
-    assert one.sample == given | made_up | tokens
-    assert (one.label, two.label, four.label) == (1.0, 0.25, None)
-    assert two.sample["truncated"] and four.sample["group_id"] == 5 and "label" not in one.sample
-    assert four.sample["completion_token_ids"] == [7, 8] and "completion_char_ends" not in four.sample
+    made_up = {"sample_text": "pab", "truncated": False, "group_id": two["group_id"]}
+    assert one == given | made_up | {"completion_token_ids": [97, 98], "completion_char_ends": [1, 2]}
+    assert two["truncated"] and four["group_id"] == 5
+    assert four["completion_token_ids"] == [7, 8] and "completion_char_ends" not in four
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,9 +122,10 @@ def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
 # --- the file ---
 
 
-def test_an_entry_is_what_was_written_last_and_counts_its_uses(tmp_path):
+def test_an_entry_is_what_was_written_last_and_counts_its_uses(tmp_path, monkeypatch):
     now = [1000.0]
-    file = CacheFile(tmp_path / "c.sqlite", now=lambda: now[0])
+    monkeypatch.setattr("async_grpo.rewards.cache.file.time", SimpleNamespace(time=lambda: now[0]))
+    file = CacheFile(tmp_path / "c.sqlite")
     for adapter, number in itertools.product("ab", range(4)):
         now[0] += 1
         file.put(f"{adapter}:{number}", "old", 9.0)
@@ -317,7 +319,7 @@ def of_the_future(path: Path) -> None:
         (lambda path: path.write_text('{"completion": "4"}\n' * 50), "is no verdict cache.*name another"),
         (lambda path: path.write_text("x"), "is no verdict cache"),
         (somebody_elses, "is no verdict cache.*name another file"),
-        (of_the_future, "has schema 9, and this version of async-grpo knows 1: name another file, or delete"),
+        (of_the_future, "is no verdict cache of this version: name another file, or delete"),
         (lambda path: path.mkdir(), "cannot be written: .*Is a directory"),
     ],
 )
@@ -342,8 +344,10 @@ def write_lock_on(path: Path):
         connection.execute("ROLLBACK")
 
 
-async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_path, caplog):
-    cache = VerdictCache(tmp_path / "c.sqlite", busy_s=0.05, retry_s=0.3)
+async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts.RETRY_S", 0.3)
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts.CacheFile", partial(CacheFile, busy_s=0.05))
+    cache = VerdictCache(tmp_path / "c.sqlite")
     await cache.get_or_call("a:old", caller(answer(2)))
     with write_lock_on(tmp_path / "c.sqlite"):
         assert await cache.get_or_call("a:old", caller(None)) == answer(2)  # reading goes on
@@ -384,7 +388,8 @@ async def test_a_file_that_breaks_during_the_run_is_said_once_and_costs_no_answe
 
 
 async def test_a_hanging_disk_delays_one_look_up_and_blocks_no_loop(tmp_path, monkeypatch, caplog, request):
-    cache = VerdictCache(tmp_path / "c.sqlite", timeout_s=0.1)
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts.TIMEOUT_S", 0.1)
+    cache = VerdictCache(tmp_path / "c.sqlite")
     released = threading.Event()
     request.addfinalizer(released.set)
     monkeypatch.setattr(cache._file, "get", lambda key: released.wait(60) and None)

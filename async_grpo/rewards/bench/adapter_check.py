@@ -30,6 +30,7 @@ POOR_COMPLETIONS = {
     "babble": "aha " * 20_000,
 }
 _UNSCORED = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
+_COMPARED = ("status", "reward", "extra", "steps")
 
 
 async def check_adapter(
@@ -50,11 +51,8 @@ async def check_adapter(
     samples, timeouts = [sample_of(row) for row in rows], Timeouts(timeout_s, backoff_s=(0.0,))
     one, other = (AdapterQueue(adapter, make_process, 1, timeouts) for _ in range(2))
     try:
-        started = await asyncio.gather(one.start(), other.start(), return_exceptions=True)
-        for error in filter(None, started):
-            if isinstance(error, ConfigurationError | WorkerLost):
-                return [str(error)]
-            raise error
+        await one.start()
+        await other.start()
         right = [await one.score(sample) for sample in samples]
         problems = []
         for number, (sample, first) in enumerate(zip(samples, right, strict=True)):
@@ -65,13 +63,12 @@ async def check_adapter(
                 found = await _again(one, other, sample, first)
             problems += [f"sample {number}: {problem}" for problem in found]
         # Whether its `post_process_scores` works at all: what is right there, only its author knows
-        changed = await one.post_process(samples, right)
-        failed = [
-            f"the whole group {_said(now)}"
-            for before, now in zip(right, changed, strict=True)
-            if now.status in _UNSCORED and before.status is RewardStatus.OK
-        ]
-        return problems + failed[:1]
+        for before, now in zip(right, await one.post_process(samples, right), strict=True):
+            if now.status in _UNSCORED and before.status is RewardStatus.OK:
+                return [*problems, f"the whole group {_said(now)}"]
+        return problems
+    except (ConfigurationError, WorkerLost) as error:  # it cannot be started
+        return [str(error)]
     finally:
         await asyncio.gather(one.close(), other.close())
 
@@ -80,11 +77,11 @@ async def _poor(worker: AdapterQueue, sample: dict[str, Any], right: AdapterResu
     problems = []
     for what, text in POOR_COMPLETIONS.items():
         poor = await worker.score(sample_of(sample, text))
-        as_good = poor.reward is not None and right.reward is not None and poor.reward >= right.reward
-        as_good &= not worker.stats.has_hook  # who is right, it may say only once it sees the group
         if poor.status in _UNSCORED:
             problems.append(f"{what} {_said(poor)}")
-        elif as_good:
+        elif worker.stats.has_hook or poor.reward is None or right.reward is None:
+            continue  # with a hook, it may say who is right only once it sees the group
+        elif poor.reward >= right.reward:
             problems.append(f"{what} {_said(poor)}, and the right one no more than that")
     return problems
 
@@ -92,18 +89,16 @@ async def _poor(worker: AdapterQueue, sample: dict[str, Any], right: AdapterResu
 async def _again(
     one: AdapterQueue, other: AdapterQueue, sample: dict[str, Any], first: AdapterResult
 ) -> list[str]:
-    answers = {"asked again, it": await one.score(sample)}
-    answers["in another process, it"] = await other.score(sample)
+    answers = {"asked again": await one.score(sample), "in another process": await other.score(sample)}
     abandoned = asyncio.create_task(one.score(sample_of(sample, "abandoned")))
     await asyncio.sleep(0.002)  # so that it is under way
     abandoned.cancel()
     await asyncio.gather(abandoned, return_exceptions=True)
-    answers["after a cancelled call, it"] = await one.score(sample)
+    answers["after a cancelled call"] = await one.score(sample)
     return [
-        f"{where} {_said(answer)}, while at first it {_said(first)}"
+        f"{where}, it {_said(answer)}, while at first it {_said(first)}"
         for where, answer in answers.items()
-        if (answer.status, answer.reward, answer.extra, answer.steps)
-        != (first.status, first.reward, first.extra, first.steps)
+        if any(getattr(answer, name) != getattr(first, name) for name in _COMPARED)
     ]
 
 

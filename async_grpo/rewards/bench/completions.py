@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,6 @@ class CompletionRow:
     line: int
     columns: dict[str, Any]
     label: float | None = None
-
-    @property
-    def sample(self) -> dict[str, Any]:
-        """What the rewards receive."""
-        return sample_of(self.columns)
 
 
 OnRow = Callable[[CompletionRow, Sequence[Verdict]], None]
@@ -113,26 +108,24 @@ async def score_rows(
     Raises Exception: what the pool or `on_row` raised first.
     """
     slots = asyncio.Semaphore(in_flight)
+    groups: defaultdict[int | str, list[CompletionRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.columns["group_id"]].append(row)
 
-    async def score(row: CompletionRow) -> Sequence[Verdict]:
+    async def verify(row: CompletionRow) -> list[Verdict]:
         async with slots:
-            sample = row.sample
+            sample = sample_of(row.columns)
             return [await pool.verify(sample) for _ in range(repeat)]
 
-    groups: defaultdict[int | str, list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        groups[row.columns["group_id"]].append(place)
-    verdicts: dict[int, Sequence[Verdict]] = {}
+    async def score(group: Sequence[CompletionRow]) -> Iterator[Sequence[Verdict]]:
+        runs = zip(*await asyncio.gather(*map(verify, group)), strict=True)
+        samples = [sample_of(row.columns) for row in group]
+        return zip(*[await pool.post_process(samples, run) for run in runs], strict=True)
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            scored = [tasks.create_task(score(row)) for row in rows]
-            for place, row in enumerate(rows):
-                if place not in verdicts:
-                    places = groups[row.columns["group_id"]]
-                    samples = [rows[other].sample for other in places]
-                    runs = zip(*[await scored[other] for other in places], strict=True)
-                    changed = [await pool.post_process(samples, run) for run in runs]
-                    verdicts |= zip(places, zip(*changed, strict=True), strict=True)
-                on_row(row, verdicts.pop(place))
+            scored = {name: tasks.create_task(score(group)) for name, group in groups.items()}
+            for row in rows:
+                on_row(row, next(await scored[row.columns["group_id"]]))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -8,7 +8,6 @@ import math
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +59,10 @@ class CacheFile:
     Args:
         path: made if missing, with its folder.
         busy_s: how long another process's lock is waited for.
-        now: the clock, in seconds since 1970.
     """
 
-    def __init__(
-        self, path: str | Path, *, busy_s: float = 2.0, now: Callable[[], float] = time.time
-    ) -> None:
-        self.path = Path(path)
-        self._busy_s, self._now = busy_s, now
+    def __init__(self, path: str | Path, *, busy_s: float = 2.0) -> None:
+        self.path, self._busy_s = Path(path), busy_s
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> sqlite3.Connection:
@@ -82,27 +77,22 @@ class CacheFile:
             return None
         use = "UPDATE verdicts SET hits = hits + 1, last_used = max(last_used, ?) WHERE key = ?"
         with suppress(sqlite3.OperationalError):  # locked for long: an answer is worth more than its count
-            self.open().execute(use, (self._now(), key))
+            self.open().execute(use, (time.time(), key))
         return rows[0][:2]
 
     def put(self, key: str, answer: str, cost: float = 0.0) -> int:
         """Write an answer, in place of an older one of this key; returns the bytes that it takes."""
-        now, adapter = self._now(), key.rpartition(":")[0]
+        now, adapter = time.time(), key.rpartition(":")[0]
         size = len(key.encode()) + len(answer.encode()) + ENTRY_OVERHEAD_BYTES
         row = (key, adapter, answer, cost, _checksum(key, answer, cost), now, now, size)
         self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)", *row)
         return size
 
     def prune(
-        self,
-        *,
-        unused_for_s: float | None = None,
-        adapter: str | None = None,
-        max_bytes: int | None = None,
-        compact: bool = False,
+        self, *, unused_for_s: float | None = None, adapter: str | None = None, max_bytes: int | None = None
     ) -> int:
         """Delete the entries that `unused_for_s` and `adapter` both apply to, then the longest unused until the rest fits
-        `max_bytes`; returns how many. `compact`: write the file anew, so that it shrinks.
+        `max_bytes`; returns how many. The file shrinks.
         """
         age_s = unused_for_s if unused_for_s is not None else math.inf if adapter is None else -math.inf
         old = "last_used <= ? AND (? IS NULL OR adapter = ?)"
@@ -110,11 +100,9 @@ class CacheFile:
         too_many = f"key IN (SELECT key FROM (SELECT key, {so_far} FROM verdicts) WHERE so_far > ?)"
         limit = math.inf if max_bytes is None else max_bytes
         deleted = self._execute(
-            f"DELETE FROM verdicts WHERE {old} RETURNING 1", self._now() - age_s, adapter, adapter
+            f"DELETE FROM verdicts WHERE {old} RETURNING 1", time.time() - age_s, adapter, adapter
         )
         deleted += self._execute(f"DELETE FROM verdicts WHERE {too_many} RETURNING 1", limit)
-        self._execute("VACUUM" if compact else "PRAGMA incremental_vacuum")
-        self._execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if compact else 'PASSIVE'})")
         return len(deleted)
 
     def entries(self) -> list[AdapterEntries]:
@@ -146,23 +134,20 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
             head = file.read(16)
     except OSError as error:
         raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
-    other = ConfigurationError(f"{path} is no verdict cache: name another file, or delete this one")
+    other = ConfigurationError(
+        f"{path} is no verdict cache of this version: name another file, or delete this one"
+    )
     if head not in (b"", b"SQLite format 3\0"):  # a few bytes of text count as empty for SQLite
         raise other
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute("PRAGMA auto_vacuum = FULL")
             connection.executescript(_CREATE)
         queries = ("PRAGMA application_id", "PRAGMA user_version", "PRAGMA quick_check(1)")
         application_id, schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
-        if application_id != APPLICATION_ID:
+        if (application_id, schema) != (APPLICATION_ID, SCHEMA):
             raise other
-        if schema != SCHEMA:
-            raise ConfigurationError(
-                f"the verdict cache {path} has schema {schema}, and this version of async-grpo knows {SCHEMA}: "
-                "name another file, or delete this one"
-            )
         if problem != "ok":
             raise sqlite3.DatabaseError(" ".join(problem.split()))
         connection.executescript(_SETTINGS)

@@ -27,6 +27,8 @@ DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
 KEPT_STATUSES = frozenset({"ok", "abstained"})
 COST = "judge_cost"  # of the answer's extras: what the call cost, in the judge's currency
 WRITES_PER_PRUNE = 1000
+TIMEOUT_S = 10.0  # for one look-up or write; then the file counts as broken
+RETRY_S = 30.0  # for which a broken file is left alone
 COUNTS = ("hits", "shared", "misses", "stored", "errors", "skipped", "cost_saved")
 log = logging.getLogger(__name__)
 
@@ -36,22 +38,11 @@ Answer = dict[str, Any]
 class VerdictCache:
     """Answers by key, in a `CacheFile`, whose errors it raises at the start. For one event loop.
 
-    Args:
-        max_bytes: now and then, entries beyond are deleted, the longest unused first.
-        timeout_s: for one look-up or write; then the file counts as broken, and is left alone for `retry_s`.
+    Now and then, entries beyond `max_bytes` are deleted, the longest unused first.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        max_bytes: int | None = None,
-        timeout_s: float = 10.0,
-        retry_s: float = 30.0,
-        busy_s: float = 2.0,
-    ) -> None:
-        self._file = CacheFile(path, busy_s=busy_s)
-        self._max_bytes, self._timeout_s, self._retry_s = max_bytes, timeout_s, retry_s
+    def __init__(self, path: str | Path, *, max_bytes: int | None = None) -> None:
+        self._file, self._max_bytes = CacheFile(path), max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
         self._in_flight: dict[str, asyncio.Future[str]] = {}
         self._retry_at = 0.0  # 0 while the file works
@@ -102,7 +93,7 @@ class VerdictCache:
         """Let go of the file; later calls go through uncached."""
         self._retry_at = math.inf
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
-        await asyncio.wait({closing}, timeout=self._timeout_s)
+        await asyncio.wait({closing}, timeout=TIMEOUT_S)
         self._thread.shutdown(wait=False)
 
     async def _use(self, operation: Callable[..., Any], *arguments: Any) -> Any:
@@ -111,7 +102,7 @@ class VerdictCache:
             self._counts["skipped"] += 1
             return None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, operation, *arguments)
         except (ConfigurationError, *STORAGE_ERRORS) as error:
             self._broke(error)
@@ -124,12 +115,12 @@ class VerdictCache:
     def _broke(self, error: BaseException) -> None:
         self._counts["errors"] += 1
         if not self._retry_at:
-            reason = str(error) or f"no answer within {self._timeout_s:g} s"  # of a disk that hangs
+            reason = str(error) or f"no answer within {TIMEOUT_S:g} s"  # of a disk that hangs
             log.error(
                 "the verdict cache %s failed, the run goes on without it and tries again every %g s: %s: %s",
-                *(self._file.path, self._retry_s, type(error).__name__, reason),
+                *(self._file.path, RETRY_S, type(error).__name__, reason),
             )
-        self._retry_at = max(self._retry_at, time.monotonic() + self._retry_s)
+        self._retry_at = max(self._retry_at, time.monotonic() + RETRY_S)
 
     def _for_free(self, text: str) -> Answer:
         answer: Answer = json.loads(text)
