@@ -1,7 +1,4 @@
-"""`Supervisor`: a few programs that live and die together. Knows nothing of what they do.
-
-Nothing is left behind: children get SIGTERM when it dies, their orphans become its own, and `stop` ends every descendant.
-"""
+"""`Supervisor`: a few programs that live and die together. It knows nothing of what they do."""
 
 import logging
 import os
@@ -10,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, 
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants
 
 TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
-
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
 TORCHRUN_ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)", re.DOTALL)
 
@@ -63,9 +60,8 @@ class Supervisor:
                 start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which ends the rest in order
                 preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
             )
-        program = Program(name, process, output)
-        self._programs.append(program)
-        return program
+        self._programs.append(Program(name, process, output))
+        return self._programs[-1]
 
     def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
         """Wait until the program has written `text`. Raises DeadlineExceeded, or WorkerLost if a program dies first."""
@@ -73,13 +69,12 @@ class Supervisor:
         while text not in program.output.read_text(errors="replace"):
             self.check()
             if program.process.poll() is not None or time.monotonic() > give_up:
-                raise DeadlineExceeded(
-                    f"{program.name} did not say {text!r} in {deadline_s:.0f} s; see {program.output}"
-                )
+                where = f"in {deadline_s:.0f} s; see {program.output}"
+                raise DeadlineExceeded(f"{program.name} did not say {text!r} {where}")
             time.sleep(0.1)
 
     def wait(self, main: Program) -> int:
-        """Wait for `main` to end, while all others run; returns its exit code. Raises as `check`."""
+        """Wait for `main` to end, while all others run. Returns its exit code; raises as `check`."""
         while main.process.poll() is None:
             try:
                 self.check(except_for=main)
@@ -98,26 +93,20 @@ class Supervisor:
     def check(self, except_for: Program | None = None) -> None:
         """See that no program has died. (One that ends with 0 was told that the run is over.)
 
-        Raises:
-            WorkerLost: says which, how, and the end of its output.
-            ConfigurationError: the same, when it refused its settings (exit code 2).
+        Raises WorkerLost with how it died and its last words, or ConfigurationError if it refused its settings.
         """
         if any(program.process.poll() for program in self._programs if program is not except_for):
             time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
             dead = [program for program in self._programs if program.process.poll()]
+            refused = any(program.process.returncode == EXIT_USAGE for program in dead)
             message = "; ".join(f"{program.describe_exit()}{log_excerpt(program)}" for program in dead)
-            if any(program.process.returncode == EXIT_USAGE for program in dead):
-                raise ConfigurationError(message)
-            raise WorkerLost(message)
+            raise (ConfigurationError if refused else WorkerLost)(message)
 
     def stop(self) -> None:
-        """End everything: the last started program first, then the others, then whatever descends from this process.
-
-        Signals are ignored meanwhile: a second Ctrl-C must not leave half of it running.
-        """
-        ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
-        try:
+        """End everything: the last started program first, then the others, then whatever descends from this process."""
+        with ExitStack() as stack:  # a second Ctrl-C must not leave half of it running
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
             for programs in (self._programs[-1:], self._programs[:-1]):
                 for program in programs:
                     program.process.terminate()
@@ -126,11 +115,7 @@ class Supervisor:
                 end_descendants(grace_s=KILL_GRACE_S, deadline_s=KILL_GRACE_S)
             except TimeoutError as error:  # the rest of the end must still be done
                 log.error("%s", error)
-            self._programs.clear()
             adopt_orphans(False)  # of processes that are started after this, others collect them
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def log_excerpt(program: Program, lines: int = 12) -> str:

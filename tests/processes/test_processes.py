@@ -52,7 +52,7 @@ def test_the_end_of_the_main_program_is_the_end(supervisor, other, main, code):
     ("code", "error", "message"),
     [
         (
-            "import sys; print('error: out of luck', file=sys.stderr); sys.exit(1)",
+            "exit('error: out of luck')",
             WorkerLost,
             r"other ended with exit code 1\n    \| error: out of luck",
         ),
@@ -73,13 +73,7 @@ def test_a_wait_for_a_word_has_a_deadline(supervisor):
         supervisor.wait_for_text(silent, "ready", deadline_s=0.3)
 
 
-def is_subreaper() -> bool:
-    answer = ctypes.c_int()
-    ctypes.CDLL(None).prctl(37, ctypes.byref(answer))  # PR_GET_CHILD_SUBREAPER
-    return bool(answer.value)
-
-
-def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(supervisor, tmp_path):
+def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(supervisor):
     ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     stubborn = f"{ignore}; print('deaf', flush=True); time.sleep(600)"
     orphan_maker = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
@@ -89,15 +83,15 @@ def test_stop_ends_grandchildren_orphans_and_those_that_ignore_sigterm(superviso
     time.sleep(1)
     supervisor.stop()
     assert psutil.Process().children(recursive=True) == []
-    assert not is_subreaper()  # or whatever is orphaned from now on would stay with this process as a zombie
+    subreaper = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(subreaper))  # PR_GET_CHILD_SUBREAPER
+    assert not subreaper.value  # or whatever is orphaned from now on would stay with this process as a zombie
 
 
 def test_everything_dies_with_a_supervisor_that_is_killed_or_interrupted_twice(tmp_path):
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from async_grpo.processes import process_tree
-from async_grpo.processes import supervisor as supervisor_module
 from async_grpo.processes.supervisor import Supervisor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 supervisor = Supervisor(Path({str(tmp_path)!r}))
@@ -121,27 +115,9 @@ finally:
         assert not alive, signals
 
 
-def test_descendants_are_found_without_the_kernels_list_of_children(monkeypatch):
-    program = "import os, time\nif os.fork() == 0: os.setsid()\nprint(flush=True)\ntime.sleep(600)"
-    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        started.stdout.readline(), started.stdout.readline()
-        listed = sorted(process_tree.descendants(started.pid))
-        monkeypatch.setattr(process_tree, "_children_of", process_tree._children_by_psutil)
-        assert len(listed) == 1 and sorted(process_tree.descendants(started.pid)) == listed
-    finally:
-        for pid in (*listed, started.pid):
-            os.kill(pid, signal.SIGKILL)
-        started.wait()
-        started.stdout.close()
-
-
 def test_what_survives_sigkill_is_named(monkeypatch):
     monkeypatch.setattr(process_tree, "_signal_all", lambda number: None)
-    started = subprocess.Popen(SLEEP)
-    try:
+    with subprocess.Popen(python("import time; time.sleep(5)")) as started:
         with pytest.raises(TimeoutError, match=rf"processes \[{started.pid}\] survive SIGKILL"):
             process_tree.end_descendants(deadline_s=0.05)
-    finally:
         started.kill()
-        started.wait()
