@@ -1,12 +1,5 @@
 """Every wall of the library as a Protocol: what one side asks of the other, and nothing more.
 
-    Generation, Verification, Logprobs                what the batcher asks for            (cluster/registered_workers)
-    ExperienceSource, WeightPublisher,
-    MetricsSink, StepHook                             what the trainer's loop asks for     (cluster, weights, metrics)
-    Engines, EngineLink, EngineControl                what the publishers ask for          (cluster/weight_sync)
-    Engine                                            what a generation worker runs        (generation/)
-    WorkerLink                                        the way to one worker                (cluster/channel)
-
 `async_grpo.testing` ships a stand-in for each.
 """
 
@@ -75,19 +68,6 @@ class WeightPublisher(Protocol):
 
     def publish(self, model: Any, version: int, *, self_test: bool) -> dict[str, float]:
         """Publish `model` (a `PolicyModel`) as `version`, after a self-test if asked; a collective of all ranks."""
-
-
-class MetricsSink(Protocol):
-    """Where a step's line goes; called on rank 0 only."""
-
-    def write(self, line: dict[str, Any]) -> None: ...
-
-
-class StepHook(Protocol):
-    """Something to do after a step, such as an evaluation; called on every rank, new weights live."""
-
-    def on_step(self, step: int) -> dict[str, float]:
-        """`step` optimizer steps are completed; what is returned joins the step's metrics line."""
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,14 @@ from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
-from async_grpo.protocols import Engines, ExperienceSource, MetricsSink, StepHook
+from async_grpo.protocols import Engines, ExperienceSource
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
-from async_grpo.training.trainer import Trainer
+from async_grpo.training.trainer import AfterStep, Trainer, WriteLine
 from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
 from async_grpo.weights.config import get_transport
 from async_grpo.weights.publisher import Canary
@@ -66,7 +66,7 @@ def train(config: RunConfig, prepared: Prepared | None) -> None:
             controller = find_controller(config.run_name, config.start_timeout_s)
             settings = answer(controller.settings.remote())
             experience = RemoteExperience(config, controller, ranks.rank, [])
-            make_trainer(config, settings, ranks, experience, hook=experience).run()
+            make_trainer(config, settings, ranks, experience, after_step=experience.after_step).run()
     ray.shutdown()
 
 
@@ -90,8 +90,8 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     await_workers(controller, config)
     with closing(MetricsWriter(config.output_path, config.num_steps, samples_file)) as metrics:
-        engines = RayEngines(controller, config.sync_timeout_s)
-        make_trainer(config, prepared.settings, ranks, experience, engines, metrics, experience).run()
+        rank_0 = RayEngines(controller, config.sync_timeout_s), metrics.write, experience.after_step
+        make_trainer(config, prepared.settings, ranks, experience, *rank_0).run()
     close_run(controller, f"{config.num_steps} steps are done")
 
 
@@ -146,8 +146,8 @@ def make_trainer(
     ranks: Ranks,
     source: ExperienceSource,
     engines: Engines | None = None,
-    metrics: MetricsSink | None = None,
-    hook: StepHook | None = None,
+    write: WriteLine | None = None,
+    after_step: AfterStep | None = None,
 ) -> Trainer:
     """The trainer of one rank. Rank 0 alone reaches engines and writes metrics: the others take part in the gathering."""
     own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
@@ -161,7 +161,7 @@ def make_trainer(
         accumulator=_accumulator(config, settings, policy, ranks),
         source=source,
         publisher=make_publisher(engines, named_weights, canary, dtype, ranks.rank, config),
-        metrics=metrics,
+        write=write,
         checkpoints=CheckpointWriter(
             config.output_path,
             config.model_name_or_path,
@@ -172,7 +172,7 @@ def make_trainer(
         ),
         ranks=ranks,
         num_steps=config.num_steps,
-        hook=hook,
+        after_step=after_step,
     )
 
 
@@ -224,7 +224,7 @@ def _write_params(prepared: Prepared, rewards: ResolvedRewards, ranks: Ranks) ->
 
 
 class RemoteExperience:
-    """`ExperienceSource` and `StepHook` of one rank: fetches the next message while the rank computes on the last one.
+    """`ExperienceSource` of one rank: fetches the next message while the rank computes on the last one.
 
     Where there are questions for it, on rank 0, it evaluates before the first step, every `eval_every`, and at the end.
     """
@@ -248,7 +248,7 @@ class RemoteExperience:
         self._next = None if isinstance(message, StepEnd) else self._controller.next_message.remote(rank)
         return message
 
-    def on_step(self, step: int) -> dict[str, float]:
+    def after_step(self, step: int) -> dict[str, float]:
         every, last = self._config.eval_every, self._config.num_steps
         return self._evaluate(step) if step == last or (every and step % every == 0) else {}
 

@@ -1,8 +1,4 @@
-"""Draws the metrics of one or several runs.
-
-Only finite numbers are drawn: null, NaN, infinities, booleans and text leave a gap in the line. A step without the
-key is passed over: a key logged every tenth step is a line.
-"""
+"""Draws the metrics of one or several runs: what is no finite number is a gap in the line, a step without the key none."""
 
 import logging
 import math
@@ -36,64 +32,45 @@ def plot_runs(
     """Draw `variables` (default: those of DEFAULT_VARIABLES that the files hold) over `x_key` for all files.
 
     `output`: a .svg, .png or .pdf file, None = an interactive window. `smooth_window`: steps of a moving average drawn
-    over the faded raw line. Raises ConfigurationError for the user's mistakes, FetchFailed if scp fails.
+    over the faded raw line. Raises ConfigurationError for the user's mistakes, RunFailed if scp fails.
     """
     refuse(
         output is not None and output.suffix.lower() not in PICTURE_SUFFIXES,
         f"cannot write {output}: the name must end in {', '.join(PICTURE_SUFFIXES)}",
     )
     runs = load_runs(files, names, remote)
-    for run in runs:
-        _check_key(x_key, [run], f"the x axis of {run.source}:")
     if not variables:
         found = [key for key in DEFAULT_VARIABLES if any(key in run.plottable_keys for run in runs)]
         variables = found or list(DEFAULT_VARIABLES)
         if skipped := [key for key in DEFAULT_VARIABLES if key not in variables]:
             log.warning("skipped, not in any file: %s", ", ".join(skipped))
     variables = list(dict.fromkeys(variables))
+    known = ", ".join(sorted({key for run in runs for key in run.plottable_keys})) or "none"
     for key in variables:
-        _check_key(key, runs, "variable")
         without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
         nowhere = len(without) == len(runs)
-        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; choose another -x key")
+        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; -v and -x may name: {known}")
         if without:
             log.warning("%s: nothing to draw in %s", key, ", ".join(without))
-    figure = _new_figure(window=output is None)
-    draw(figure, runs, variables, x_key, smooth_window, legend=len(runs) > 1 or bool(names))
+    legend = len(runs) > 1 or bool(names)
     if output is None:
         import matplotlib.pyplot as plt
+        from matplotlib.backends.registry import BackendFilter, backend_registry
 
+        backend, windows = plt.get_backend(), backend_registry.list_builtin(BackendFilter.INTERACTIVE)
+        nothing = backend.lower() not in map(str.lower, windows)
+        refuse(nothing, f"matplotlib's backend {backend!r} has no display; pass -o FILE")
+        draw(plt.figure(), runs, variables, x_key, smooth_window, legend)
         plt.show()
         return
+    from matplotlib.figure import Figure
+
+    figure = Figure()  # without pyplot: the canvas follows the file's format, no display is looked for
+    draw(figure, runs, variables, x_key, smooth_window, legend)
     try:
         figure.savefig(output, format=output.suffix.lower()[1:], dpi=150)
     except OSError as error:
         raise ConfigurationError(f"cannot write {output}: {error.strerror}") from error
-
-
-def _check_key(key: str, runs: list[Run], role: str) -> None:
-    known = sorted({key for run in runs for key in run.plottable_keys})
-    problem = "holds no number" if any(key in run.keys for run in runs) else "is unknown"
-    listed = ", ".join(known) or "none"
-    refuse(key not in known, f"{role} {key!r} {problem}; keys with numbers, for -v and -x: {listed}")
-
-
-def _new_figure(*, window: bool) -> "Figure":
-    try:
-        if not window:
-            from matplotlib.figure import Figure
-
-            return Figure()  # without pyplot: the canvas follows the file's format, no display is looked for
-        import matplotlib.pyplot as plt
-        from matplotlib.backends.registry import BackendFilter, backend_registry
-
-        backend = plt.get_backend()
-        if backend.lower() not in map(str.lower, backend_registry.list_builtin(BackendFilter.INTERACTIVE)):
-            raise RuntimeError(f"the backend {backend!r} has no display")
-        return plt.figure()
-    except (ImportError, RuntimeError, ValueError) as error:  # MPLBACKEND may ask for what is not there
-        hint = "pass -o FILE" if window else "unset MPLBACKEND"
-        raise ConfigurationError(f"matplotlib cannot draw ({error}); {hint}") from error
 
 
 def draw(

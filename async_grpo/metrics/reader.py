@@ -1,7 +1,6 @@
 """Reads `training_metrics.jsonl` files, here or on another machine, and tabulates them.
 
-A *step* is one line of a file, a *key* names one value of it, with dots for those of nested objects. Names ending in
-`_T` are arrays of shape (steps,), float64.
+A *key* names one value of a line, with dots for those of nested objects. Names ending in `_T`: (steps,), float64.
 """
 
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import refuse
 
 DEFAULT_X_KEY = "total_samples_accumulated"
@@ -32,10 +31,6 @@ _REMOTE = re.compile(rf"({_WORD}@)?({_WORD}|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\
 _REMOTE_PATH = re.compile(r"[\w ./~@%+=:,-]+")  # scp of before OpenSSH 9 hands the path to a shell
 
 log = logging.getLogger(__name__)
-
-
-class FetchFailed(AsyncGrpoError, RuntimeError):
-    """scp did not deliver a remote file. The message carries scp's own words."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,10 @@ def load_runs(files: list[Path], names: list[str] | None = None, remote: str | N
 
 
 def fetch(remote: str, path: str, target: Path) -> Path:
-    """Copy `path` of the machine `remote` ("[user@]host", IPv6 in brackets) to `target` and return `target`."""
+    """Copy `path` of the machine `remote` ("[user@]host", IPv6 in brackets) to `target`, which is returned.
+
+    Raises ConfigurationError for what a shell or scp would interpret, RunFailed with scp's own words.
+    """
     host_fits, path_fits = _REMOTE.fullmatch(remote), _REMOTE_PATH.fullmatch(path)
     refuse(not host_fits, f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
     refuse(not path_fits, f"remote path {path!r} has characters that a shell interprets; rename it")
@@ -139,7 +137,7 @@ def fetch(remote: str, path: str, target: Path) -> Path:
         why = f": the program scp did not start ({error.strerror})"
     except subprocess.TimeoutExpired:
         why = f"within {FETCH_TIMEOUT_S} s"
-    raise FetchFailed(f"scp could not fetch {remote}:{path} {why}")
+    raise RunFailed(f"scp could not fetch {remote}:{path} {why}")
 
 
 def print_info(file: Path) -> None:

@@ -102,12 +102,11 @@ def _registry_names(reference: str) -> tuple[str, ...]:
         return tuple(getattr(sys.modules[module], name))
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no module {module}"
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name) and target.id == name and isinstance(node.value, ast.Dict):
-                return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
-    raise LookupError(f"{module} has no {name}")
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    tables = {ast.unparse(node.target): node.value for node in body if isinstance(node, ast.AnnAssign)}
+    table = tables[name]
+    assert isinstance(table, ast.Dict), f"{reference} is no table of names"
+    return tuple(str(key.value) for key in table.keys if isinstance(key, ast.Constant))
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.errors import AsyncGrpoError, RunFailed
 from async_grpo.metrics.figures import DEFAULT_VARIABLES, plot_runs
-from async_grpo.metrics.reader import DEFAULT_X_KEY, FetchFailed, print_info
+from async_grpo.metrics.reader import DEFAULT_X_KEY, print_info
 
 app = typer.Typer(
     help="Draw or tabulate training metrics (JSONL, one object per step).",
@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     logging.basicConfig(format="note: %(message)s")
     try:
         sys.exit(app(args=arguments, prog_name=program, standalone_mode=False))
-    except (typer.TyperException, ConfigurationError, FetchFailed) as error:
+    except (typer.TyperException, AsyncGrpoError) as error:
         usage = isinstance(error, typer.TyperException) and f"{error.format_message()} (see --help)"
         print(f"error: {usage or error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, FetchFailed) else 2)
+        sys.exit(1 if isinstance(error, RunFailed) else 2)
 
 
 if __name__ == "__main__":

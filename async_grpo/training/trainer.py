@@ -1,13 +1,13 @@
 """The training loop: take what experience has, step, publish, write it down."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.protocols import ExperienceSource, MetricsSink, StepHook, WeightPublisher
+from async_grpo.protocols import ExperienceSource, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.distributed import Ranks
@@ -19,6 +19,8 @@ TRAINED_NOTHING = (
 )
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
 AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it
+WriteLine = Callable[[dict[str, Any]], None]
+AfterStep = Callable[[int], dict[str, float]]  # steps done -> metrics; on every rank, new weights live
 
 
 class StepClock:
@@ -64,11 +66,11 @@ class Trainer:
     accumulator: GradientAccumulator
     source: ExperienceSource
     publisher: WeightPublisher
-    metrics: MetricsSink | None  # only rank 0 writes
+    write: WriteLine | None  # only rank 0 writes
     checkpoints: CheckpointWriter
     ranks: Ranks
     num_steps: int
-    hook: StepHook | None = None
+    after_step: AfterStep | None = None
     version: int = 0  # optimizer steps completed
     samples: int = 0  # trained on
 
@@ -87,7 +89,7 @@ class Trainer:
                 metrics |= self.publisher.publish(self.policy, self.version, self_test=False)
             clock.stop()
             with clock.measure("evaluating"):
-                metrics |= self.hook.on_step(self.version) if self.hook else {}
+                metrics |= self.after_step(self.version) if self.after_step else {}
             with clock.measure("checkpointing"):
                 self.checkpoints.save_if_due(self.policy, self.samples)
             self._write_line(end, metrics | clock.report())
@@ -115,5 +117,5 @@ class Trainer:
             "samples_per_second": end.num_samples / metrics["time_per_batch"],
             "timestamp": time.time(),
         }
-        if self.ranks.is_main and self.metrics is not None:
-            self.metrics.write(line)
+        if self.ranks.is_main and self.write is not None:
+            self.write(line)

@@ -54,12 +54,6 @@ def chain_config(**changes: Any) -> RunConfig:
     return RunConfig(**settings | changes)
 
 
-class Lines(list):
-    """`MetricsSink`."""
-
-    write = list.append
-
-
 class PoolVerification:
     """`Verification` by a `VerifierPool` of this machine, with one reward in a process of its own."""
 
@@ -82,7 +76,7 @@ class Chain:
         config: RunConfig | None = None,
         transport: str = SETTINGS.transport,
     ) -> None:
-        self.folder, self.lines = save_tiny_model(folder / "model"), Lines()
+        self.folder, self.lines = save_tiny_model(folder / "model"), []
         paths = {"model_name_or_path": str(self.folder), "output_dir": str(self.folder / "out")}
         self.config = replace(config or chain_config(), **paths)
         self.settings = replace(SETTINGS, transport=transport)
@@ -100,14 +94,14 @@ class Chain:
 
         return self.link.run(start())
 
-    def train(self, verification: Callable[[], Any] = FakeVerification) -> Lines:
+    def train(self, verification: Callable[[], Any] = FakeVerification) -> list[dict[str, Any]]:
         """The metrics lines of the run; questions have a `difficulty` of 1 or 2."""
         rows = [{"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2} for n in range(4)]
         questions = [Question(np.array([5 + n, 6], np.int32), row) for n, row in enumerate(rows)]
         self.link.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
-                make_trainer(self.config, self.settings, ranks, self.link, self.link, self.lines).run()
+                make_trainer(self.config, self.settings, ranks, self.link, self.link, self.lines.append).run()
         finally:
             self.link.run(self.controller.stop())
         return self.lines

@@ -22,7 +22,7 @@ def test_the_published_names_are_public():
 @pytest.mark.parametrize("name", async_grpo.__all__)
 def test_each_name_is_the_object_of_its_module(name):
     found = getattr(async_grpo, name)
-    home = importlib.import_module(f"async_grpo.{async_grpo._HOME[name]}")
+    home = importlib.import_module(async_grpo._HOME[name])
     assert found is getattr(home, name)
     if hasattr(found, "__module__"):
         assert found.__module__ == home.__name__  # not a name that the module has merely imported
