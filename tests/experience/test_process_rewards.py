@@ -1,6 +1,5 @@
 """Process rewards: from the adapter's answer to rewards of tokens, through its process and the pool, and by example."""
 
-import asyncio
 import math
 import pickle
 from fractions import Fraction
@@ -47,23 +46,26 @@ def steps(*given: tuple[float, str, int]) -> dict[str, Any]:
     return {"step_rewards": [{"reward": reward, unit: end} for reward, unit, end in given]}
 
 
-# From the answer to tokens --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("returned", "placed", "reward"),
+    [
+        (steps((0.5, "token_end", 1), (0.25, "token_end", 4)), [[0, 0.5], [3, 0.25]], 0.75),
+        (
+            {"token_rewards": [0, 0.5, True, Fraction(-1, 4)]},
+            [[0, 0.0], [1, 0.5], [2, 1.0], [3, -0.25]],
+            1.25,
+        ),
+        ({"step_rewards": []}, [], 0.0),
+    ],
+)
+def test_ends_are_exclusive_token_rewards_are_a_step_each_and_no_steps_are_steps_too(
+    returned, placed, reward
+):
+    found = answer(returned)
+    assert (found["status"], found["steps"], found["reward"], found["extra"]) == ("ok", placed, reward, {})
 
 
-def test_ends_are_exclusive_like_those_of_slices():
-    found = answer(steps((0.5, "token_end", 1), (0.25, "token_end", 4)))
-    assert found["steps"] == [[0, 0.5], [3, 0.25]]
-    assert found["status"] == "ok" and found["reward"] == 0.75 and found["extra"] == {}
-
-
-def test_token_rewards_are_one_step_for_each_token_also_where_they_are_zero():
-    found = answer({"token_rewards": [0, 0.5, True, Fraction(-1, 4)]})
-    assert found["steps"] == [[0, 0.0], [1, 0.5], [2, 1.0], [3, -0.25]] and found["reward"] == 1.25
-
-
-def test_no_steps_are_steps_too():
-    found = answer({"step_rewards": []})
-    assert (found["status"], found["reward"], found["steps"]) == ("ok", 0.0, [])
+def test_a_completion_of_no_tokens_has_no_place_for_a_step():
     empty = {"completion": "", "completion_token_ids": [], "completion_char_ends": []}
     assert answer({"token_rewards": []}, empty)["status"] == "ok"
     assert "1..0" in answer(steps((1.0, "token_end", 1)), empty)["reason"]
@@ -147,8 +149,6 @@ def test_any_steps_are_placed_as_a_search_from_the_left_places_them(ends, given_
     assert found["reward"] == sum(reward for reward, _, _ in given_steps)
 
 
-# Through processes and pools ------------------------------------------------------------------------------------
-
 PAGE = RewardRegistrySource.from_text(
     "page_with_steps",
     "from async_grpo.rewards.builtin import process_reward\n"
@@ -159,25 +159,19 @@ PAGE = RewardRegistrySource.from_text(
 )
 
 
-def test_steps_travel_from_the_adapters_process_to_the_verdict():
-    async def main() -> None:
-        pool = VerifierPool(["judge", "plain"], process_maker(PAGE))
-        await pool.start()
-        judged = steps((0.1 + 0.2, "char_end", 3), (-1.0, "token_end", 1))["step_rewards"]
-        verdict = await pool.verify(SAMPLE | {"judged": judged})
-        broken = await pool.verify(SAMPLE | {"judged": "none"})
-        await pool.close()
-        by_adapter = {result.adapter: result for result in verdict.results}
-        assert by_adapter["judge"].steps == ((0, -1.0), (2, 0.1 + 0.2))  # exactly: JSON keeps every bit
-        assert by_adapter["judge"].reward == pytest.approx(-0.7)
-        assert by_adapter["judge"].extra == {"progress": 2.0} and by_adapter["plain"].steps == ()
-        assert broken.status is RewardStatus.FAILED and broken.results[0].steps == ()
-        assert pickle.loads(pickle.dumps(verdict)) == verdict  # as an actor sends it
+async def test_steps_travel_from_the_adapters_process_to_the_verdict():
+    pool = VerifierPool(["judge", "plain"], process_maker(PAGE))
+    await pool.start()
+    judged = steps((0.1 + 0.2, "char_end", 3), (-1.0, "token_end", 1))["step_rewards"]
+    verdict = await pool.verify(SAMPLE | {"judged": judged})
+    broken = await pool.verify(SAMPLE | {"judged": "none"})
+    await pool.close()
+    judge, plain = sorted(verdict.results, key=lambda result: result.adapter)
+    assert judge.steps == ((0, -1.0), (2, 0.1 + 0.2)) and plain.steps == ()  # exactly: JSON keeps every bit
+    assert judge.reward == pytest.approx(-0.7) and judge.extra == {"progress": 2.0}
+    assert broken.status is RewardStatus.FAILED and broken.results[0].steps == ()
+    assert pickle.loads(pickle.dumps(verdict)) == verdict  # as an actor sends it
 
-    asyncio.run(asyncio.wait_for(main(), 50))
-
-
-# The example: countdown, step by step ---------------------------------------------------------------------------
 
 CREDIT = NUMBERS_CREDIT / 3
 
@@ -226,11 +220,6 @@ def test_other_answers_earn_and_lose_by_their_numbers_alone(text, credits):
 
 def test_blanks_before_the_completion_do_not_shift_the_steps():
     assert [text for text, _ in judged(" \n <answer>3\n*(4+5) </answer> \n")][:1] == [" \n <answer>3"]
-
-
-def test_a_row_without_a_task_is_a_failure_and_no_zero():
-    with pytest.raises(ValueError, match="needs a list `nums`"):
-        countdown_steps({"completion": "", "target": 1})
 
 
 def test_the_steps_fall_on_the_tokens_of_the_tiny_model():

@@ -55,7 +55,7 @@ def test_a_sample_that_can_never_fit_is_refused_with_the_numbers():
         Packer(1, 10).add(sample(0, 2, 10))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
     num_ranks=st.integers(1, 4),
@@ -103,7 +103,7 @@ def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, ver
             assembler.offer(group(step, [1], version=version))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(groups_per_step=st.integers(1, 4), max_staleness=st.integers(0, 3), seed=st.integers(0, 10**6))
 def test_the_budget_alone_keeps_every_group_fresh_and_in_its_step_under_random_finishing_times(
     groups_per_step, max_staleness, seed

@@ -47,16 +47,6 @@ async def test_tokens_count_as_much_as_sequences():
     assert (await registry.acquire(1, 10)).worker_id == short.worker_id  # 3 sequences, but far fewer tokens
 
 
-async def test_each_finished_sequence_makes_room_for_the_next():
-    registry = registry_of(info("a", max_sequences=4))
-    lease = await registry.acquire(4, 10)
-    waiting = asyncio.create_task(registry.acquire(2, 10))
-    registry.release(lease, 1)
-    assert await is_waiting(waiting)  # one free, two needed
-    registry.release(lease, 1)
-    assert (await waiting).worker_id == "a"
-
-
 async def test_first_come_first_served_so_that_a_large_group_does_not_starve():
     registry = registry_of(info("a", max_sequences=4))
     lease = await registry.acquire(3, 10)

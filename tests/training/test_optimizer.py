@@ -17,36 +17,28 @@ def policy_of(weight):
     return SimpleNamespace(model=torch.nn.ParameterList([weight]), value_head=None)
 
 
-def learning_rates(steps=TOTAL, **options):
+def rates_of(optimizer, schedule, steps=TOTAL):
     """The learning rate that each of the first `steps` optimizer steps is taken with."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    config = OptimizerConfig(**({"learning_rate": 1.0, "num_warmup_steps": WARMUP} | options))
-    optimizer, schedule = build_policy_optimizer(policy_of(weight), config, TOTAL)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
-        weight.grad = torch.ones(1)
         optimizer.step()
         schedule.step()
     return rates
 
 
-def transformers_rates(name):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = get_scheduler(name, optimizer, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
-    rates = []
-    for _ in range(TOTAL):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return rates
+def learning_rates(steps=TOTAL, **options):
+    config = OptimizerConfig(**({"learning_rate": 1.0, "num_warmup_steps": WARMUP} | options))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    return rates_of(*build_policy_optimizer(policy_of(weight), config, TOTAL), steps)
 
 
 @pytest.mark.parametrize("name", ["constant_with_warmup", "linear", "cosine", "inverse_sqrt"])
 def test_the_warm_up_rises_evenly_from_its_first_step_and_then_the_schedule_is_that_of_transformers(name):
-    rates = learning_rates(lr_scheduler=name)
+    rates, optimizer = learning_rates(lr_scheduler=name), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
     assert rates[:WARMUP] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates[WARMUP:] == pytest.approx(transformers_rates(name)[WARMUP:])
+    assert rates[WARMUP:] == pytest.approx(rates_of(optimizer, schedule)[WARMUP:])
 
 
 @pytest.mark.parametrize("name", list(LR_SCHEDULES))
