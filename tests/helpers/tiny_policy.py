@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from async_grpo.modeling.policy import PolicyModel
 from async_grpo.types import MicroBatch
 
 VOCAB = 100
@@ -43,6 +44,15 @@ def tiny_model(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
 def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     tiny_model(seed, **changes).save_pretrained(folder)
     return folder
+
+
+def critic_policy(chunk_tokens: int = 7, **options: Any) -> PolicyModel:
+    """A policy whose critic is not at its initial zero: there the trunk would feel no value loss."""
+    policy = PolicyModel(tiny_model(), chunk_tokens=chunk_tokens, value_head=True, **options)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(policy.value_head.weight, std=0.5)
+    torch.nn.init.normal_(policy.value_head.bias, std=0.5)
+    return policy
 
 
 def pack(sequences: list[dict[str, Any]]) -> MicroBatch:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_policy import VOCAB, tiny_model
+from tiny_policy import critic_policy, random_sequence, tiny_model
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel, value_head_tensors
@@ -13,30 +13,13 @@ from async_grpo.training.optimizer import build_policy_optimizer
 TEMPERATURE = 0.8
 
 
-def critic_policy(**options):
-    """A policy whose critic is not at its initial zero: there the trunk would feel no value loss."""
-    policy = PolicyModel(tiny_model(), chunk_tokens=7, value_head=True, **options)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in policy.value_head.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return policy
-
-
-def random_sequences(lengths=(9, 2, 31, 17, 5, 24)):
-    """Per sequence ids and mask, (L,); the mask ends in trained tokens."""
+def random_sequences():
     rng = np.random.default_rng(0)
-    return [
-        {
-            "ids": torch.tensor(rng.integers(0, VOCAB, length)),
-            "mask": torch.tensor(np.arange(length) >= rng.integers(0, length)),
-        }
-        for length in lengths
-    ]
+    return [random_sequence(rng) for _ in range(6)]
 
 
 def forward(policy, sequences, **options):
-    ids, mask = (torch.cat([sequence[name] for sequence in sequences]) for name in ("ids", "mask"))
+    ids, mask = (torch.tensor(np.concatenate([s[name] for s in sequences])) for name in ("ids", "mask"))
     bounds = torch.tensor(np.cumsum([0, *(len(s["ids"]) for s in sequences)]))
     return policy(ids, bounds, mask, TEMPERATURE, **options)
 
@@ -49,7 +32,7 @@ def test_a_value_is_read_off_the_token_before_and_is_0_where_nothing_is_learnt()
     torch.testing.assert_close((logprobs, entropies), forward(PolicyModel(tiny_model()), sequences))
     weight, bias = (value_head_tensors(policy)[name] for name in ("weight", "bias"))
     for sequence, got in zip(sequences, values.split([len(s["ids"]) for s in sequences]), strict=True):
-        states = eager.model(input_ids=sequence["ids"][None]).last_hidden_state[0]
+        states = eager.model(input_ids=torch.tensor(sequence["ids"])[None]).last_hidden_state[0]
         expected = torch.zeros(len(got))
         for t in range(1, len(got)):
             if sequence["mask"][t]:
@@ -69,7 +52,7 @@ def test_values_start_at_zero_and_move_the_head_first():
 @pytest.mark.parametrize("value_trunk_gradient", [True, False])
 def test_nothing_to_learn_still_runs_the_whole_backward(value_trunk_gradient):
     policy = critic_policy(value_trunk_gradient=value_trunk_gradient)
-    dummy = [{"ids": torch.arange(3), "mask": torch.zeros(3, dtype=torch.bool)}]
+    dummy = [{"ids": np.arange(3), "mask": np.zeros(3, bool)}]
     sum(result.sum() for result in forward(policy, dummy, with_values=True)).backward()
     assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in policy.parameters())
 

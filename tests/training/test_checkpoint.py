@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import save_tiny_model, tiny_model
+from tiny_policy import critic_policy, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from async_grpo.errors import ConfigurationError
@@ -71,18 +71,10 @@ def test_tokenizer_template_and_generation_settings_come_along_and_whoever_may_r
     assert modes == {(folder / "config.json").stat().st_mode}
 
 
-def policy_with_a_critic(seed=0):
-    torch.manual_seed(seed)
-    policy = PolicyModel(tiny_model(), value_head=True)
-    for parameter in policy.value_head.parameters():
-        torch.nn.init.normal_(parameter)
-    return policy
-
-
 def test_a_critic_comes_back_exactly_and_the_folder_remains_a_plain_model(tmp_path, source, ranks):
-    expected = dict(policy_with_a_critic().value_head.state_dict())
+    expected = dict(critic_policy().value_head.state_dict())
     saving = writer(tmp_path, source, ranks, dtype="bfloat16")
-    folder = saving.save(shard_policy(policy_with_a_critic(), ranks), 1)
+    folder = saving.save(shard_policy(critic_policy(), ranks), 1)
     assert {tensor.dtype for tensor in load_file(folder / VALUE_HEAD_FILE).values()} == {torch.float32}
     fresh = PolicyModel(load_causal_lm(folder, "float32"), value_head=True)
     assert load_value_head(fresh, folder)
@@ -118,7 +110,7 @@ def test_a_critic_that_does_not_fit_is_refused(tmp_path, content, complaint):
 
 @pytest.mark.parametrize("broken", ["shutil.copyfile", "save_file"])
 def test_a_checkpoint_that_was_cut_short_is_not_there(tmp_path, source, ranks, monkeypatch, broken):
-    policy, saving = shard_policy(policy_with_a_critic(), ranks), writer(tmp_path, source, ranks)
+    policy, saving = shard_policy(critic_policy(), ranks), writer(tmp_path, source, ranks)
 
     def disk_full(*_):
         raise OSError("no space left on device")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_gradient_exactness import deal
-from tiny_policy import pack, random_sequence, tiny_model
+from tiny_policy import critic_policy, pack, random_sequence, tiny_model
 from two_ranks import on_two_ranks, recording_accumulator, relative_error
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
@@ -81,17 +81,9 @@ def minibatch(seed: int, case: str) -> list[dict]:
 
 
 def policy_of(objective: Objective) -> PolicyModel:
-    policy = PolicyModel(
-        tiny_model(),
-        chunk_tokens=13,
-        value_head=objective.has_critic,
-        value_trunk_gradient=objective.config.critic_trunk_gradient,
-    )
-    if policy.value_head is not None:
-        torch.manual_seed(5)
-        torch.nn.init.normal_(policy.value_head.weight, std=0.05)
-        torch.nn.init.normal_(policy.value_head.bias, std=0.5)
-    return policy
+    if objective.has_critic:
+        return critic_policy(13, value_trunk_gradient=objective.config.critic_trunk_gradient)
+    return PolicyModel(tiny_model(), chunk_tokens=13)
 
 
 def step_gradients(ranks, case, micro_batches):
