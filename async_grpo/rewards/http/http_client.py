@@ -8,12 +8,12 @@ happens. This is the one place where a request that failed on the network is sen
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
@@ -30,7 +30,7 @@ from async_grpo.rewards.http.endpoint import (
 )
 from async_grpo.rewards.http.exchange import OUTCOMES, Exchange, RequestFailed
 from async_grpo.rewards.http.rate_limiter import RateLimiter
-from async_grpo.rewards.http.replicas import Replica, Replicas, first_answer
+from async_grpo.rewards.http.replicas import Replica, Replicas
 from async_grpo.rewards.verifier_worker import quantile
 
 HEALTHY = {"ok": True, "429": True, "refused": True, "cancelled": None}  # others are failures of the replica
@@ -51,6 +51,7 @@ class _Call:
     tried: set[str] = field(default_factory=set)  # addresses that it was sent to
     bad_replies: int = 0
     last_failure: str = ""  # what is said of it after a time-out
+    sent: asyncio.Future[str] | None = None  # to where a request that may get a rival went
 
     def is_worth_another(self, error: BaseException) -> bool:
         retried = isinstance(error, RequestFailed) and error.outcome != "refused"
@@ -73,9 +74,6 @@ class EndpointClient:
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self._counts = Counter(requests=0, retries=0, hedges=0)
-
-    def __repr__(self) -> str:
-        return f"EndpointClient({self.name!r}, {self._endpoint!r})"
 
     async def post(
         self,
@@ -107,7 +105,15 @@ class EndpointClient:
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
         call = _Call(path, content, tokens, lane or phase, until, unanswered)
-        retrying = self._retrying(call)
+        # Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
+        # together must not come back together
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(call.is_worth_another),
+            wait=wait_random_exponential(self._endpoint.backoff_s, self._endpoint.backoff_max_s),
+            stop=lambda s: s.attempt_number >= self._endpoint.attempts or until.left_s <= s.upcoming_sleep,
+            before_sleep=lambda _: self._counts.update(["retries"]),
+            reraise=True,
+        )
         try:
             return await retrying(self._ask, call)
         except RequestFailed as failure:
@@ -132,47 +138,47 @@ class EndpointClient:
         """Close all connections; calls in flight fail."""
         await self._exchange.close()
 
-    def _retrying(self, call: _Call) -> AsyncRetrying:
-        """Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
-        together must not come back together."""
-        endpoint = self._endpoint
-        return AsyncRetrying(
-            retry=retry_if_exception(call.is_worth_another),
-            wait=wait_random_exponential(multiplier=endpoint.backoff_s, max=endpoint.backoff_max_s),
-            stop=lambda s: s.attempt_number >= endpoint.attempts or call.deadline.left_s <= s.upcoming_sleep,
-            before_sleep=lambda _: self._counts.update(["retries"]),
-            reraise=True,
-        )
-
     async def _ask(self, call: _Call) -> dict[str, Any]:
         """One attempt, with a rival if it is slow."""
         share = self._endpoint.hedge_quantile
         try:
             if share is None or len(self._latencies) < ENOUGH:
                 return await self._request(call)
-            patience_s = quantile(self._latencies, share)
-            return await first_answer(partial(self._request, call), partial(self._rival, call), patience_s)
+            return await self._hedged(call, quantile(self._latencies, share))
         except RequestFailed as failure:
             call.last_failure = f"; before that: {failure}"
             call.bad_replies += failure.outcome == "bad_reply"
             raise
 
-    async def _request(self, call: _Call, sent: asyncio.Future[str] | None = None) -> dict[str, Any]:
+    async def _hedged(self, call: _Call, patience_s: float) -> dict[str, Any]:
+        """Dean and Barroso, "The Tail at Scale", 2013: what takes longer gets a rival on another replica, and the first
+        answer wins. One that fails leaves it to the other; if both fail, the error is that of the first."""
+        call.sent = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[Any] = asyncio.ensure_future(self._request(call))
+        tasks: list[asyncio.Future[Any]] = [first]
+        try:
+            await asyncio.wait([first, call.sent], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=patience_s)
+            if not first.done() and self._replicas.usable(never=call.sent.result()):
+                tasks.append(asyncio.ensure_future(self._permitted(call, never=call.sent.result())))
+            for task in asyncio.as_completed(tasks):
+                with contextlib.suppress(Exception):  # the other one may still answer
+                    if (reply := await task) is not None:
+                        return reply
+            return await first
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the loser's permit is back before we are
+
+    async def _request(self, call: _Call) -> dict[str, Any]:
         """One request to the best replica, as soon as there is one, and a permit."""
         while True:  # all may go out of service while we wait for a permit
             await self._replicas.ready(call.deadline)
-            if (reply := await self._permitted(call, sent=sent)) is not None:
+            if (reply := await self._permitted(call)) is not None:
                 return reply
 
-    async def _rival(self, call: _Call, url: str) -> dict[str, Any]:
-        """The same request to another replica than `url`; a failure if there is none."""
-        if self._replicas.usable(never=url) and (reply := await self._permitted(call, never=url)) is not None:
-            return reply
-        raise RequestFailed("cancelled", "no other replica is in service")
-
-    async def _permitted(
-        self, call: _Call, *, never: str | None = None, sent: asyncio.Future[str] | None = None
-    ) -> dict[str, Any] | None:
+    async def _permitted(self, call: _Call, never: str | None = None) -> dict[str, Any] | None:
         """The reply to a request that has a permit; None if no replica may be asked when that comes."""
         try:
             with call.deadline.put_off():
@@ -188,8 +194,8 @@ class EndpointClient:
                 raise JudgeTimeout(f"a permit for a request came only with the deadline{call.last_failure}")
             if (replica := self._replicas.take(call.tried, never)) is None:
                 return None
-            if sent:
-                sent.set_result(replica.url)
+            if call.sent and not call.sent.done():
+                call.sent.set_result(replica.url)
             self._counts["hedges"] += never is not None
             used = None  # for all that is known
             reply = await self._send(call, replica)

@@ -66,13 +66,7 @@ class Limiter:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
         queue = self._queues.setdefault(key, _Queue(self._resumed))
         queue.set(key, limits)
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        queue.append(phase, turn, float(tokens))
-        try:
-            return await turn
-        except asyncio.CancelledError:  # also when the permit was given in this very turn of the event loop
-            queue.withdraw(phase, turn)
-            raise
+        return await queue.wait(phase, float(tokens))
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
         """See `RateLimiter`. Raises ValueError if the permit is not out, or for a senseless `used_tokens`."""
@@ -114,15 +108,18 @@ class _Queue:
         self._requests.set(limits.requests_per_minute, limits.burst_s, limits.slack_s)
         self._tokens.set(limits.tokens_per_minute, limits.burst_s, limits.slack_s)
 
-    def append(self, phase: str, turn: asyncio.Future[int], tokens: float) -> None:
+    async def wait(self, phase: str, tokens: float) -> int:
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._phases.setdefault(phase, {})[turn] = tokens, _now()
         self._grant()
-
-    def withdraw(self, phase: str, turn: asyncio.Future[int]) -> None:
-        waited = self._phases[phase].pop(turn, None)
-        if waited is None and turn.done() and not turn.cancelled():  # granted: its caller never heard of it
-            self.end(turn.result(), 0.0)
-        self._grant()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            self._phases[phase].pop(turn, None)
+            if not turn.cancelled():  # granted in this very turn of the event loop
+                self.end(turn.result(), 0.0)
+            self._grant()
+            raise
 
     def end(self, permit: int, used_tokens: float | None) -> None:
         tokens = self.permits.pop(permit)
@@ -174,11 +171,9 @@ class Start:
 class Meter:
     """One rate, for a caller that asks `may_start` and then calls `start` in the same moment. Moments are seconds.
 
-    The law is the exact record of the last window of 60 s (and `slack_s`): costs in it sum up to the limit at most.
-    The pace spreads calls over it (the generic cell rate algorithm, ITU-T I.371): each call moves a virtual clock on by
-    cost / rate, which may run `burst_s` ahead. What comes after the first in line waits for its cost, so that a call
-    larger than a burst waits no longer than any other. Time that a late timer loses while somebody waits is caught up,
-    at no more than `CATCH_UP_FACTOR` times the rate.
+    The law is the exact record of the last window. The pace spreads calls over it (the generic cell rate algorithm, ITU-T
+    I.371): each call moves a virtual clock on by cost / rate, which may run `burst_s` ahead. What comes after the first in
+    line waits for its cost, so that a call larger than a burst waits no longer than any other.
 
     Args:
         resumed: what started before is not known: begin with an interval and no burst.
@@ -211,13 +206,12 @@ class Meter:
             moment = max(moment, start.at + self._window_s)
         return moment
 
-    def start(self, cost: float, now: float, since: float | None = None) -> Start:
-        """Record that a call starts now that has waited `since` then (None: it did not)."""
+    def start(self, cost: float, now: float, since: float) -> Start:
+        """Record that a call starts now that has waited `since` then."""
         start = Start(now, cost)
         self._starts.append(start)
         self._total += cost
-        idle_until = max(now if since is None else since, now - CATCH_UP_S)
-        self._clock = max(idle_until, self._clock) + cost / self._rate
+        self._clock = max(since, now - CATCH_UP_S, self._clock) + cost / self._rate
         self._hasty_clock = max(now, self._hasty_clock) + cost / self._rate / CATCH_UP_FACTOR
         return start
 

@@ -1,4 +1,4 @@
-"""`Replicas`: which of several equal addresses gets the next request; `first_answer`: when a second one gets it, too.
+"""`Replicas`: which of several equal addresses gets the next request.
 
 Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it. (aiobreaker
 and purgatory neither choose among several addresses, nor let callers wait for a probe, nor obey a `Retry-After`.)
@@ -9,8 +9,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
@@ -138,30 +137,3 @@ class Replicas:
 
     def _open(self, replica: Replica, seconds: float) -> None:
         replica.open_s, replica.open_until = seconds, time.monotonic() + seconds
-
-
-async def first_answer(
-    start: Callable[[asyncio.Future[str]], Awaitable[Any]],
-    rival: Callable[[str], Awaitable[Any]],
-    patience_s: float,
-) -> Any:
-    """Hedged requests (Dean and Barroso, "The Tail at Scale", 2013): the slow few get a rival, and the first answer wins.
-
-    `start` gets a future to set when its request leaves, to where it went; `rival` gets that, once `patience_s` are over
-    since. One that fails leaves it to the other; if both fail, the error is that of `start`.
-    """
-    sent: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(start(sent))]
-    try:
-        await asyncio.wait([tasks[0], sent], return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(tasks, timeout=patience_s)
-        if not tasks[0].done():
-            tasks.append(asyncio.ensure_future(rival(sent.result())))
-        for task in asyncio.as_completed(tasks):
-            with contextlib.suppress(Exception):  # the other one may still answer
-                return await task
-        return await tasks[0]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # the loser's permit is back before we are

@@ -1,18 +1,36 @@
 """`IdleSleep`: vLLM servers sleep while they have no call, so that the programs on the same GPUs get the memory."""
 
 import asyncio
+import json
 import logging
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
-
 from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
-ANSWER_S, MOVE_S = 10.0, 120.0  # to say how it is, and to move the weights of a large model
+ANSWER_S, MOVE_S = 5.0, 120.0  # to say how it is, and to move the weights of a large model
+UNABLE = (OSError, ValueError, KeyError, TypeError)  # what asking a server may raise
+_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 log = logging.getLogger(__name__)
+
+
+def ask(url: str, key: str | None = None, method: str = "GET") -> dict[str, Any]:
+    """What one of our vLLM servers replies; blocks. Raises one of UNABLE."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, method=method, headers=headers)
+    with _NO_PROXY.open(request, timeout=ANSWER_S if method == "GET" else MOVE_S) as reply:
+        return json.loads(reply.read() or b"{}")
+
+
+def set_sleeping(url: str, asleep: bool, key: str | None = None) -> None:
+    """Let the server sleep (level 1: the weights wait in main memory) or wake; blocks. Raises one of UNABLE."""
+    if ask(f"{url}/is_sleeping", key)["is_sleeping"] is not asleep:
+        ask(url + ("/sleep?level=1" if asleep else "/wake_up"), key, "POST")
+        if ask(f"{url}/is_sleeping", key)["is_sleeping"] is not asleep:
+            raise ValueError("it says that it obeys, and does not")
 
 
 class IdleSleep:
@@ -20,7 +38,7 @@ class IdleSleep:
 
     Args:
         urls: base addresses of vLLM servers started with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
-        after_s: without a call, until they sleep (level 1: the weights wait in main memory).
+        after_s: without a call, until they sleep.
     """
 
     def __init__(self, urls: Sequence[str], after_s: float) -> None:
@@ -55,29 +73,19 @@ class IdleSleep:
         """Wake, stay awake as long as somebody calls now and then, sleep; and again if somebody came meanwhile."""
         try:
             while self._callers:
-                await asyncio.gather(*map(self._wake, self._urls))
+                await self._set(asleep=False)
                 self._awake.set_result(None)
                 while (rest_s := self._last_call + self._after_s - time.monotonic()) > 0 or self._callers:
                     await asyncio.sleep(rest_s if rest_s > 0 else self._after_s)
                 self._awake = asyncio.get_running_loop().create_future()
-                await asyncio.gather(*map(self._sleep, self._urls))
+                await self._set(asleep=True)
         except Exception as error:  # whoever comes next tries again
             self._awake.set_exception(error)
 
-    async def _wake(self, url: str) -> None:
-        try:
-            if (await self._ask("GET", f"{url}/is_sleeping", ANSWER_S))["is_sleeping"]:
-                await self._ask("POST", f"{url}/wake_up", MOVE_S)
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-            raise JudgeUnavailable(f"the judge at {url} cannot be woken: {error!r}") from error
-
-    async def _sleep(self, url: str) -> None:
-        try:
-            await self._ask("POST", f"{url}/sleep?level=1", MOVE_S)
-        except (aiohttp.ClientError, OSError) as error:
-            log.warning("the judge at %s does not sleep, its memory is not free: %r", url, error)
-
-    async def _ask(self, method: str, url: str, timeout_s: float) -> Any:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with aiohttp.request(method, url, timeout=timeout, raise_for_status=True) as reply:
-            return await reply.json(content_type=None) if method == "GET" else None
+    async def _set(self, *, asleep: bool) -> None:
+        moves = (asyncio.to_thread(set_sleeping, url, asleep) for url in self._urls)
+        for url, error in zip(self._urls, await asyncio.gather(*moves, return_exceptions=True), strict=True):
+            if error and not asleep:
+                raise JudgeUnavailable(f"the judge at {url} cannot be woken: {error!r}")
+            if error:
+                log.warning("the judge at %s does not sleep, its memory is not free: %r", url, error)

@@ -20,6 +20,7 @@ COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # in the `usag
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
 log = logging.getLogger(__name__)
+Counts = tuple[float | None, ...]  # of one request, as COUNTED; None: the server does not say
 # The reply to a request, which takes (prompt, completion) tokens at most
 Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
@@ -60,45 +61,6 @@ class JudgeAddresses:
     def are_asked_by(self, judge: Any) -> bool:
         """Whether the judge is asked at `judge_urls`."""
         return bool(self.judge_urls) and getattr(judge, "urls", None) == self.judge_urls
-
-
-@dataclass
-class Usage:
-    """The tokens of one call, over all its requests, as the server counts them, and their price."""
-
-    price_per_million_tokens: tuple[float, float] | None = None  # of (prompt, completion)
-    known: bool = True
-    counts: tuple[float, ...] = (0.0, 0.0, 0.0)  # as COUNTED
-
-    async def post(
-        self,
-        client: "EndpointClient",
-        path: str,
-        body: dict[str, Any],
-        tokens: tuple[float, float],
-        **asked: Any,
-    ) -> dict[str, Any]:
-        """`client.post`, and note what it takes; `tokens`: (prompt, completion) at most, also of an unanswered request."""
-        total = sum(tokens)
-        add = partial(self._add, *tokens, total)
-        reply = await client.post(path, body, tokens=total, unanswered=add, **asked)
-        counts = [said_tokens(reply, name) for name in COUNTED]
-        self.known = self.known and counts[-1] is not None
-        self._add(*(count or 0.0 for count in counts))
-        return reply
-
-    def _add(self, *counts: float) -> None:
-        self.counts = tuple(map(sum, zip(self.counts, counts, strict=True)))
-
-    def extras(self) -> dict[str, float]:
-        """`judge_tokens` and, with a price, `judge_cost`; nothing if a reply left it out."""
-        if not self.known:
-            return {}
-        prompt, completion, total = self.counts
-        if self.price_per_million_tokens is None:
-            return {"judge_tokens": total}
-        price_in, price_out = self.price_per_million_tokens
-        return {"judge_tokens": total, "judge_cost": (prompt * price_in + completion * price_out) / 1e6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,20 +131,29 @@ class RemoteJudge:
             ConfigurationError: the sample lacks what the judge needs.
             JudgeError: no reply came, or none that could be read. Its `spent` are the extras of what that has cost.
         """
-        usage = self._usage()
-        send = partial(usage.post, client, self.path, phase=phase, deadline=deadline)
+        counts: list[Counts] = []
+
+        async def send(body: dict[str, Any], tokens: tuple[float, float]) -> dict[str, Any]:
+            total = sum(tokens)
+            unanswered = partial(counts.append, (*tokens, total))  # it may have cost all of that
+            options: dict[str, Any] = {"phase": phase, "deadline": deadline, "unanswered": unanswered}
+            reply = await client.post(self.path, body, tokens=total, **options)
+            counts.append(tuple(said_tokens(reply, name) for name in COUNTED))
+            return reply
+
         try:
-            return await self._score(sample, send) | usage.extras()
+            return await self._score(sample, send) | self._spent(counts)
         except JudgeError as error:
-            error.spent = usage.extras()
+            error.spent = self._spent(counts)
             raise
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
         """The answer but for what it has cost; raises as `score` does."""
         raise NotImplementedError
 
-    def _usage(self) -> "Usage":
-        return Usage(known=False)
+    def _spent(self, counts: list[Counts]) -> dict[str, float]:
+        """Extras of what requests have cost."""
+        return {}
 
     def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
         shared = ("limits", "api_key_env", "timeout_s", "attempts", "hedge_quantile")
@@ -207,17 +178,26 @@ class ModelJudge(RemoteJudge):
         """Raise ConfigurationError for settings that cannot work, or if `extra_body` holds one of `ours`."""
         taken = ", ".join(sorted({"model", "messages", *ours} & set(self.extra_body)))
         price = self.price_per_million_tokens
-        prices = self._usage().price_per_million_tokens or (0.0, 0.0)
-        fine = len(prices) == 2 and all(0 <= price < math.inf for price in prices)
+        fine = len(self._prices) == 2 and all(0 <= one < math.inf for one in self._prices)
         require_all(
             (self.model, "model is empty: the server serves it under a name"),
             (not taken, f"extra_body must not hold {taken}: other settings of the judge decide"),
             (fine, f"price_per_million_tokens={price} must be 0 or more, and finite"),
         )
 
-    def _usage(self) -> Usage:
-        price = self.price_per_million_tokens
-        return Usage((price, price) if isinstance(price, int | float) else price)
+    @property
+    def _prices(self) -> tuple[float, float]:
+        price = self.price_per_million_tokens or 0.0
+        return (price, price) if isinstance(price, int | float) else price
+
+    def _spent(self, counts: list[Counts]) -> dict[str, float]:
+        """`judge_tokens` and, with a price, `judge_cost`; nothing if a reply left it out."""
+        if any(total is None for *_, total in counts):
+            return {}
+        prompt, completion, total = (sum(count[i] or 0.0 for count in counts) for i in range(3))
+        price_in, price_out = self._prices
+        spent = {"judge_tokens": total, "judge_cost": (prompt * price_in + completion * price_out) / 1e6}
+        return spent if self.price_per_million_tokens is not None else {"judge_tokens": total}
 
 
 def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:

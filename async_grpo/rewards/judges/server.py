@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import metadata
@@ -29,9 +28,9 @@ from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.http.endpoint import require_all
+from async_grpo.rewards.judges.idle_sleep import UNABLE, ask, set_sleeping
 
-POLL_S, ASK_S, CLOSE_S, BACKOFF_S = 0.2, 5.0, 45.0, 2.0  # the last before a server is started again
-SLEEP_S = 120.0  # to move the weights of a large model
+POLL_S, CLOSE_S, BACKOFF_S = 0.2, 45.0, 2.0  # the last before a server is started again
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
 END = "\0\n"
@@ -41,7 +40,6 @@ ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VL
 OURS = "model host port served-model-name runner enable-sleep-mode api-key".split()  # other settings decide
 ROOT = str(Path(__file__).resolve().parents[3])  # of this package, wherever it was imported from
 KEEP = "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.judges.server import keep; keep(*sys.argv[2:])"
-_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(eq=False)
@@ -153,11 +151,11 @@ class JudgeServer:
 
         Raises ConfigurationError if the server was not made with sleep_mode, WorkerLost if a replica did not obey.
         """
-        self._order("/sleep?level=1", sleeping=True)
+        self._set(asleep=True)
 
     def wake(self) -> None:
         """Take the memory again. Raises as `sleep` does."""
-        self._order("/wake_up", sleeping=False)
+        self._set(asleep=False)
 
     def close(self) -> None:
         """End all replicas; harmless when repeated. Nothing is left after `CLOSE_S`."""
@@ -222,26 +220,18 @@ class JudgeServer:
 
     def _serves(self, url: str) -> bool:
         try:
-            models = self._request(url + "/v1/models", ASK_S)["data"]
+            models = ask(f"{url}/v1/models", self._api_key)["data"]
             return any(model["id"] == self.served_name for model in models)
-        except (OSError, ValueError, KeyError, TypeError):  # not there yet, or not ours
+        except UNABLE:  # not there yet, or not ours
             return False
 
-    def _order(self, path: str, *, sleeping: bool) -> None:
+    def _set(self, *, asleep: bool) -> None:
         require_all((self.sleep_mode, "the judge server was made without sleep_mode=True"))
         for name, url in zip(self._names, self.urls, strict=True):
             try:
-                self._request(url + path, SLEEP_S, method="POST")
-                if self._request(url + "/is_sleeping", ASK_S)["is_sleeping"] is not sleeping:
-                    raise ValueError("it says that it obeys, and does not")
-            except (OSError, ValueError, KeyError) as error:
-                raise WorkerLost(f"{name} did not obey {path}: {error}; see {self._folder}") from error
-
-    def _request(self, url: str, timeout_s: float, method: str = "GET") -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        request = urllib.request.Request(url, method=method, headers=headers)
-        with _NO_PROXY.open(request, timeout=timeout_s) as reply:
-            return json.loads(reply.read())
+                set_sleeping(url, asleep, self._api_key)
+            except UNABLE as error:
+                raise WorkerLost(f"{name} did not obey ({asleep=}): {error}; see {self._folder}") from error
 
     def _check(self, forgiven: int) -> None:
         """Raise WorkerLost if a replica died more often than that, or a keeper does not run."""
