@@ -17,7 +17,7 @@ import pytest
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.isolation import framing
+from async_grpo.rewards.isolation import child
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, child_environment
 from async_grpo.rewards.verifier_worker import ProcessDied
 from async_grpo.types import AdapterResult, RewardStatus
@@ -287,12 +287,12 @@ async def test_no_descriptor_and_no_zombie_is_left_behind():
 
 
 def test_a_message_is_a_line_of_json():
-    assert framing.encode({"a": [1, None, "\n"]}, max_bytes=100) == b'{"a":[1,null,"\\n"]}'
+    assert child.encode({"a": [1, None, "\n"]}, max_bytes=100) == b'{"a":[1,null,"\\n"]}'
     with pytest.raises(ValueError, match="19 bytes exceeds the limit of 18"):
-        framing.encode({"a": [1, None, "\n"]}, max_bytes=18)
+        child.encode({"a": [1, None, "\n"]}, max_bytes=18)
     message = b'{"a":"\\n"}\n{"b":2}\n'
     for size in range(1, len(message)):  # in pieces of any size
-        lines = framing.Lines(100)
+        lines = child.Lines(100)
         pieces = [message[start : start + size] for start in range(0, len(message), size)]
         assert [one for piece in pieces for one in lines.feed(piece)] == [{"a": "\n"}, {"b": 2}]
 
@@ -339,7 +339,7 @@ async def test_what_python_notices_is_a_failure_and_the_process_lives_on(deed, r
         ("close channel and die slowly", "died (exit status 7)"),
         ("close channel and hang", "died (signal SIGKILL)"),
         ("noise", "answered nonsense: UnicodeDecodeError"),
-        ("a line of brackets", "answered nonsense: ValueError: a message is nested too deeply"),
+        ("a line of brackets", "answered nonsense: RecursionError: maximum recursion"),
         ("an answer to nothing", "answered nonsense: KeyError: 99"),
     ],
 )

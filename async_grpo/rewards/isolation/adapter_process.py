@@ -11,11 +11,12 @@ from typing import Any
 
 import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
+from async_grpo.rewards.isolation.child import encode
 from async_grpo.rewards.isolation.child_process import ChildProcess
-from async_grpo.rewards.isolation.framing import encode
-from async_grpo.rewards.verifier_worker import fields_of
+from async_grpo.rewards.verifier_worker import ProcessDied, fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
 CLOSE_S = 2.0  # for the `close` of a reward
@@ -74,12 +75,7 @@ class AdapterProcess:
         }
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
-        self._closed = self._closes = False
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process that leads the others, None while there is none."""
-        return self._child.pid if self._child and not self._child.lost else None
+        self._closed = False
 
     async def start(self) -> None:
         """Start the process now, so that no sample waits for it.
@@ -95,15 +91,16 @@ class AdapterProcess:
             if self._child is not None and not self._child.lost:
                 return
             child = self._child = self._spawn()
+            await child.connect()
             try:
-                message = await child.greet(self._greeting, self._start_timeout_s)
-                if error := message.get("error"):
-                    raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {error}")
-            except BaseException:
-                await child.end(WorkerLost(f"the process of {self.adapter!r} was ended while it started"))
-                raise
-            self._closes = message["closes"]
-            self.traits = traits = child.traits
+                reply = await child.ask("greeting", encode(self._greeting), self._start_timeout_s, 0.0)
+            except TimeoutError:
+                limit = f"{self._start_timeout_s:g} s"
+                raise ProcessDied(f"the process of {self.adapter!r} was not ready within {limit}") from None
+            if error := reply.get("error"):
+                await child.end(WorkerLost(error))
+                raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {error}")
+            self.traits = traits = child.traits = AdapterTraits(**reply["traits"])
             self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
             self.prefetch = not (traits.is_async or traits.is_batch)  # others wait in the process's pipe
 
@@ -129,9 +126,7 @@ class AdapterProcess:
         """End the process, for good; calls in flight raise WorkerLost."""
         self._closed = True
         if self._child is not None:
-            if self._closes:
-                await self._child.dismiss(CLOSE_S)
-            await self._child.end(WorkerLost(f"the worker of {self.adapter!r} is closed"))
+            await self._child.end(WorkerLost(f"the worker of {self.adapter!r} is closed"), CLOSE_S)
 
     async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """The process's answers to what is sent, so many, or why there are none."""

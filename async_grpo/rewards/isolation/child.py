@@ -1,8 +1,9 @@
 """The main program of one reward's process: `main` with a descriptor, the parent's id and a limit of processes.
 
 It splits into a guardian (see `process_tree`) and the process proper, which reads requests from its end of a socket pair
-and answers each, in order:
+and answers each, in order. A message is a line of JSON:
 
+    {"id": 0, "at": moment, "greeting": {...}}  ->  {"id": 0, "traits": {...}}, or `error` if it cannot start
     {"id": 7, "at": moment, "sample": {...}}    ->  {"id": 7, "answers": [one]}
     {"id": 8, "at": moment, "group": [...]}     ->  {"id": 8, "answers": [...]}, after `post_process_scores`
     {"cancel": 7}           request 7 is not served if its turn has not come; an async reward lets go of it. It is
@@ -16,6 +17,7 @@ standard library is imported before the reward is, and asyncio only for a reward
 import contextlib
 import inspect
 import itertools
+import json
 import math
 import os
 import resource
@@ -23,7 +25,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,6 @@ from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
-from async_grpo.rewards.isolation.framing import Lines, encode
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,9 +58,43 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
             if traits_of(adapter).is_async:
                 from asyncio import run
         except BaseException as error:  # the parent must learn the reason, whatever the user's file raised
-            server.send({"error": describe(error)})
+            server.send({"id": 0, "error": describe(error)})
             return
         run(server.serve(adapter, greeting["options"]))
+
+
+def encode(message: Any, max_bytes: int = sys.maxsize) -> bytes:
+    """As JSON, which holds no line end. Raises ValueError if it is too large, or TypeError for what JSON cannot hold.
+
+    >>> encode({"a": "1\\n"})
+    b'{"a":"1\\\\n"}'
+    """
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > max_bytes:
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {max_bytes}")
+    return body
+
+
+class Lines:
+    """Puts the pieces of a stream together.
+
+    >>> lines = Lines()
+    >>> list(lines.feed(b'{"a":1}\\n{"b"')), list(lines.feed(b':2}\\n'))
+    ([{'a': 1}], [{'b': 2}])
+    """
+
+    def __init__(self, max_bytes: int = sys.maxsize) -> None:
+        self._max_bytes = max_bytes
+        self._rest = bytearray()  # of the line that has not ended
+
+    def feed(self, piece: bytes) -> Iterator[Message]:
+        """The messages that end with this piece. Raises ValueError for a line that is too long or no JSON."""
+        self._rest += piece
+        if b"\n" in piece:
+            *lines, self._rest = self._rest.split(b"\n")
+            yield from map(json.loads, lines)
+        if len(self._rest) > self._max_bytes:
+            raise ValueError(f"a message of more than {self._max_bytes} bytes")
 
 
 class Server:
@@ -68,7 +103,7 @@ class Server:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._max_bytes = sys.maxsize
-        self._lines = Lines(sys.maxsize)  # the parent keeps to its limit
+        self._lines = Lines()  # the parent keeps to its limit
         self._poll = select.poll()  # `select` takes no descriptor above 1023
         self._poll.register(channel, select.POLLIN)
         self._pid = os.getpid()
@@ -82,8 +117,9 @@ class Server:
         while not self._waiting:
             if not self._receive():
                 sys.exit()
-        self._max_bytes = self._waiting[0]["max_message_bytes"]
-        return self._waiting.pop()
+        greeting: Message = self._waiting.pop()["greeting"]
+        self._max_bytes = greeting["max_message_bytes"]
+        return greeting
 
     async def serve(self, adapter: Any, options: Mapping[str, Any]) -> None:
         """Build the reward, greet, and answer until the parent closes the channel."""
@@ -91,7 +127,7 @@ class Server:
             reward = Reward(adapter, options)  # here, for what it opens may belong to the event loop
             await reward.call("warm_up")
         except BaseException as error:  # the parent must learn the reason, whatever the user's code raised
-            self.send({"error": describe(error)})
+            self.send({"id": 0, "error": describe(error)})
             return
         self._traits = reward.traits
         if reward.traits.is_async:
@@ -99,7 +135,7 @@ class Server:
 
             self._woken = asyncio.Event()
             asyncio.get_running_loop().add_reader(self._channel, self._woken.set)
-        self.send({"traits": asdict(reward.traits), "closes": reward.closes})
+        self.send({"id": 0, "traits": asdict(reward.traits)})
         while True:
             if await self._something_came(self._wait_s()):
                 if not self._receive():
@@ -110,8 +146,7 @@ class Server:
                     self._answer(requests, await reward.replies(requests))
                 else:
                     self._start(requests, reward.replies(requests))
-        if reward.closes:
-            await reward.call("close")
+        await reward.call("close")
 
     def send(self, message: Message) -> None:
         self._channel.sendall(encode(message, self._max_bytes) + b"\n")
@@ -202,7 +237,6 @@ class Reward:
         self._adapter = adapter
         self._function = _refuse_judge if self.traits.is_judge else function_of(adapter)
         self._options = accepted_options(self._function, options)
-        self.closes = callable(getattr(adapter, "close", None))  # there is something to do at the end
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What a method of the registered object returns; None if it has none of this name."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -14,12 +15,11 @@ from typing import Any, cast
 from async_grpo.errors import WorkerLost
 from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.adapter.decorators import AdapterTraits
-from async_grpo.rewards.isolation.framing import Lines, encode
+from async_grpo.rewards.isolation.child import Lines, encode
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
 REAP_S = 10.0  # for a killed process to end
-GREETING = 0  # number of the first exchange
 _MAIN = "import sys; from async_grpo.rewards.isolation.child import main; main(*map(int, sys.argv[1:]))"
 
 
@@ -35,7 +35,7 @@ class Request:
 
 class ChildProcess(asyncio.Protocol):
     """A process that answers each request once (see `child`). Arguments are those of `AdapterProcess`, but for the
-    environment, which is all of its variables.
+    environment, which is all of its variables. `connect` comes first.
 
     It serves what it gets in order, one at a time; an async reward, all at once; a batched one says which requests it
     begins together. Their time runs from then on. It dies with the thread that made it.
@@ -48,11 +48,11 @@ class ChildProcess(asyncio.Protocol):
         self.traits = AdapterTraits()  # until it has said what it is
         self._adapter = adapter
         self._lines = Lines(max_message_bytes)
-        self._next_number = GREETING
+        self._numbers = itertools.count()
         self._requests: dict[int, Request] = {}  # not answered yet, in their order
         self._transport: asyncio.Transport | None = None
-        self._burial: asyncio.Task[None] | None = None  # finds out what it died of
-        self._ending: asyncio.Task[None] | None = None
+        self._burial: asyncio.Task[None] | None = None
+        self._gone = asyncio.Event()  # it was collected, and all that it started
         self._max_processes = max_processes
         self._channel, theirs = socket.socketpair()
         arguments = [theirs.fileno(), os.getpid(), max_processes]
@@ -71,20 +71,12 @@ class ChildProcess(asyncio.Protocol):
             raise
         self.pid = self._process.pid  # of the guardian (see `process_tree`): all others end with it
 
-    async def greet(self, greeting: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Open the channel with a first message; returns the answer. Raises ProcessDied, also after the time-out."""
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=self._channel)
-        try:
-            message = await self._exchange(encode(greeting, sys.maxsize), timeout_s)
-        except TimeoutError:
-            error = f"the process of {self._adapter!r} was not ready within {timeout_s:g} s"
-            raise ProcessDied(error) from None
-        self.traits = AdapterTraits(**message.get("traits", {}))
-        return message
+    async def connect(self) -> None:
+        """Listen to the process."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._channel)
 
     async def ask(self, what: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
-        """The reply to a `sample` or a `group`, which is given as JSON.
+        """The reply to the `greeting`, which comes first, a `sample` or a `group`, given as JSON.
 
         Args:
             timeout_s: from when it is begun.
@@ -93,31 +85,37 @@ class ChildProcess(asyncio.Protocol):
         Raises:
             TimeoutError, ProcessDied, CallInterrupted: there is none.
         """
-        number = self._next_number
+        number = next(self._numbers)
         head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), what.encode())
         try:
-            return await self._exchange(head + body + b"}", timeout_s)
+            async with asyncio.timeout(None) as limit:
+                request = self._requests[number] = Request(number, timeout_s, limit)
+                self._write(head + body + b"}")
+                if self.traits.is_async and not self.traits.is_batch:
+                    self._begin([request])
+                else:
+                    self._begin_next()
+                return await asyncio.shield(request.reply)
         except (TimeoutError, asyncio.CancelledError):
-            if request := self._requests.get(number):  # else its answer has come
+            if not request.reply.done():
                 request.given_up = True
                 await self._abandon(request, grace_s)
             raise
 
-    async def dismiss(self, timeout_s: float) -> None:
-        """Let the process end in order, if nothing is asked of it and it does so in time; `end` must follow."""
+    async def end(self, error: WorkerLost, grace_s: float = 0.0) -> None:
+        """End the process; the replies to come raise the error. If nothing is asked of it, it may first end in order."""
         if self._transport is not None and not self.lost and not self._requests:
             self._transport.write_eof()
-            await self._ends_within(timeout_s)
-
-    async def end(self, error: WorkerLost) -> None:
-        """Kill the process; the replies to come raise the error."""
-        self._fail(error, error)
-        await self._stop()
-        if self._burial is not None:
-            await asyncio.wait((self._burial,))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._gone.wait()
+        self._kill(error)
+        await self._gone.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's, in a Ray actor, is no subclass of it
+        if self.lost:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -125,39 +123,26 @@ class ChildProcess(asyncio.Protocol):
                 if "begun" in message:
                     self._begin([self._requests[number] for number in message["begun"]])
                 else:
-                    self._requests.pop(message.get("id", GREETING)).reply.set_result(message)
+                    self._requests.pop(message["id"]).reply.set_result(message)
                     self._begin_next()
-        except (ValueError, TypeError, LookupError) as error:
-            # Somebody else writes into the channel
+        except Exception as error:  # somebody else writes into the channel
             reason = f"the process of {self._adapter!r} answered nonsense: {type(error).__name__}: {error}"
-            self._end_soon(ProcessDied(reason))
+            self._kill(ProcessDied(reason))
 
     def connection_lost(self, error: Exception | None) -> None:
         with contextlib.suppress(OSError):  # after an error in writing, its last answers may lie unread
             while error is not None and (data := self._channel.recv(2**16, socket.MSG_DONTWAIT)):
                 self.data_received(data)
-        if not self.lost:
-            self.lost = True
-            self._burial = asyncio.get_running_loop().create_task(self._bury())
-
-    async def _exchange(self, message: bytes, timeout_s: float) -> dict[str, Any]:
-        """The reply to a message; its time-out is from when it is begun."""
-        async with asyncio.timeout(None) as limit:
-            request = self._requests[self._next_number] = Request(self._next_number, timeout_s, limit)
-            self._next_number += 1
-            self._write(message)
-            if self.traits.is_async and not self.traits.is_batch:
-                self._begin([request])
-            else:
-                self._begin_next()
-            return await asyncio.shield(request.reply)
+        wait_s = 0.0 if self.lost else EXIT_WAIT_S  # a kill while it ends would hide what it died of
+        self.lost = True
+        self._burial = asyncio.get_running_loop().create_task(self._bury(wait_s))
 
     def _write(self, message: bytes) -> None:
         if self._transport is not None and not self.lost:
             self._transport.write(message + b"\n")
 
     def _withdraw(self, request: Request) -> None:
-        self._write(encode({"cancel": request.number}, sys.maxsize))
+        self._write(encode({"cancel": request.number}))
 
     def _begin_next(self) -> None:
         """The first request is being served, where they are served in order."""
@@ -174,17 +159,10 @@ class ChildProcess(asyncio.Protocol):
         if all(request.given_up for request in requests):  # withdrawn too late: no caller keeps their time
             asyncio.get_running_loop().call_later(requests[0].timeout_s, self._interrupt, requests)
 
-    def _interrupt(self, requests: Sequence[Request]) -> asyncio.Task[None] | None:
+    def _interrupt(self, requests: Sequence[Request]) -> None:
         """End the process, unless it has let go of these."""
         if not all(request.reply.done() for request in requests):
-            return self._end_soon(
-                CallInterrupted(f"the process of {self._adapter!r} was ended for another sample")
-            )
-        return None
-
-    def _end_soon(self, error: WorkerLost) -> asyncio.Task[None]:
-        self._ending = asyncio.get_running_loop().create_task(self.end(error))
-        return self._ending
+            self._kill(CallInterrupted(f"the process of {self._adapter!r} was ended for another sample"))
 
     async def _abandon(self, request: Request, grace_s: float) -> None:
         """One that is ahead of its turn is withdrawn. One that is served is cancelled, if the reward is async; only if that
@@ -200,14 +178,26 @@ class ChildProcess(asyncio.Protocol):
             for other in served:
                 self._withdraw(other)
             await asyncio.wait([other.reply for other in served], timeout=grace_s)
-        if ending := self._interrupt(served):
-            await asyncio.wait([ending])
+        self._interrupt(served)
+        if self.lost:
+            await self._gone.wait()
 
-    async def _bury(self) -> None:
-        await self._ends_within(EXIT_WAIT_S)  # a kill while it ends would hide what it died of
-        await self._stop()
+    def _kill(self, error: WorkerLost) -> None:
+        """The replies to come raise the error; the rest follows from the end of the connection."""
+        self._fail(error, error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _bury(self, wait_s: float) -> None:
+        """Kill and collect the process and all that it started, unless it ends by itself within so many seconds."""
+        await self._ends_within(wait_s)
+        self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # the reward may have stopped its guardian
+        if not await self._ends_within(REAP_S):
+            self._process.kill()  # whatever ails the guardian, the reward's process dies with it
         error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
         self._fail(error, CallInterrupted(f"{error}, before it began this sample"))
+        self._gone.set()
 
     def _fail(self, error: WorkerLost, before_its_turn: WorkerLost) -> None:
         self.lost = True
@@ -223,17 +213,6 @@ class ChildProcess(asyncio.Protocol):
         if code == TOO_MANY:
             return f"was ended, for it had started more than {self._max_processes} processes"
         return f"died ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
-
-    async def _stop(self) -> None:
-        """Close the channel, kill and collect the process and all that it started. Harmless when repeated."""
-        if self._transport is None:
-            self._channel.close()
-        else:
-            self._transport.abort()
-        self._process.terminate()
-        self._process.send_signal(signal.SIGCONT)  # the reward may have stopped its guardian
-        if not await self._ends_within(REAP_S):
-            self._process.kill()  # whatever ails the guardian, the reward's process dies with it
 
     async def _ends_within(self, timeout_s: float) -> bool:
         """Whether the process ends in time. Polled: waiting would take a thread."""
