@@ -1,13 +1,11 @@
-"""The main program of one reward's process: `main` with a descriptor, the parent's id and a limit of processes.
-
-It splits into a guardian (see `process_tree`) and the process proper, which reads requests from its end of a socket pair
-and answers each, in order. A message is a line of JSON:
+"""The main program of one reward's process, which reads requests from its end of a socket pair and answers each, in order.
+A message is a line of JSON:
 
     {"id": 0, "at": moment, "greeting": {...}}  ->  {"id": 0, "traits": {...}}, or `error` if it cannot start
     {"id": 7, "at": moment, "sample": {...}}    ->  {"id": 7, "answers": [one]}
     {"id": 8, "at": moment, "group": [...]}     ->  {"id": 8, "answers": [...]}, after `post_process_scores`
     {"cancel": 7}           request 7 is not served if its turn has not come; an async reward lets go of it. It is
-                            answered all the same
+                            answered all the same, perhaps by none
     {"begun": [7, 9]}       from a batched reward: these are now served by one call
 
 The reward runs in this process's main thread, where libraries may use signals; what it prints goes to stderr. Only the
@@ -18,7 +16,6 @@ import contextlib
 import inspect
 import itertools
 import json
-import math
 import os
 import resource
 import select
@@ -44,12 +41,14 @@ Message = dict[str, Any]
 
 
 def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
-    """Greet, then serve until the parent closes the channel."""
+    """Below a guardian (see `process_tree`), serve until the parent closes the channel."""
     split_off_guardian(parent_pid, channel_fd, max_processes)
     os.set_inheritable(channel_fd, False)  # a program started by the reward must not keep the channel open
     with socket.socket(fileno=channel_fd) as channel:
-        server = Server(channel)
-        greeting = server.greeting()
+        if not (first := channel.makefile("rb").readline()):
+            return
+        greeting = json.loads(first)["greeting"]
+        server = Server(channel, greeting["max_message_bytes"])
         run: Callable[..., None] = run_plain
         try:
             _limit_resources(greeting["memory_limit_bytes"])
@@ -64,11 +63,7 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
 
 
 def encode(message: Any, max_bytes: int = sys.maxsize) -> bytes:
-    """As JSON, which holds no line end. Raises ValueError if it is too large, or TypeError for what JSON cannot hold.
-
-    >>> encode({"a": "1\\n"})
-    b'{"a":"1\\\\n"}'
-    """
+    """As JSON, which holds no line end. Raises ValueError if it is too large, or TypeError for what JSON cannot hold."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > max_bytes:
         raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {max_bytes}")
@@ -100,9 +95,8 @@ class Lines:
 class Server:
     """One call after the other; or, in an event loop, a task for each request, and of a batched reward for one batch."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._max_bytes = sys.maxsize
+    def __init__(self, channel: socket.socket, max_bytes: int) -> None:
+        self._channel, self._max_bytes = channel, max_bytes
         self._lines = Lines()  # the parent keeps to its limit
         self._poll = select.poll()  # `select` takes no descriptor above 1023
         self._poll.register(channel, select.POLLIN)
@@ -111,15 +105,6 @@ class Server:
         self._waiting: list[Message] = []
         self._tasks: dict[int, asyncio.Task[list[Answers]]] = {}  # by the requests that they serve
         self._woken: asyncio.Event | None = None  # in an event loop: something has come, or a task has ended
-
-    def greeting(self) -> Message:
-        """The first message; ends the process if the parent has closed the channel."""
-        while not self._waiting:
-            if not self._receive():
-                sys.exit()
-        greeting: Message = self._waiting.pop()["greeting"]
-        self._max_bytes = greeting["max_message_bytes"]
-        return greeting
 
     async def serve(self, adapter: Any, options: Mapping[str, Any]) -> None:
         """Build the reward, greet, and answer until the parent closes the channel."""
@@ -162,29 +147,29 @@ class Server:
                 self._tasks[number].cancel()
             elif gone := [request for request in self._waiting if request["id"] == number]:
                 self._waiting.remove(gone[0])
-                self._answer(gone, [[failure("cancelled")]])
+                self._answer(gone, [[]])
         return bool(piece)
 
-    def _wait_s(self) -> float:
+    def _wait_s(self) -> float | None:
         """Until the next call is to begin: a batch when it is full, or its first request was sent `max_wait_s` ago."""
         if not self._waiting or (self._traits.is_batch and self._tasks):
-            return math.inf
+            return None
         first = self._waiting[0]
         if "group" in first or not self._traits.is_batch or len(self._waiting) >= self._traits.capacity:
             return 0.0
         return max(0.0, first["at"] + self._traits.max_wait_s - time.monotonic())
 
-    async def _something_came(self, wait_s: float) -> bool:
+    async def _something_came(self, wait_s: float | None) -> bool:
         """Within so many seconds; in an event loop no longer than until a task ends."""
-        if self._woken is not None and wait_s > 0.0:
+        if self._woken is not None and wait_s != 0.0:
             import asyncio
 
             self._woken.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
+                async with asyncio.timeout(wait_s):
                     await self._woken.wait()
             wait_s = 0.0
-        return bool(self._poll.poll(None if math.isinf(wait_s) else 1000 * wait_s))
+        return bool(self._poll.poll(None if wait_s is None else 1000 * wait_s))
 
     def _take(self) -> list[Message]:
         """The requests that the next call serves; says so, where the parent cannot know."""
@@ -202,8 +187,8 @@ class Server:
         def ended(task: "asyncio.Task[list[Answers]]") -> None:
             for request in requests:
                 del self._tasks[request["id"]]
-            cancelled = [[failure("cancelled")] for _ in requests]  # before it began
-            self._answer(requests, cancelled if task.cancelled() else task.result())
+            none: list[Answers] = [[] for _ in requests]  # it was cancelled before it began
+            self._answer(requests, none if task.cancelled() else task.result())
             assert self._woken is not None, "there is an event loop"
             self._woken.set()
 
