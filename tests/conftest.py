@@ -26,7 +26,7 @@ def ray_cluster() -> Iterator[None]:
     """One Ray for the tests of a file that want it."""
     ray = pytest.importorskip("ray")
     here = Path(__file__).parent / "cluster"  # workers unpickle the actor classes of these tests by name
-    paths = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
+    paths = os.pathsep.join(map(str, (here, here.parent / "helpers", here.parents[1])))
     ray.init(
         address="local",  # never a cluster that happens to run here
         include_dashboard=False,

@@ -26,18 +26,17 @@ log = logging.getLogger(__name__)
 
 
 class RateLimitActor(ChannelServer):
-    """One `Limiter`, and the permits that are out."""
+    """One `Limiter`."""
 
-    def __init__(self, resumed: bool = False, silence_s: float = SILENCE_S) -> None:
-        self._limiter, self._out = Limiter(resumed=resumed), set[tuple[str, int]]()
+    def __init__(self, resumed: bool, silence_s: float) -> None:
+        self._limiter = Limiter(resumed=resumed)
         self.poll_s, self.forget_s = silence_s / 6, silence_s
         self.answer_delay_s = 0.01  # a permit that travels is a slot that is not used
-        self.serve({"hold": self._hold, "release": self._release, "stats": self._stats})
+        self.serve({"hold": self._hold, "release": self._release, "stats": self._limiter.stats})
 
     async def _hold(self, key: str, limits: Limits, tokens: float, phase: str) -> AsyncGenerator[int]:
         """Yield a permit, and keep it until the call is ended: by whoever has it, or by its silence."""
         permit = await self._limiter.acquire(key, limits, tokens=tokens, phase=phase)
-        self._out.add((key, permit))
         try:
             yield permit
             await asyncio.Event().wait()
@@ -45,12 +44,8 @@ class RateLimitActor(ChannelServer):
             await self._release(key, permit, None)
 
     async def _release(self, key: str, permit: int, used_tokens: float | None) -> None:
-        if (key, permit) in self._out:
+        with contextlib.suppress(ValueError):  # it was given back before
             await self._limiter.release(key, permit, used_tokens=used_tokens)
-            self._out.remove((key, permit))
-
-    async def _stats(self) -> dict[str, Any]:
-        return self._limiter.stats()
 
 
 class RemoteRateLimiter:

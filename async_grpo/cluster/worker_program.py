@@ -6,10 +6,8 @@ import dataclasses
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -26,10 +24,11 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.generation.config import engine_class
+from async_grpo.logprob.logprob_worker import LogprobWorker
 from async_grpo.modeling.load import context_length, model_fingerprint
-from async_grpo.protocols import Manifest, Receipt, WeightPackage
+from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.package import prove_landed, unpack
+from async_grpo.weights.package import prove_landed
 
 log = logging.getLogger(__name__)
 UNLIMITED = 2**31 - 1
@@ -46,13 +45,18 @@ ENGINE_ENVIRONMENT = {
 class WorkerActor(ChannelServer):
     """A worker that joins a run and follows its weights. One package is loaded at a time, never an older one."""
 
-    # What `start` sets: (version, safetensors images) -> receipt, and a text's log-probs (N,) under the weights
-    _update: Callable[[int, Sequence[memoryview]], Awaitable[Manifest]]
-    _canary: Callable[[np.ndarray], Awaitable[np.ndarray]]
+    served: tuple[str, ...]  # the engine's methods that a link calls
 
     def __init__(self) -> None:
         self._loading = asyncio.Lock()
         self._version: int | None = None
+
+    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
+        """Load the model; returns the tokens that it can hold at once."""
+        kind = engine_class(config.engine) if config.mode == GENERATION else LogprobWorker
+        self._engine = kind.start(config, settings)
+        self.serve({name: getattr(self._engine, name) for name in self.served})
+        return self._engine.kv_cache_tokens
 
     async def enlist(self, controller: Any, info: WorkerInfo) -> None:
         """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
@@ -72,20 +76,21 @@ class WorkerActor(ChannelServer):
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
             chunks = [(await chunk).data for chunk in package.chunks]
-            manifest = await self._update(package.version, chunks)
+            manifest = await self._engine.update(package.version, chunks)
             self._version = package.version
-            return manifest, await self._canary(package.canary_ids)
+            return manifest, await self._engine.canary(package.canary_ids)
+
+    async def until_failure(self) -> str:
+        return await self._engine.until_failure()
+
+    async def close(self) -> None:
+        self._engine.close()
 
 
 class GenerationActor(WorkerActor):
     """An `Engine` of whichever class the run names."""
 
-    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
-        """Load the model; returns the tokens that its KV cache holds."""
-        self._engine = engine = engine_class(config.engine).start(config, settings)
-        self._update, self._canary = engine.update, engine.canary
-        self.serve({"complete": engine.complete, "progress": engine.progress})
-        return engine.kv_cache_tokens
+    served = ("complete", "progress")
 
     async def transfer(self, method: str, *args: Any) -> Any:
         """One step of an update that the trainer's own engine drives (NCCL).
@@ -101,42 +106,11 @@ class GenerationActor(WorkerActor):
             )
         return await step(*args)
 
-    async def until_failure(self) -> str:
-        return await self._engine.until_failure()
-
-    async def close(self) -> None:
-        self._engine.close()
-
 
 class LogprobActor(WorkerActor):
-    """A `LogprobWorker`."""
+    """A `LogprobWorker`; of the proximal ones the weights change."""
 
-    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
-        """Load the model; returns the token budget of a forward."""
-        from async_grpo.logprob.logprob_worker import LogprobWorker
-
-        self._worker = worker = LogprobWorker.from_folder(
-            config.model_path,
-            dtype=settings.dtype,
-            max_tokens=config.max_tokens_per_gpu,
-            max_wait_s=config.max_wait_s,
-            temperature=settings.temperature,
-        )
-        self._update, self._canary = self._load, worker.prompt_logprobs
-        self.serve({"logprobs": worker.logprobs})
-        return config.max_tokens_per_gpu
-
-    async def _load(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
-        """Proximal workers only. Unpacking and digests run in a thread: the actor must go on answering."""
-        tensors, manifest = await asyncio.to_thread(unpack, chunks)
-        await self._worker.load_weights(tensors.items())
-        return manifest
-
-    async def until_failure(self) -> str:
-        return await asyncio.get_running_loop().create_future()  # its failures are answers to requests
-
-    async def close(self) -> None:
-        await self._worker.close()
+    served = ("logprobs",)
 
 
 def dispatch(config: WorkerConfig) -> None:

@@ -4,6 +4,7 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 """
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,9 +24,10 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
-from async_grpo.generation.engine_arguments import engine_arguments
+from async_grpo.options.fields import nearest
 from async_grpo.protocols import Manifest, Receipt, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
+from async_grpo.weights.config import get_transport
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
@@ -249,3 +253,40 @@ def _versions(output: CompletionOutput, num_tokens: int) -> np.ndarray:
         if span.version.lstrip("-").isdigit():
             versions[span.start : span.end] = int(span.version)
     return versions
+
+
+def engine_arguments(
+    options: EngineConfig, settings: SharedRunSettings, worker_extension: str
+) -> AsyncEngineArgs:
+    """The run's settings, the worker's options, and `--engine-options`.
+
+    Raises:
+        ConfigurationError: the engine has no further argument of that name, or the run says its value.
+    """
+    own: dict[str, Any] = {
+        "model": options.model_path,
+        "skip_tokenizer_init": True,  # token ids in, token ids out: text is ours, made once at the end
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_total_tokens,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": options.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        "seed": settings.seed,
+        "weight_transfer_config": WeightTransferConfig(get_transport(settings.transport).engine_backend),
+        "worker_extension_cls": worker_extension,
+        "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
+        "enable_log_requests": False,
+    }
+    known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
+    for name, value in options.further_options.items():
+        if name in own:
+            what = f"the run sets {name} itself, from its other options; leave it out"
+        elif name not in known:
+            what = f"vLLM's engine has no such argument{nearest(name, known)}"
+        else:
+            continue
+        raise ConfigurationError(f"--engine-options {name}={value}: {what}")
+    return AsyncEngineArgs(**own, **options.further_options)

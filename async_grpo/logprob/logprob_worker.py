@@ -7,7 +7,7 @@ waiting for that long a silence instead would never end under steady traffic.
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,9 @@ from torch import Tensor
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.protocols import Manifest
+from async_grpo.types import SharedRunSettings
+from async_grpo.weights.package import unpack
 
 
 @dataclass
@@ -35,7 +38,7 @@ class _Request:
 
 
 class LogprobWorker:
-    """Answers `logprobs` from `policy`, packing what is asked concurrently into few forwards.
+    """Answers `logprobs` from `policy`, packing what is asked concurrently into few forwards; otherwise as an `Engine`.
 
     max_tokens: of one forward. max_wait_s: the longest a sequence waits for company. temperature: divides the logits; it
     must be the one that the completions were sampled at.
@@ -45,7 +48,8 @@ class LogprobWorker:
         self, policy: PolicyModel, *, max_tokens: int, max_wait_s: float = 0.05, temperature: float = 1.0
     ) -> None:
         self._policy = policy.eval().requires_grad_(False)
-        self._max_tokens, self._max_wait_s, self._temperature = max_tokens, max_wait_s, temperature
+        self.kv_cache_tokens = self._max_tokens = max_tokens
+        self._max_wait_s, self._temperature = max_wait_s, temperature
         self._queue: list[_Request] = []
         self._batch: list[_Request] = []  # taken from the queue and not yet answered
         self._arrival = asyncio.Event()
@@ -59,6 +63,17 @@ class LogprobWorker:
         """A server of the model in `model_path`, on the GPU if there is one; `options`: the constructor's."""
         policy = PolicyModel(load_causal_lm(model_path, dtype))
         return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)
+
+    @classmethod
+    def start(cls, config: Any, settings: SharedRunSettings) -> "LogprobWorker":
+        """A server for a run. `config`: the `WorkerConfig`."""
+        return cls.from_folder(
+            config.model_path,
+            dtype=settings.dtype,
+            max_tokens=config.max_tokens_per_gpu,
+            max_wait_s=config.max_wait_s,
+            temperature=settings.temperature,
+        )
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
         """Per sequence (L,) of prompt and completion the log-probs (T,) float32 of its tokens after `prompt_length`.
@@ -79,25 +94,30 @@ class LogprobWorker:
             self._serving = asyncio.create_task(self._serve())
         return list(await asyncio.gather(*(request.answer for request in requests)))
 
-    async def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the policy's weights, between two batches.
+    async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
+        """See `Engine`. The weights change between two batches; forwards go on while they are unpacked and digested.
 
         WeightsDidNotLand: names or shapes are not the model's. What was loaded stays: load again, or close.
         """
-        await asyncio.wrap_future(self._thread.submit(_copy_weights, self._policy, named_tensors))
+        tensors, manifest = await asyncio.to_thread(unpack, chunks)
+        await asyncio.wrap_future(self._thread.submit(_copy_weights, self._policy, tensors))
+        return manifest
 
-    async def prompt_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) float32 log-probs of a fixed text at temperature 1, the first 0: what a landing check asks."""
+    async def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        """See `Engine`."""
         request = _Request(token_ids, 1)
         (answer,) = await asyncio.wrap_future(self._thread.submit(self._forward, [request], 1.0))
         return np.concatenate([np.zeros(1, np.float32), answer])
 
-    async def close(self) -> None:
+    async def until_failure(self) -> str:
+        """Never: its failures are answers to requests."""
+        return await asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
         """Fail what still waits and take no more. A forward under way ends on its own, not waited for."""
         self._closed = True
         if self._serving is not None:
             self._serving.cancel()
-            await asyncio.wait([self._serving], timeout=1.0)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self) -> None:
@@ -157,13 +177,13 @@ def _fail(error: Exception, requests: list[_Request]) -> None:
 
 
 @torch.no_grad()
-def _copy_weights(policy: PolicyModel, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
     """Tensors that do not come keep their values: whether all came that were sent, the receipt says."""
     known = dict(named_weights(policy))
-    for name, tensor in named_tensors:
+    for name, tensor in tensors.items():
         if name not in known or known[name].shape != tensor.shape:
-            expected = tuple(known[name].shape) if name in known else "no such tensor, or it came twice"
+            expected = tuple(known[name].shape) if name in known else "no such tensor"
             raise WeightsDidNotLand(
                 f"received {name} of shape {tuple(tensor.shape)}; the model expects {expected}"
             )
-        known.pop(name).copy_(tensor)
+        known[name].copy_(tensor)

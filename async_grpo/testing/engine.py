@@ -76,13 +76,10 @@ class FakeEngine:
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
         """See `Engine`."""
-        from async_grpo.weights.package import unpack
-
         paused_at = time.monotonic()
         self._running.clear()
         try:
-            tensors, manifest = unpack(chunks)
-            await self._model.load_weights(tensors.items())
+            manifest = await self._model.update(version, chunks)
             self.policy_version = version
         finally:
             self._running.set()
@@ -91,7 +88,7 @@ class FakeEngine:
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`: of the weights that it holds."""
-        return await self._model.prompt_logprobs(token_ids)
+        return await self._model.canary(token_ids)
 
     def progress(self) -> dict[str, Any]:
         """See `Engine`."""

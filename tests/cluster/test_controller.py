@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_policy
 
 from async_grpo.cluster import worker_program
 from async_grpo.cluster.controller import RunController
@@ -15,22 +16,12 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
 from async_grpo.testing import completion
-from async_grpo.types import Completion, Prompt, SharedRunSettings, WorkerInfo
+from async_grpo.types import Completion, Prompt, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
-SETTINGS = SharedRunSettings(
-    run_name="test",
-    model_fingerprint=model_fingerprint(MODEL),
-    vocab_size=300,
-    dtype="float32",
-    temperature=1.0,
-    stop_token_ids=(1,),
-    max_total_tokens=64,
-    max_completion_tokens=16,
-    transport="object_store",
-    logprob_roles=("reference",),
-    seed=0,
+SETTINGS = replace(
+    tiny_policy.SETTINGS, model_fingerprint=model_fingerprint(MODEL), logprob_roles=("reference",)
 )
 
 

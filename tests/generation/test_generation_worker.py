@@ -8,28 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.torch import save
+from tiny_policy import SETTINGS
 
 pytest.importorskip("vllm")
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline, engine_arguments
-from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import TRANSPORTS
 
-SETTINGS = SharedRunSettings(
-    run_name="t",
-    model_fingerprint="",
-    vocab_size=10,
-    dtype="float32",
-    temperature=1.0,
-    stop_token_ids=(1,),
-    max_total_tokens=16,
-    max_completion_tokens=4,
-    transport="object_store",
-    logprob_roles=(),
-    seed=0,
-)
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from tiny_policy import VOCAB, save_tiny_model
+from tiny_policy import SETTINGS, save_tiny_model
 
 from async_grpo.cluster.controller import RunController
 from async_grpo.cluster.trainer_rank import make_trainer
@@ -18,22 +18,9 @@ from async_grpo.generation.config import engine_class
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker
 from async_grpo.training.distributed import distributed_run
-from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.types import WorkerInfo
 
 STEPS, GROUPS, MEMBERS = 3, 2, 4
-SETTINGS = SharedRunSettings(
-    run_name="chain",
-    model_fingerprint="",
-    vocab_size=VOCAB,
-    dtype="float32",
-    temperature=1.0,
-    stop_token_ids=(3,),
-    max_total_tokens=64,
-    max_completion_tokens=16,
-    transport="object_store",
-    logprob_roles=(),
-    seed=0,
-)
 
 
 def chain_config(**changes: Any) -> RunConfig:

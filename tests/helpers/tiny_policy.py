@@ -8,9 +8,22 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.types import MicroBatch
+from async_grpo.types import MicroBatch, SharedRunSettings
 
 VOCAB = 100
+SETTINGS = SharedRunSettings(
+    run_name="test",
+    model_fingerprint="",
+    vocab_size=VOCAB,
+    dtype="float32",
+    temperature=1.0,
+    stop_token_ids=(3,),
+    max_total_tokens=64,
+    max_completion_tokens=16,
+    transport="object_store",
+    logprob_roles=(),
+    seed=0,
+)
 
 
 def tiny_config(**changes: Any) -> Qwen2Config:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from tiny_policy import VOCAB, save_tiny_model, tiny_model
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
@@ -44,11 +45,16 @@ async def serving(policy, **options):
     server = LogprobWorker(policy, **{"max_tokens": 100, "max_wait_s": 0.01} | options)
     async with asyncio.timeout(DEADLINE_S):
         yield server
-        await server.close()
+        server.close()
 
 
 def sequence(length, token=5):
     return np.full(length, token, np.int32)
+
+
+def images(named_tensors):
+    """What an update is made of."""
+    return [save(dict(named_tensors))]
 
 
 def asking(server, *lengths):
@@ -80,16 +86,12 @@ async def test_answers_are_the_completions_logprobs_at_the_temperature_whatever_
 
 
 async def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the_budget():
+    """The last one leaves without a wait, too: it is full."""
     policy = FakePolicy()
-    async with serving(policy, max_tokens=10) as server:
-        answers = await asking(server, 4, 4, 4, 6, 10, 3)
-    assert [len(row) for row in answers] == [3, 3, 3, 5, 9, 2]
-    assert policy.batches == [[4, 4], [4, 6], [10], [3]]
-
-
-async def test_a_full_batch_does_not_wait():
-    async with serving(FakePolicy(), max_tokens=8, max_wait_s=3600) as server:
-        await asking(server, 4, 4)
+    async with serving(policy, max_tokens=10, max_wait_s=3600) as server:
+        answers = await asking(server, 4, 4, 4, 6, 10, 3, 7)
+    assert [len(row) for row in answers] == [3, 3, 3, 5, 9, 2, 6]
+    assert policy.batches == [[4, 4], [4, 6], [10], [3, 7]]
 
 
 async def test_the_wait_is_a_deadline_of_the_oldest_and_not_a_debounce():
@@ -142,7 +144,7 @@ async def test_new_weights_are_loaded_between_batches_and_change_the_answers():
     new = PolicyModel(tiny_model(seed=2))
     async with serving(PolicyModel(tiny_model(seed=1))) as server, serving(new) as fresh:
         before = (await server.logprobs([ids], [1]))[0]
-        await server.load_weights(named_full_tensors(PolicyModel(tiny_model(seed=2))))
+        await server.update(0, images(named_full_tensors(PolicyModel(tiny_model(seed=2)))))
         after = (await server.logprobs([ids], [1]))[0]
         expected = (await fresh.logprobs([ids], [1]))[0]
     assert np.abs(before - after).max() > 0.1
@@ -155,7 +157,7 @@ async def test_weights_wait_for_the_forward_under_way():
     async with serving(policy, max_wait_s=0.0) as server:
         request = asking(server, 2)
         await asyncio.sleep(0.05)
-        update = asyncio.create_task(server.load_weights([]))
+        update = asyncio.create_task(server.update(0, []))
         await asyncio.sleep(0.05)
         assert not update.done()
         policy.free.set()
@@ -166,7 +168,7 @@ async def test_weights_wait_for_the_forward_under_way():
 async def test_weights_that_are_not_the_models_are_refused(name):
     async with serving(PolicyModel(tiny_model())) as server:
         with pytest.raises(WeightsDidNotLand, match=name):  # there is none; it has another shape
-            await server.load_weights([(name, torch.zeros(3))])
+            await server.update(0, images([(name, torch.zeros(3))]))
 
 
 async def test_tensors_that_are_not_sent_keep_their_values():
@@ -174,7 +176,7 @@ async def test_tensors_that_are_not_sent_keep_their_values():
     policy, new = PolicyModel(tiny_model()), dict(named_full_tensors(PolicyModel(tiny_model(seed=2))))
     old = {name: tensor.clone() for name, tensor in named_full_tensors(policy)}
     async with serving(policy) as server:
-        await server.load_weights([("model.norm.weight", new["model.norm.weight"])])
+        await server.update(0, images([("model.norm.weight", new["model.norm.weight"])]))
     for name, tensor in named_full_tensors(policy):
         assert torch.equal(tensor, (new if name == "model.norm.weight" else old)[name])
 
@@ -184,7 +186,7 @@ async def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_
     async with serving(policy, max_tokens=4, max_wait_s=0.0) as server:
         waiting = [asking(server, 4) for _ in range(3)]
         await asyncio.sleep(0.05)
-        await server.close()
+        server.close()
         policy.free.set()
         assert {type(answer) for answer in await settled(*waiting, asking(server, 1))} == {WorkerLost}
 
@@ -193,7 +195,7 @@ async def test_closing_fails_a_batch_that_still_waits_for_company():
     async with serving(FakePolicy(), max_wait_s=3600) as server:
         waiting = asking(server, 4)
         await asyncio.sleep(0.05)
-        await server.close()
+        server.close()
         assert isinstance((await settled(waiting))[0], WorkerLost)
 
 
@@ -201,11 +203,11 @@ async def test_a_server_starts_from_a_model_folder(tmp_path):
     save_tiny_model(tmp_path)
     server = LogprobWorker.from_folder(tmp_path, dtype="float32", max_tokens=100, max_wait_s=0.0)
     assert (await server.logprobs([np.arange(5, dtype=np.int32)], [2]))[0].shape == (3,)
-    await server.close()
+    server.close()
 
 
 async def test_a_landing_check_is_answered_at_temperature_1_whatever_the_server_samples_at():
     ids = np.arange(1, 12, dtype=np.int32)
     async with serving(PolicyModel(tiny_model()), temperature=0.3) as server:
-        answer = await server.prompt_logprobs(ids)
+        answer = await server.canary(ids)
     np.testing.assert_allclose(answer, canary_logprobs(PolicyModel(tiny_model()), ids), atol=1e-6)
