@@ -11,6 +11,7 @@ without Ray: `trainer_rank` makes an actor of it on rank 0's node. Its death end
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
@@ -37,11 +38,7 @@ class RunController:
     """
 
     def __init__(
-        self,
-        settings: SharedRunSettings,
-        worker_grace_s: float,
-        connect: Connect,
-        scheduling: str = "least_loaded",
+        self, settings: SharedRunSettings, worker_grace_s: float, connect: Connect, scheduling: str
     ) -> None:
         self._settings, common = settings, (worker_grace_s, connect, scheduling_policy(scheduling))
         self._generation = GenerationWorkers(GENERATION, *common)
@@ -49,7 +46,7 @@ class RunController:
         self._workers = {GENERATION: self._generation, **self._logprobs}
         self._refusals: list[str] = []
         self._batcher: ExperienceBatcher | None = None
-        self._verification: Verification | None = None
+        self._open = AsyncExitStack()
         self._over = asyncio.Event()
         self._reason = ""  # why it is over
 
@@ -118,18 +115,20 @@ class RunController:
         make_verification: Callable[[], Verification],
     ) -> None:
         """Start the verifiers, and make the batcher."""
-        self._verification = make_verification()
-        await self._verification.start()
+        verification = make_verification()
+        self._open.push_async_callback(verification.close)
+        await verification.start()
         self._batcher = ExperienceBatcher(
             config,
             questions,
             self._generation,
-            self._verification,
+            verification,
             reference=self._logprobs.get("reference"),
             proximal=self._logprobs.get("proximal"),
             num_ranks=num_ranks,
             facts=facts,
         )
+        self._open.push_async_callback(self._batcher.close)
 
     async def start(self) -> None:
         """Begin to generate. The engines must hold policy version 0."""
@@ -145,10 +144,7 @@ class RunController:
 
     async def stop(self) -> None:
         """End the rollouts for steps that will not be trained; rewards are closed, and what they cost is on disk."""
-        if self._batcher is not None:
-            await self._batcher.close()
-        if self._verification is not None:
-            await self._verification.close()
+        await self._open.aclose()
 
     async def close(self, reason: str) -> None:
         """The run is over: tell the dispatchers, and wait until their workers have signed off."""

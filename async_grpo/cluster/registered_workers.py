@@ -54,13 +54,13 @@ class RegisteredWorkers:
         """
         await self._settled.wait()
         self.registry.register(info)
-        name, worker_id = f"{self.kind} worker {info.worker_id}", info.worker_id
+        worker_id, current = info.worker_id, self._current()
+        name = f"{self.kind} worker {worker_id}"
         link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
-        worker = self.by_id[worker_id] = _Worker(info, handle, link)
+        self.by_id[worker_id] = _Worker(info, handle, link, is_joining=bool(current))
         if self.is_frozen:
             self.registry.activate(worker_id)
-        worker.is_joining = bool(self._self_test and self._current())
-        return [*self._self_test, *self._current()] if worker.is_joining else []
+        return [*self._self_test, *current] if current else []
 
     async def activate(self, worker_id: str, version: int) -> list[WeightPackage]:
         """A late worker has loaded `version`; returns what it must load next: nothing, unless a sync came in between.
@@ -143,16 +143,12 @@ class GenerationWorkers(RegisteredWorkers):
                 async with aclosing(completions):
                     async for completion in completions:
                         owed -= 1
-                        self.registry.release(
-                            lease
-                        )  # its slot is free while its siblings generate and it is being scored
+                        self.registry.release(lease)  # its place, while its siblings generate
                         self._mean_length += 0.01 * (len(completion) - self._mean_length)
                         yield completion
             if not owed:
                 return
-        raise WorkerLost(
-            f"prompt {prompt.ordinal} was lost with {ATTEMPTS} workers; the last: {self._last_lost}"
-        )
+        raise WorkerLost(f"{ATTEMPTS} workers were lost over prompt {prompt.ordinal}: {self._last_lost}")
 
     async def take_stats(self) -> dict[str, Any]:
         """See `Generation`; an engine that does not answer at once is counted in a later step."""
@@ -181,6 +177,4 @@ class LogprobWorkers(RegisteredWorkers):
         for _ in range(ATTEMPTS):
             async with self.lease(len(sequences), tokens_each) as (link, _):
                 return await link.call("logprobs", list(sequences), list(prompt_lengths))
-        raise WorkerLost(
-            f"{ATTEMPTS} {self.kind} workers were lost over one group; the last: {self._last_lost}"
-        )
+        raise WorkerLost(f"{ATTEMPTS} {self.kind} workers were lost over one group: {self._last_lost}")

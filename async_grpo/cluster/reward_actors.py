@@ -60,17 +60,17 @@ class RunVerification:
         self,
         source: RewardRegistrySource,
         config: RewardConfig,
-        budget_path: str | None = None,
-        secrets: Mapping[str, str] | None = None,
-        environment: Mapping[str, str] | None = None,
+        budget_path: str | None,
+        secrets: Mapping[str, str],
+        environment: Mapping[str, str],
     ) -> None:
-        os.environ.update(secrets or {})
-        self._source, self._config, self._budget_path = source, config, budget_path
-        self._environment = dict(environment or {})
+        os.environ.update(secrets)
+        self._source, self._config, self._environment = source, config, environment
         self._addresses = addresses = config.judge_addresses
         self._adapters = {
             name: addresses.give(one) for name, one in resolve(source, config.all_names).items()
         }
+        self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()
@@ -79,19 +79,11 @@ class RunVerification:
             self._idle_sleep = IdleSleep(addresses.judge_urls, addresses.idle_sleep_s)
             self._open.push_async_callback(self._idle_sleep.close)
         self._open.push_async_callback(self._rate_limiter.close)
-        self._middleware = self._make_middleware()
+        self._middleware = self._make_middleware(budget_path)
         self._open.push_async_callback(self._middleware.close)
-        self._pool = self._make_pool()
-        self._open.push_async_callback(self._pool.close)
-        self.verify, self.post_process = self._pool.verify, self._pool.post_process
-
-    async def start(self) -> None:
-        """Make all workers of the training."""
-        try:
-            await self._pool.start()
-        except BaseException:
-            await self.close()
-            raise
+        self._pool = pool = self._make_pool()
+        self._open.push_async_callback(pool.close)
+        self.start, self.verify, self.post_process = pool.start, pool.verify, pool.post_process
 
     async def take_stats(self) -> dict[str, Any]:
         """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
@@ -102,7 +94,7 @@ class RunVerification:
         await self._open.aclose()
 
     def _make_pool(self) -> VerifierPool:
-        config, judges = self._config, {name for name, one in self._adapters.items() if is_judge(one)}
+        config, judges = self._config, self._judges
         return VerifierPool(
             config.adapters,
             partial(self._make_worker, phase=TRAINING),
@@ -115,17 +107,16 @@ class RunVerification:
             timeout_s=config.reward_timeout_s,
         )
 
-    def _make_middleware(self) -> CallMiddleware:
+    def _make_middleware(self, budget_path: str | None) -> CallMiddleware:
         """With cache and budget, where there are any."""
         config, cache, budget = self._config, None, None
         if config.verdict_cache:
             max_mb = config.verdict_cache_mb
             max_bytes = None if max_mb is None else round(max_mb * 2**20)
             cache = VerdictCache(config.verdict_cache, max_bytes=max_bytes)
-        judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
-        paid = {name: judge for name, judge in judges.items() if getattr(judge, PRICE, None)}
+        paid = {name: judge for name, judge in self._judges.items() if getattr(judge, PRICE, None)}
         if paid:
-            budget = Budget(config.judge_budget, policy=config.judge_budget_policy, path=self._budget_path)
+            budget = Budget(config.judge_budget, policy=config.judge_budget_policy, path=budget_path)
         return CallMiddleware(
             versions=self._versions() if cache else {},
             cache=cache,
@@ -175,7 +166,7 @@ class RunVerification:
 
 
 class _VerifierHost:
-    """A `VerifierActor` as the pool sees it."""
+    """A `VerifierActor` as the pool sees it; `slots`: those of its processes that run."""
 
     def __init__(self, adapter: str, make_process: Callable[[], AdapterProcess]) -> None:
         self.actor = zero_cpu_actor(VerifierActor, scheduling_strategy="SPREAD").remote(make_process)

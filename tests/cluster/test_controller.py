@@ -68,7 +68,7 @@ def links() -> Links:
 
 @pytest.fixture
 def controller(links) -> RunController:
-    return RunController(SETTINGS, 5.0, links)
+    return RunController(SETTINGS, 5.0, links, "least_loaded")
 
 
 def worker(worker_id="g0", kind="generation", rewards="") -> WorkerInfo:

@@ -210,7 +210,7 @@ def test_a_budget_that_would_stop_nobody_or_leave_samples_without_a_reward_is_re
 
 def around_of(folder, **options):
     made = config(reward_fns="rule,vote,paid", verdict_cache=str(folder / "c.sqlite"), **options)
-    return RunVerification(SOURCE, made)._make_middleware()
+    return RunVerification(SOURCE, made, None, {}, {})._middleware
 
 
 async def test_the_cache_keeps_judges_and_what_is_declared_cacheable_and_nothing_else(tmp_path):
