@@ -3,8 +3,7 @@
     run                 Sandbox: a program with its input, or a module with tests against it, within limits
     fork_server         the process from which sandboxed ones are forked, and what each does first
     confine, seccomp    what it gives up before it looks at the code, level by level
-    solution_process    in one process: runs the tested code, answers questions about it
-    unit_test_runner    in another: runs the tests, asks the questions; `rpc`: the data between the two
+    unit_test_runner    in one: runs the tests, asks the other for what the code defines; `rpc`: the data between the two
 
 What each level stops where it can be had (each is tried, none needs a privilege, and only the last needs the first):
 

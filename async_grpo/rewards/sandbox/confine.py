@@ -1,7 +1,4 @@
-"""Gives up, in the process that calls it, everything that computing an answer does not need: see the package's table.
-
-Each level is tried and none is needed by the next: they overlap on purpose.
-"""
+"""Gives up, in the process that calls it, everything that computing an answer does not need: see the package's table."""
 
 import ctypes
 import os
@@ -35,14 +32,10 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version -> how many rights
 _BIND_AND_CONNECT_TCP = _FOREIGN_SOCKETS_AND_SIGNALS = 0b11
 
 
-def confine(
-    parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str] = LEVELS
-) -> frozenset[str]:
+def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str]) -> frozenset[str]:
     """Confine this process for good, which dies with its parent. Returns the levels that stand, of those asked for.
 
-    Args:
-        cpu_s: of processor time from now; SIGKILL ends the process then.
-        memory_bytes: of address space.
+    SIGKILL ends it after `cpu_s` of processor time from now; `memory_bytes` are of address space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     prctl(PR_SET_NO_NEW_PRIVS, 1)  # without it neither landlock nor seccomp may be had

@@ -2,16 +2,18 @@
 
     owner -> fork server -> a guardian of each sandboxed process -> that process
 
-Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of whatever else the
-new process is to have. The server is started before any sample exists, with an empty environment, and never reads an order
-itself: what it leaves in the memory of its children gives nothing away. It ends when its owner closes the socket.
+Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of what else the new
+process is to have. The server never reads an order itself, and has an empty environment: what it leaves in the memory of
+its children gives nothing away. It ends when its owner closes the socket.
 
 An order is JSON in a file without a name, and holds the text to run. A report is a packet of JSON. A process sends its
 first, the levels of its confinement, before it looks at the text; after it only one that runs tests can report.
 """
 
+import builtins
 import contextlib
 import json
+import operator
 import os
 import select
 import signal
@@ -19,19 +21,21 @@ import socket
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants, prctl
-from async_grpo.rewards.sandbox import solution_process, unit_test_runner
+from async_grpo.rewards.sandbox import unit_test_runner
 from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, confine
-from async_grpo.rewards.sandbox.rpc import Channel
+from async_grpo.rewards.sandbox.rpc import Channel, decode, encode
 
-PROGRAM, SOLUTION, TESTS = "program", "solution", "tests"
+PROGRAM, SOLUTION, TESTS = "__main__", "solution", "tests"  # the modules that texts become
 
 MAX_DESCRIPTORS = 8
 MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all of the user)
 WATCH_S = 0.05  # between two looks at them
 _PRELOADED = "bisect copy heapq math random re string typing".split()  # beside what `rpc` needs
+_MUTABLE = (list, dict, set, bytearray)
+_PLAIN = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
 def main(socket_fd: int) -> None:
@@ -76,6 +80,13 @@ def _guard(channel: int, *descriptors: int) -> None:
     os._exit(0)  # taking an interpreter down in good order takes 10 ms
 
 
+def _num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # a host may hide the processes of others (hidepid)
+        return 0
+
+
 def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
     """Do as ordered, with a program's input and output, or the channel between solution and tests; then it ends."""
     os.setsid()
@@ -86,26 +97,76 @@ def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: in
     _report(channel, levels=sorted(levels))
     if not (levels & NETWORK_LEVELS or order["allow_unsandboxed"]):
         return
-    if order["kind"] == TESTS:
-        _report(channel, verdict=unit_test_runner.run(order["text"], Channel(*descriptors)))
+    kind, text = order["kind"], order["text"]
+    if kind == TESTS:
+        _report(channel, verdict=unit_test_runner.run(text, Channel(*descriptors)))
         return
     os.close(channel)
-    if order["kind"] == SOLUTION:
-        solution_process.run(order["text"], Channel(*descriptors))
-        return
+    module = sys.modules[kind] = ModuleType(kind)  # data classes look themselves up there
+    if kind == SOLUTION:
+        _answer(text, module, Channel(*descriptors))
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(order["text"], "solution.py", "exec"), module.__dict__)
+    exec(compile(text, "solution.py", "exec"), module.__dict__)
 
 
 def _report(channel: int, **report: Any) -> None:
     os.write(channel, json.dumps(report).encode())
 
 
-def _num_threads(pid: int) -> int:
+def _answer(code: str, module: ModuleType, channel: Channel) -> NoReturn:
+    """Execute the code as a module, then answer the tests' questions until the channel ends (WireError).
+
+    A question is [operation, [arguments], {keywords}], the operation one of Python's: of `operator`, else a built-in
+    function. The answer is ["value", value, {position: changed argument}] or ["raised", [names of the exception's
+    classes], message]. If the code raises, sys.exit() included, so does every question. Object 0 is the module.
+    """
+    objects: dict[int, Any] = {0: module}  # by id: this keeps them alive, and so their ids
+    failure: BaseException | None = None
+
+    def refer(value: Any) -> int:
+        objects[id(value)] = value
+        return id(value)
+
+    def resolve(reference: int | str) -> Any:
+        return getattr(builtins, reference) if isinstance(reference, str) else objects[reference]
+
+    def value_of(operation: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        if failure is not None:
+            raise failure
+        values = [decode(data, resolve) for data in args]
+        keywords = {name: decode(data, resolve) for name, data in kwargs.items()}
+        compute = _plain if operation == "plain" else getattr(operator, operation, None)
+        result = encode((compute or getattr(builtins, operation))(*values, **keywords), refer)
+        changed = {}
+        for position, (value, data) in enumerate(zip(values, args, strict=True)):
+            if type(value) in _MUTABLE and (now := encode(value, refer)) != data:
+                changed[str(position)] = now
+        return ["value", result, changed]
+
     try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:  # a host may hide the processes of others (hidepid)
-        return 0
+        exec(compile(code, "<solution>", "exec"), module.__dict__)
+    except BaseException as error:
+        failure = error
+    while True:
+        question = channel.receive()
+        try:
+            answer = value_of(*question)
+        except BaseException as error:  # whatever the tested code raises is an answer, too
+            answer = ["raised", [kind.__name__ for kind in type(error).__mro__], _text(error)]
+        channel.send(answer)
+
+
+def _text(error: BaseException) -> str:
+    with contextlib.suppress(Exception):  # the tested code's own may raise in turn
+        return str(error)[:1000]
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    """The value without its class, if that class only refines a plain one: of a named tuple the tuple."""
+    kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    if kind is str:
+        return str.__str__(value)  # the class of an enumeration has another idea of its text
+    return value if kind is None else kind(value)

@@ -1,8 +1,7 @@
 """Values as data: how the process of the tested code and the process of its tests talk.
 
-Plain values travel as JSON and arrive as what they were. Any other object stays where it is and travels as a number, by
-which the other side may ask for it. Decoding builds nothing but the values of one table, whatever the bytes say: they may
-come from hostile code.
+Plain values travel as JSON and arrive as what they were; any other object stays where it is and travels as a number.
+Decoding builds nothing but the values of one table, whatever the bytes say: they may come from hostile code.
 """
 
 import json
@@ -76,8 +75,6 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
         if tag == "object":
             return resolve(parts[0])
         return _BY_NAME[tag](*(decode(part, resolve) for part in parts))
-    except WireError:
-        raise
     except Exception as error:  # hostile bytes can break any constructor
         raise WireError(f"no value: {error!r}") from error
 

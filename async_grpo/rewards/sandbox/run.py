@@ -1,7 +1,4 @@
-"""Runs code of a model in sandboxed processes: as a program, or as a module that tests are run against.
-
-Each run is a new process that confines itself before it looks at the code; what is expected never enters that process.
-"""
+"""Runs code of a model in sandboxed processes: as a program, or as a module that tests are run against."""
 
 import json
 import os
@@ -22,7 +19,6 @@ import async_grpo
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS
 from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
-from async_grpo.rewards.sandbox.unit_test_runner import FAILED, PASSED, UNUSABLE
 
 START_S = 60.0  # for an interpreter to start, on a busy machine
 END_S = 10.0  # for a killed process to end
@@ -108,12 +104,10 @@ class Sandbox:
             theirs.close()
             deadline = time.monotonic() + self.wall_s
             try:
-                verdict = runner.report("verdict", deadline) or FAILED
-                if verdict.startswith(UNUSABLE):
-                    raise ValueError(
-                        f"tests that cannot be run{verdict.removeprefix(UNUSABLE)}: {tests!r:.300}"
-                    )
-                if verdict == PASSED:
+                verdict = runner.report("verdict", deadline)
+                if isinstance(verdict, str):
+                    raise ValueError(f"tests that cannot be run: {verdict}: {tests!r:.300}")
+                if verdict:
                     return Run(True, False, solution.levels)
                 ends = [process.report("exit_code", deadline) for process in (runner, solution)]
             except TimeoutError:
@@ -122,11 +116,7 @@ class Sandbox:
 
 
 class _Process:
-    """A sandboxed process in a folder of its own. It ends with the stack, and so does all that it started.
-
-    Args:
-        descriptors: that it gets, beside those of its order and its reports.
-    """
+    """A sandboxed process in a folder of its own. It ends with the stack, and so does all that it started."""
 
     def __init__(self, stack: ExitStack, sandbox: Sandbox, kind: str, text: str, *descriptors: int) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-"))
@@ -148,10 +138,7 @@ class _Process:
             )
 
     def report(self, name: str, deadline: float) -> Any:
-        """What the process reports under that name by then (`exit_code` as of `subprocess`); None if it ended without.
-
-        Raises TimeoutError, or SandboxError: its guardian has ended.
-        """
+        """What the process reports under that name; None if it ended without. Raises TimeoutError, SandboxError."""
         while name not in self._reports and "exit_code" not in self._reports:
             packet = _receive(self._channel, deadline)
             if not packet:
@@ -171,9 +158,8 @@ _of_thread = threading.local()
 
 def _start(descriptors: list[int]) -> None:
     """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
-    last: tuple[int, Any, Any] = getattr(_of_thread, "server", (0, None, None))
-    pid, server, requests = last  # the process id because one inherited by fork() would share its socket
-    if pid != os.getpid() or server.poll() is not None:
+    server, requests = getattr(_of_thread, "server", (None, None))
+    if server is None or server.poll() is not None:  # also after a fork(): no child of this process
         requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         package_root = str(Path(async_grpo.__file__).parents[1])
         arguments = [*"-s -P -S -B -X utf8 -c".split(), _BOOTSTRAP, package_root, str(theirs.fileno())]
@@ -188,7 +174,7 @@ def _start(descriptors: list[int]) -> None:
                 env={"PYTHONHASHSEED": "0"},  # the same text gets the same reward
                 start_new_session=True,
             )
-        _of_thread.server = os.getpid(), server, requests
+        _of_thread.server = server, requests
     try:
         socket.send_fds(requests, [b"+"], descriptors)
     except OSError as error:

@@ -1,8 +1,7 @@
 """A system-call filter (seccomp, Linux on x86-64 and aarch64): what confined code may ask of the kernel.
 
-Allowed is what an interpreter needs to compute, to read files, to use its own pipes and to start threads. Everything
-else fails with EPERM: sockets to anywhere, new processes and programs, signals and traces to other processes,
-and each way to change a file. Calls newer than this list fail with ENOSYS, so that libraries fall back.
+Allowed is what an interpreter needs to compute, to read files, to use its own pipes and to start threads. All else
+fails with EPERM, and calls newer than this list with ENOSYS, so that libraries fall back.
 """
 
 import ctypes
@@ -40,11 +39,7 @@ _FIRST_COMMON_NUMBER = 424  # from here on all architectures count alike
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ALLOW, _EPERM, _ENOSYS = 0x80000000, 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = (
-    0,
-    4,
-    16,
-)  # offsets in struct seccomp_data; both machines are little-endian
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -68,18 +63,17 @@ def numbers(table: str, machine: str) -> dict[str, int]:
     return {name: int(both[column]) for name, *both in rows if both[column] != "-"}
 
 
-def _check(
-    argument: int, *values: int, test: int = _EQUAL, found: int = _ALLOW, else_: int = _EPERM
-) -> list[Instruction]:
+def _check(argument: int, *values: int, test: int = _EQUAL, found: int = _ALLOW) -> list[Instruction]:
     """Look for the values in one argument: 32 bits of it, which is all that the kernel takes of these."""
     tests = [part for value in values for part in ((test, 0, 1, value), (_RETURN, 0, 0, found))]
+    else_ = _EPERM if found == _ALLOW else _ALLOW
     return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, (_RETURN, 0, 0, else_)]
 
 
 def _checks(pid: int) -> dict[str, list[Instruction]]:
     return {
-        "open": _check(1, _WRITING, test=_ANY_BIT, found=_EPERM, else_=_ALLOW),
-        "openat": _check(2, _WRITING, test=_ANY_BIT, found=_EPERM, else_=_ALLOW),
+        "open": _check(1, _WRITING, test=_ANY_BIT, found=_EPERM),
+        "openat": _check(2, _WRITING, test=_ANY_BIT, found=_EPERM),
         "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # a thread, no process
         "kill": _check(0, pid),
         "tgkill": _check(0, pid),
@@ -93,13 +87,8 @@ def _checks(pid: int) -> dict[str, list[Instruction]]:
 
 def program(machine: str, pid: int) -> list[Instruction]:
     """The filter of the process `pid`. KeyError for an unknown machine."""
-    _, architecture = _ARCHITECTURES[machine]
-    code: list[Instruction] = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER),
-    ]
+    own = (_EQUAL, 1, 0, _ARCHITECTURES[machine][1])
+    code = [(_LOAD, 0, 0, _ARCHITECTURE), own, (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
     for number in numbers(_PLAIN, machine).values():
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     checks = _checks(pid)

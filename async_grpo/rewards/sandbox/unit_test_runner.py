@@ -16,8 +16,6 @@ from typing import Any
 
 from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
 
-PASSED, FAILED, UNUSABLE = "passed", "failed", "unusable"
-
 
 class RemoteError(Exception):
     """The tested code raised something that is no built-in exception."""
@@ -115,8 +113,7 @@ class Solution(dict[str, Any]):
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """The answer; a list, dict or set among `args` becomes what the tested code made of it.
 
-        Raises what the tested code raised, as the built-in exception next to it. WireError: it is gone, or talks nonsense.
-        Unsendable: an argument is no plain value.
+        Raises the built-in exception next to what the tested code raised; WireError: it is gone, or talks nonsense.
         """
         try:
             keywords = {name: encode(value, _reference_to) for name, value in kwargs.items()}
@@ -142,29 +139,29 @@ class Solution(dict[str, Any]):
         return Proxy(self.ask, reference)
 
 
-def run(tests: str, channel: Channel) -> str:
-    """PASSED, FAILED, or UNUSABLE with the reason: the fault of the tests."""
+def run(tests: str, channel: Channel) -> bool | str:
+    """Whether the tests pass; or why they cannot be run, which is their own fault."""
     try:
         tree = ast.parse(tests)
         code = compile(tree, "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError) as error:
-        return f"{UNUSABLE}: {error}"
+        return str(error)
     solution = Solution(channel, tree)
-    verdict = FAILED
+    passed = False
     try:
         solution.ask("bool", solution.module)  # raises if the tested code could not even be loaded
         exec(code, {"__builtins__": solution, "__name__": "tests"})
-        verdict = FAILED if solution.missing else PASSED
         if not solution.asked:
-            return f"{UNUSABLE}: the tests use nothing that the tested code could define"
+            return "the tests use nothing that the tested code could define"
+        passed = not solution.missing
     except ImportError as error:
         if error is not solution.error:
-            return f"{UNUSABLE}: {error}"
+            return str(error)
     except BaseException:  # an assertion, or what the tests made of a wrong answer
         pass
     if isinstance(solution.failure, Unsendable):
-        return f"{UNUSABLE}: {solution.failure}"
-    return verdict if solution.failure is None else FAILED
+        return str(solution.failure)
+    return passed and solution.failure is None
 
 
 def _reference_to(value: Any) -> int | str:

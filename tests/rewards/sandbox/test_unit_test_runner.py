@@ -299,8 +299,8 @@ def test_an_object_is_compared_by_one_value():
         values = iter([9, 0, 9, 0])
         class Chameleon(int): pass
         def f(x): return Chameleon()
-        solution_process = sys.modules["async_grpo.rewards.sandbox.solution_process"]
-        solution_process._plain = lambda value: next(values)
+        fork_server = sys.modules["async_grpo.rewards.sandbox.fork_server"]
+        fork_server._plain = lambda value: next(values)
         """
     assert passes(code, "assert f(1) > 8")
     assert not passes(code, "x = f(1)\nassert 4 < x < 6")
