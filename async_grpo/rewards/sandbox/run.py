@@ -158,7 +158,8 @@ _of_thread = threading.local()
 
 def _start(descriptors: list[int]) -> None:
     """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
-    server, requests = getattr(_of_thread, "server", (None, None))
+    last: tuple[Any, Any] = getattr(_of_thread, "server", (None, None))
+    server, requests = last
     if server is None or server.poll() is not None:  # also after a fork(): no child of this process
         requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         package_root = str(Path(async_grpo.__file__).parents[1])
