@@ -60,13 +60,22 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     """Run the command line `argv` (default: the program's own), and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--version"]:
+        print(f"async-grpo {__version__}")
+        raise SystemExit
     if arguments and arguments[0] in COMMANDS:
         run_program(arguments[0], arguments[1:])
         return
     app = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
     )
-    app.callback()(_options_of_no_command)
+
+    @app.callback()
+    def options(
+        version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    ) -> None:
+        """Asynchronous GRPO on one machine or many."""
+
     for name, command in COMMANDS.items():
         app.command(name, help=command.help)(lambda: None)
     data = typer.Typer(
@@ -118,20 +127,6 @@ def _imported(name: str) -> ModuleType:
             "pip uninstall torchvision torchaudio torchcodec" if broken else "see README.md on installing"
         )
         raise SystemExit(f"error: {name} cannot be imported: {cause}: {way_out}") from error
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"async-grpo {__version__}")
-        raise typer.Exit
-
-
-def _options_of_no_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    """Asynchronous GRPO on one machine or many."""
 
 
 if __name__ == "__main__":

@@ -108,8 +108,11 @@ class EngineLink(Protocol):
         """`landed` may work (not with a self-test's weights); who joins from now on loads and proves this package."""
 
 
-class EngineControl(Protocol):
-    """All engines at once, driven by the trainer's transfer engine (NCCL); also vLLM's `VLLMWeightSyncClient`."""
+class Engines(EngineLink, Protocol):
+    """The way from the trainer's rank 0 to all engines, for any transport.
+
+    Those with a transfer engine of their own (NCCL) drive it by what follows; it is vLLM's `VLLMWeightSyncClient`, too.
+    """
 
     address: str  # of this node, as the engines reach it
 
@@ -123,8 +126,6 @@ class EngineControl(Protocol):
 
     def receipts(self, package: WeightPackage) -> Mapping[str, Receipt]: ...
 
-    def commit(self, package: WeightPackage, landed: list[str]) -> None: ...
-
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
     def start_weight_update(self) -> None: ...
@@ -132,10 +133,6 @@ class EngineControl(Protocol):
     def update_weights(self, update_info: dict[str, Any]) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
-class Engines(EngineLink, EngineControl, Protocol):
-    """The way from the trainer's rank 0 to all engines, for any transport."""
 
 
 class Engine(Protocol):

@@ -123,7 +123,7 @@ class AlgorithmConfig(Section):
         "Share of the longest possible completion, at its end, in which length costs reward.",
         range=SHARE,
     )
-    overlong_penalty: float = _groups(1.0, "What the longest completion loses.", range=NOT_NEGATIVE)
+    overlong_penalty: float = _groups(1.0, "What the longest completion loses.", range=POSITIVE)
 
     critic_coef: float = _critic(0.5, "Weight of the value loss (estimator gae).", range=NOT_NEGATIVE)
     critic_clip: float = _critic(

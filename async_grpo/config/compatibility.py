@@ -1,7 +1,6 @@
 """The rules between two settings: what is refused, what is warned about, and the way out.
 
-In three parts, by what must be known to judge them: the values alone, the methods (the registries' entries), and in
-`config.rewards` the run's rewards. The range of a single value is said where its option is.
+Those of the values alone, of the methods, and in `config.rewards` of the run's rewards.
 """
 
 import math
@@ -57,12 +56,8 @@ def broken_values(c: "RunConfig") -> Broken:
         why = "was named but not applied: use RunConfig.from_options({...}, given={...})"
         yield "recipe", why
     if c.top_p != 1.0 or c.top_k not in (0, -1):
-        yield (
-            "top_p top_k",
-            "would make the engine report log-probs of the truncated policy, and the trainer those of the whole one: "
-            "their ratio would mean nothing. Sample with --top-p 1 --top-k 0, and shape the policy by --temperature, or "
-            "by an entropy or length term",
-        )
+        why = "would make the engine report log-probs of the truncated policy, the trainer those of the whole one"
+        yield "top_p top_k", f"{why}: use --top-p 1 --top-k 0, and shape the policy by --temperature"
     if not 2 <= c.min_valid_samples <= c.samples_per_question:
         fit = "must lie between 2 (one has nothing to compare with) and the size of a group"
         yield "min_valid_samples samples_per_question", f"do not fit: --min-valid-samples {fit}"
@@ -79,9 +74,6 @@ def broken_values(c: "RunConfig") -> Broken:
         yield "dump_samples_filename", "must be a plain name; it goes to --output-dir"
     if c.zero_variance == "resample" and not c.max_resamples:
         yield "zero_variance max_resamples", "replaces nothing: allow at least one, or use keep"
-    if c.overlong_buffer and not c.overlong_penalty:
-        why = "penalises nothing: give a penalty above 0, or leave both out"
-        yield "overlong_buffer overlong_penalty", why
     yield from _broken_rejection(c)
     yield from _idle_values(c)
 
@@ -163,11 +155,8 @@ def _broken_loss(c: "RunConfig") -> Broken:
     if current:
         _warn(c, idle(c, "clip_low clip_high", "with --old-policy current, where every ratio is 1"))
     if current and loss.idle_at_ratio_one:
-        yield (
-            "policy_loss old_policy",
-            "leave the loss without its pull to the old policy, since every ratio is 1: use --policy-loss gpg, or "
-            "another --old-policy",
-        )
+        why = "leave the loss without its pull to the old policy, since every ratio is 1"
+        yield "policy_loss old_policy", f"{why}: use --policy-loss gpg, or another --old-policy"
     if current and loss.needs_proximal:
         why = "the loss compares with a proximal policy, and current leaves none"
         yield "policy_loss old_policy", f"contradict each other: {why}"
@@ -175,8 +164,10 @@ def _broken_loss(c: "RunConfig") -> Broken:
         why = "the loss weighs by the engine's policy itself; leave --importance-level out"
         yield "policy_loss importance_level", f"weigh twice: {why}"
     if weighs and loss.uses_ratio and c.old_policy == "behaviour":
+        why = (
+            "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy"
+        )
         yield (
             "policy_loss importance_level",
-            "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy current or "
-            "proximal with weights, or a loss without a ratio (grpo, gpg)",
+            f"{why} current or proximal, or a loss without a ratio (grpo, gpg)",
         )

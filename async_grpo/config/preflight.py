@@ -1,8 +1,4 @@
-"""Everything that can be known to be wrong before anything is started: files, model, lengths, names.
-
-Made once and handed on: the run's rewards are looked up here and nowhere else. Imports neither ray nor a process group:
-`trainer_core.py` and `async-grpo run` call it first.
-"""
+"""Everything that can be known to be wrong before anything is started: files, model, lengths, names. Without Ray."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -63,9 +59,8 @@ def prepare(config: RunConfig) -> Prepared:
     check_methods(config)
     if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
         anywhere = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
-        raise ConfigurationError(
-            f"--weight-transport {config.weight_transport} needs GPUs; everywhere works {anywhere}"
-        )
+        what = f"--weight-transport {config.weight_transport}"
+        raise ConfigurationError(f"{what} needs GPUs; everywhere works {anywhere}")
     model = config.model_name_or_path
     vocab_size = load_config(model).get_text_config().vocab_size
     context = context_length(model)
@@ -113,10 +108,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:
-    """Refuse a tokenizer that is not the model's.
-
-    From a folder without tokenizer files transformers makes an empty one: every completion would be the text ''.
-    """
+    """From a folder without tokenizer files transformers makes an empty one: every completion would be the text ''."""
     if len(tokenizer) > vocab_size:
         raise ConfigurationError(
             f"the tokenizer of {model} has {len(tokenizer)} tokens, its model only {vocab_size}: they do not belong "
@@ -125,8 +117,7 @@ def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Seq
     for question in questions[:SAMPLED_PROMPTS]:
         if not tokenizer.decode(question.token_ids.tolist()).strip():
             raise ConfigurationError(
-                f"{question.where}: the tokenizer of {model} decodes the prompt to no text ({len(tokenizer)} tokens known "
-                "to it). Completions would be empty as well, and no reward could read them: put the model's tokenizer "
+                f"{question.where}: the tokenizer of {model} decodes the prompt to no text: put the model's tokenizer "
                 "files (tokenizer.json, tokenizer_config.json) into its folder"
             )
 

@@ -71,19 +71,14 @@ class ResolvedRewards:
         )
 
     def secrets(self) -> dict[str, str]:
-        """The keys that the judges name, from this process's environment.
+        """The keys that the judges name. ConfigurationError: one is not in this process's environment.
 
-        They go to the pool as an argument and nowhere else: Ray's job table and the workers' environments can be read
-        by others.
-
-        Raises:
-            ConfigurationError: a key is not in the environment.
+        They go to the pool as an argument: others can read Ray's job table and the workers' environments.
         """
         named = {self.everyone[name].endpoint().api_key_env for name in self.judges} - {None}
         if missing := sorted(named - set(os.environ)):
-            raise ConfigurationError(
-                f"a judge's key is missing: set the environment variable {', '.join(missing)}"
-            )
+            names = ", ".join(missing)
+            raise ConfigurationError(f"a judge's key is missing: set the environment variable {names}")
         return {name: os.environ[name] for name in named}
 
 
@@ -115,61 +110,43 @@ def check_rewards(config: RunConfig, rewards: ResolvedRewards) -> None:
 def _broken_methods(c: RunConfig, r: ResolvedRewards) -> Broken:
     estimator, process = c.estimator, ", ".join(r.process)
     fills = any(policy not in ("mask", "refill") for policy in c.failure_policies.values())
-    if process and not estimator.process:
-        fitting = f"estimators that fit: {', '.join(c.estimators_for(process=True))}"
-        why = f"reads one score per sample, but {process} gives rewards step by step; {fitting}"
-        yield "advantage_estimator", why
-    if not process and not estimator.outcome:
-        fitting = f"estimators that fit: {', '.join(c.estimators_for(process=False))}"
-        why = f"reads rewards step by step, but {', '.join(r.adapters)} gives one score per sample; {fitting}"
-        yield "advantage_estimator", why
+    if not (estimator.process if process else estimator.outcome):
+        reads, given = "rewards step by step", f"{', '.join(r.adapters)} gives one score per sample"
+        if process:
+            reads, given = "one score per sample", f"{process} gives rewards step by step"
+        fitting = f"estimators that fit: {', '.join(c.estimators_for(process=bool(process)))}"
+        yield "advantage_estimator", f"reads {reads}, but {given}; {fitting}"
     if process and c.reward_combine != "best":
         why = f"combines scores, and {process} gives rewards step by step, which are added up: weigh them by "
         yield "reward_combine", f"{why}--reward-weights"
-    if process and fills:
-        why = f"beside {process}: a score cannot stand in for steps that are missing; use mask or refill"
-        yield "on_reward_failure", why
-    if process and c.fallbacks:
-        why = f"beside {process}: the one that stands in gives other steps, or none; leave it out"
-        yield "reward_fallback", why
-    if estimator.rewards == "components" and (
-        c.reward_combine != "best" or c.reward_column or fills or c.kl_in_reward
-    ):
-        yield (
-            "advantage_estimator",
-            "normalises every reward by itself: it goes with neither --reward-combine, nor --reward-column, nor fills "
-            "for failures, nor --kl-in-reward; weigh by --reward-weights",
-        )
+    if process and (fills or c.fallbacks):
+        why = f"beside {process}: nothing can stand in for its steps; use mask or refill, and no fallback"
+        yield "on_reward_failure reward_fallback", why
+    mixes = c.reward_combine != "best" or c.reward_column or fills or c.kl_in_reward
+    if estimator.rewards == "components" and mixes:
+        why = "normalises every reward by itself: no --reward-combine, no --reward-column, no fills for failures"
+        yield "advantage_estimator", f"{why}, no --kl-in-reward; weigh by --reward-weights"
     if estimator.compares_with_greedy and (groups := ", ".join(r.whole_groups)):
-        why = (
-            f"compares with a single greedy completion, which {groups}, looking at whole groups, cannot score"
-        )
-        yield "advantage_estimator", f"{why} on the same scale"
+        why = f"compares with a single greedy completion, which {groups} cannot score alike"
+        yield "advantage_estimator", f"{why}: it looks at whole groups"
     # Where a column says who is asked, and in which order, its rows are checked one by one
     if not c.reward_column and (early := ", ".join(early_at_gate(c, tuple(r.adapters), r))):
-        yield (
-            "reward_fns reward_combine",
-            f"decides before the group is known, and {early} scores by the whole group: name it last in --reward-fns, "
-            "or choose another --reward-combine",
-        )
+        why = f"decides before the group is known, and {early} scores by the whole group: name it last in"
+        yield "reward_fns reward_combine", f"{why} --reward-fns, or choose another --reward-combine"
 
 
 def _broken_names(c: RunConfig, r: ResolvedRewards) -> Broken:
     if unknown := _unknown(c.weights_by_name, weighable(c, r)):
-        yield (
-            "reward_weights",
-            f"names {unknown}; with --advantage-estimator {c.advantage_estimator}, --reward-combine {c.reward_combine} "
-            "and these rewards that has no weight",
-        )
-    if unknown := _unknown(c.failure_policies, r.adapters):
-        yield "on_reward_failure", f"names {unknown}, which is no reward of the run: {c.adapters}"
-    for flag, named in (
-        ("verifiers", c.verifiers_by_name),
-        ("reward_limits", c.limits),
-        ("reward_fallback", c.fallbacks),
+        why = f"names {unknown}, which has no weight with these rewards"
+        yield "reward_weights advantage_estimator reward_combine", why
+    for flag, named, known in (
+        ("on_reward_failure", c.failure_policies, r.adapters),
+        ("verifiers", c.verifiers_by_name, r.everyone),
+        ("reward_limits", c.limits, r.everyone),
+        ("reward_fallback", c.fallbacks, r.everyone),
     ):
-        if unknown := _unknown(named, r.everyone):
-            yield flag, f"names {unknown}; the rewards are {tuple(r.everyone)}"
+        if unknown := _unknown(named, known):
+            yield flag, f"names {unknown}; the rewards are {tuple(known)}"
 
 
 def _unknown(named: Iterable[str], known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from async_grpo.config.compatibility import broken_values, refuse_broken
 from async_grpo.config.recipes import apply_recipe
@@ -49,8 +49,6 @@ class MemberConfig(Section):
 class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, MemberConfig):
     """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
 
-    announces_recipe: ClassVar[bool] = True
-
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = required(
         "JSONL of questions: input_token_ids, or messages/prompt/input text, and answer.", everyday=True
@@ -76,7 +74,8 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
     def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "RunConfig":
         """The configuration of a command line: the recipe's presets apply to whatever was not `given`."""
         options, said = apply_recipe(options, given)
-        if said and cls.announces_recipe and os.environ.get("RANK", "0") == "0":
+        # `async-grpo run` leaves it to its trainer
+        if said and cls is RunConfig and os.environ.get("RANK", "0") == "0":
             print(said, flush=True)
         return cls(**options)
 

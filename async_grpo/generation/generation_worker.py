@@ -169,7 +169,7 @@ class GenerationWorker:
         finally:
             await self.resume(version)
 
-    # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `EngineControl`.
+    # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `Engines`.
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))

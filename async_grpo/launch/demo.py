@@ -71,7 +71,6 @@ def run_config(config: DemoConfig) -> LocalConfig:
 
 
 def _tell(folder: Path, seconds: float) -> None:
-    """What was learned, and where to look."""
     console = Console()
     evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
     before, after = evaluations[0], evaluations[-1]
@@ -96,7 +95,6 @@ def _tell(folder: Path, seconds: float) -> None:
 
 
 def _write_samples(folder: Path, first: int, last: int, count: int = 8) -> None:
-    """The same tasks before and after, side by side."""
     before, after = (
         [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()]
         for step in (first, last)

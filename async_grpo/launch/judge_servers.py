@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.config.compatibility import Broken, idle, refuse_broken
+from async_grpo.config.compatibility import Broken, idle
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
@@ -51,10 +51,6 @@ class LocalJudge(RewardConfig):
         addresses = super().judge_addresses
         return replace(addresses, judge_urls=("http://127.0.0.1",)) if self.judge_model else addresses
 
-    def check_judge(self, visible: Sequence[str]) -> None:
-        """Raise ConfigurationError for what can never work; `visible`: ids of the GPUs that this process may use."""
-        refuse_broken(self, _broken(self, visible))
-
     @property
     def shared_gpus(self) -> list[str]:
         """The ids in `--judge-gpus`, a server each."""
@@ -66,7 +62,8 @@ class LocalJudge(RewardConfig):
         return self.judge_replicas if self.judge_model and self.judge_gpus is None else 0
 
 
-def _broken(c: LocalJudge, visible: Sequence[str]) -> Broken:
+def broken_judge(c: LocalJudge, visible: Sequence[str]) -> Broken:
+    """What can never work; `visible`: ids of the GPUs that this process may use."""
     if c.judge_model is None:
         flags = "judge_replicas judge_runner judge_max_model_len judge_gpus judge_gpu_memory_utilization"
         yield from idle(c, flags, "without --judge-model")
@@ -74,13 +71,10 @@ def _broken(c: LocalJudge, visible: Sequence[str]) -> Broken:
             yield from idle(c, "judge_idle_sleep_s", "without --judge-model or --judge-urls")
         return
     if c.judge_urls:
-        yield (
-            "judge_urls",
-            "stands beside --judge-model: the judges are asked at one of them, leave the other out",
-        )
+        yield "judge_urls", "stands beside --judge-model: leave one of the two out"
     if not Path(c.judge_model).is_dir():
         yield "judge_model", "is no folder here"
-    # A server would get any other id as its own CUDA_VISIBLE_DEVICES, and may take a GPU that somebody else works on.
+    # By any other id a server may take a GPU that somebody else works on
     if unknown := ", ".join(repr(gpu) for gpu in c.shared_gpus if gpu not in visible):
         none = "for there is none: leave it out, and the CPU serves"
         shown = f"which are {', '.join(visible)}" if visible else none
@@ -123,6 +117,5 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
 def folder_id(folder: str | os.PathLike[str]) -> str:
     """Tells a folder from another with other files (their names, sizes and times), wherever it lies."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
-    listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    listing = [(str(one.relative_to(folder)), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     return hashlib.sha256(repr(listing).encode()).hexdigest()

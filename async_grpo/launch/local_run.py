@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.preflight import prepare
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.generation.config import EngineOptions
 from async_grpo.launch import environment
 from async_grpo.launch.environment import gpus
-from async_grpo.launch.judge_servers import LocalJudge, serving
+from async_grpo.launch.judge_servers import LocalJudge, broken_judge, serving
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     """A `RunConfig` and what the workers beside it need."""
 
-    announces_recipe = False  # its trainer does
-
     nproc_per_node: int = option(1, "Trainer ranks.", "Local", range=POSITIVE, everyday=True)
     generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE, everyday=True)
     ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
@@ -41,7 +40,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
                 f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of "
                 f"{self.max_sequences} sequences (--max-num-seqs + --overhead-seqs)"
             )
-        self.check_judge(gpus())
+        refuse_broken(self, broken_judge(self, gpus()))
         engines = self.generation_workers * self.tensor_parallel_size
         needed = self.nproc_per_node + engines + len(self.logprob_roles) + self.judge_gpus_alone
         if gpus() and len(gpus()) < needed:
@@ -50,9 +49,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
                 f"judges), {len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
             )
         if not self.reward_fns:
-            raise ConfigurationError(
-                "name the rewards of the run: --reward-fns countdown,format (see reward_registry.py)"
-            )
+            raise ConfigurationError("name the rewards of the run: --reward-fns countdown,format")
 
 
 def run_locally(config: LocalConfig) -> None:

@@ -93,7 +93,9 @@ class MetricsWriter:
         self._bar = self._progress.add_task("training", total=num_steps)
         self._progress.start()
         self._intervals: list[tuple[float, float]] = []
-        self._alarms: set[str] = set()  # those of the step before, without their numbers
+        self._alarms: dict[
+            str, str
+        ] = {}  # of the step before, by their text without numbers: shown when they begin
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
@@ -111,17 +113,13 @@ class MetricsWriter:
         if self._samples:
             _append(self._samples, [{"step": line["step"], **sample} for sample in samples])
         _append(self._metrics, [line])
-        said = line | {"alarms": self._new_alarms(line.get("alarms", []))}
+        known, alarms = self._alarms, line.get("alarms", [])
+        self._alarms = {re.sub(r"\d[\d.,]*", "#", alarm): alarm for alarm in alarms}
+        new = [alarm for kind, alarm in self._alarms.items() if kind not in known]
+        num_known = len(self._alarms) - len(new)
+        said = line | {"alarms": new + [f"({num_known} as before)"] * bool(num_known)}
         _CONSOLE.print(console_line(_finite(said), self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])
-
-    def _new_alarms(self, alarms: Sequence[str]) -> list[str]:
-        """The alarms in full that the step before did not have; of the others, how many there are."""
-        known, kinds = self._alarms, [re.sub(r"\d[\d.,]*", "#", alarm) for alarm in alarms]
-        self._alarms = set(kinds)
-        new = [alarm for alarm, kind in zip(alarms, kinds, strict=True) if kind not in known]
-        num_known = len(alarms) - len(new)
-        return [*new, *([f"({num_known} as before)"] if num_known else [])]
 
     def close(self) -> None:
         self._progress.stop()
@@ -137,11 +135,6 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         _CONSOLE.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
-
-    @staticmethod
-    def wanted() -> bool:
-        """Whether stdout and stderr of this process go to different places."""
-        return not os.path.sameopenfile(1, 2)
 
 
 def as_json(line: dict[str, Any]) -> str:

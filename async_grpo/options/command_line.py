@@ -1,7 +1,6 @@
 """Command lines built from the configuration dataclasses: one option per field, nothing typed twice.
 
-Dashes and underscores are one and the same in option names. Options of the prior library that make no sense any more
-are accepted with a warning that says what replaced them; an unknown option is an error.
+Dashes and underscores are alike; a retired option is accepted with a warning, an unknown one is an error.
 """
 
 import argparse
@@ -21,7 +20,6 @@ from async_grpo.errors import EXIT_FAILED, EXIT_USAGE, AsyncGrpoError, Configura
 from async_grpo.options.fields import choices_of, dashed, nearest
 
 CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
-EVERYDAY = "Everyday options"
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 Fields = Sequence["dataclasses.Field[Any]"]
 
@@ -78,7 +76,7 @@ def fields_in_order(config_class: type) -> Fields:
 
 def panel_of(field: "dataclasses.Field[Any]") -> str:
     """The heading below which an option stands."""
-    return EVERYDAY if field.metadata["everyday"] else field.metadata["panel"]
+    return "Everyday options" if field.metadata["everyday"] else field.metadata["panel"]
 
 
 def _parser(fields: Fields, help: str, program: str | None) -> argparse.ArgumentParser:

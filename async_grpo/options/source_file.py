@@ -1,7 +1,4 @@
-"""Python source of the user's own, given as `FILE.py:NAME`, loaded from its text.
-
-The text is read once, where the run was started; every process imports this text, and its digest is recorded.
-"""
+"""Python source of the user's own, given as `FILE.py:NAME`: read once, where the run was started, and loaded from text."""
 
 import hashlib
 import linecache

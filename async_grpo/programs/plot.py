@@ -1,8 +1,4 @@
-"""Draw or tabulate training metrics.
-
-async-grpo plot training_metrics.jsonl -v avg_reward -x total_samples_accumulated -o plots.svg
-async-grpo plot info training_metrics.jsonl
-"""
+"""`async-grpo plot FILE...` and `async-grpo plot info FILE`: draw or tabulate training metrics."""
 
 import logging
 import sys

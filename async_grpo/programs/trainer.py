@@ -25,7 +25,7 @@ RETIRED = {
 def run(config: RunConfig) -> None:
     """Be one rank of the trainer, of which torchrun's environment says which."""
     rank = int(os.environ.get("RANK", 0))
-    shown = [ConsoleHandler()] if rank == 0 and ConsoleHandler.wanted() else []
+    shown = [] if rank or os.path.sameopenfile(1, 2) else [ConsoleHandler()]
     set_up_logging(config.logging_level, f"[trainer {rank}] ", *shown)
     try:
         _train(config, rank)

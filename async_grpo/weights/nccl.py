@@ -1,6 +1,6 @@
 """`NCCLPublisher`: weights from GPU to GPU through vLLM's own NCCL engine, in the same transaction with the same proof.
 
-vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `EngineControl` is its client.
+vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `Engines` is its client.
 """
 
 import concurrent.futures

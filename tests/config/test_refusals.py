@@ -59,7 +59,7 @@ VALUES = [  # refused by the configuration itself
     ({"kl_kind": "k1"}, "--kl-kind k1 does nothing without --kl-coef above 0"),
     ({"kl_clamp": 1.0, "kl_in_reward": True}, "--kl-clamp 1.0 --kl-in-reward True does nothing without --kl-coef"),
     ({"overlong_penalty": 2.0}, "--overlong-penalty 2.0 does nothing without --overlong-buffer"),
-    ({"overlong_buffer": 0.2, "overlong_penalty": 0.0}, "penalises nothing"),
+    ({"overlong_buffer": 0.2, "overlong_penalty": 0.0}, "--overlong-penalty must be above 0"),
     ({"gate_threshold": 0.9}, "--gate-threshold 0.9 does nothing without --reward-combine gate"),
     ({"eval_every": 5}, "--eval-every 5 does nothing without --eval-data-path"),
     ({"max_resamples": 3}, "--max-resamples 3 does nothing without --zero-variance resample"),
@@ -119,8 +119,8 @@ REWARDS = [  # refused once the rewards are known
     ({"advantage_estimator": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, OUTCOME, "gdpo normalises"),
     ({"advantage_estimator": "gdpo", "reward_combine": "gate"}, OUTCOME, "gdpo normalises"),
     ({"advantage_estimator": "gdpo", "reward_weights": "a=2,other=1"}, OUTCOME, "names other"),
-    ({"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"}, BOTH, "cannot stand in for steps"),
-    ({"advantage_estimator": "gae", "reward_fallback": "s=a"}, BOTH, "gives other steps"),
+    ({"advantage_estimator": "gae", "on_reward_failure": "a=constant:0.5"}, BOTH, "can stand in for its steps"),
+    ({"advantage_estimator": "gae", "reward_fallback": "s=a"}, BOTH, "and no fallback"),
     ({"advantage_estimator": "grpo_process", "reward_combine": "sum"}, STEPS, "weigh them by"),
     ({"advantage_estimator": "reinforce_plus_plus", "zero_variance": "filter"}, OUTCOME, "whole batch"),
     ({"advantage_estimator": "prime_rloo", "reward_weights": "a=2"}, BOTH, "names a"),
@@ -191,7 +191,7 @@ def test_every_rule_speaks_of_options_that_there_are():
     """A renamed option would turn its rules into other errors."""
     source = inspect.getsource(compatibility) + inspect.getsource(rewards)
     spoken = re.findall(r'(?:yield|flags =|idle\(c,|yield \()\s*"([a-z_ ]+)"', source)
-    assert len(spoken) > 40
+    assert len(spoken) > 35
     for flags in spoken:
         assert set(flags.split()) <= set(RunConfig.__dataclass_fields__), flags
 

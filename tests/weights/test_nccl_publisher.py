@@ -17,7 +17,7 @@ from async_grpo.weights.publisher import RecordingSource
 
 
 class Control:
-    """`EngineControl`: engines that receive what the scripted trainer sends; a log of what they were told."""
+    """`Engines`: engines that receive what the scripted trainer sends; a log of what they were told."""
 
     def __init__(self, members, loses=None):
         self.members, self.loses, self.log = members, loses, []
