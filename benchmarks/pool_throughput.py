@@ -107,7 +107,7 @@ def main() -> None:
     print(
         f"math_verify, {args.processes} processes: plain {max(theirs):.0f}/s, pool {max(ours):.0f}/s, ratio {ratio:.2f}"
     )
-    trivial = RewardRegistrySource.from_text("trivial_page", PAGE)
+    trivial = RewardRegistrySource("trivial_page", PAGE)
     seconds, _ = min(
         asyncio.run(pooled(trivial, "trivial", rows, args.processes, 64)) for _ in range(args.rounds)
     )

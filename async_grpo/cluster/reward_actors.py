@@ -128,7 +128,7 @@ class RunVerification:
         """Of the rewards whose answers the cache keeps: by them it tells answers apart."""
         versions, options = {}, self._config.options_by_name
         for name, adapter in self._adapters.items():
-            digest = self._source.digest_of(name)
+            digest = self._source.digests.get(name, self._source.sha256)
             if is_judge(adapter):
                 versions[name] = version_of_judge(adapter, digest, self._addresses)
             elif getattr(adapter, "cacheable", False) is True:  # `@cacheable`

@@ -5,7 +5,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -21,7 +21,11 @@ class ShippedModule:
 
     module_name: str
     text: str
-    sha256: str
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the text, in hex."""
+        return text_digest(self.text)
 
     @property
     def title(self) -> str:
@@ -67,9 +71,8 @@ class SourceFile(ShippedModule):
         """Read `path/to/file.py:name`. Raises ConfigurationError if the file cannot be read."""
         path, _, name = reference.rpartition(":")
         text = read_source(Path(path))
-        sha256 = text_digest(text)
         # A name of its own: `sympy.py:score` must not take the place of a package.
-        return cls(f"{Path(path).stem}_{sha256[:8]}", text, sha256, path, name)
+        return cls(f"{Path(path).stem}_{text_digest(text)[:8]}", text, path, name)
 
     def object(self) -> Any:
         """The object. Raises ConfigurationError if the file does not define it."""

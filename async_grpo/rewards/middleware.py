@@ -237,7 +237,7 @@ class CallMiddleware:
 
     def stats(self) -> dict[str, Any]:
         """Of the cache and the budget, where there are any."""
-        cache = self._cache.stats() if self._cache is not None else {}
+        cache = self._cache.counts if self._cache is not None else {}
         budget = self._budget.stats() if self._budget is not None else {}
         return {f"verdict_cache_{name}": value for name, value in cache.items()} | {
             f"judge_budget_{name}": value for name, value in budget.items()

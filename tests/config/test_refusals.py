@@ -45,7 +45,7 @@ def check(made: RunConfig, adapters: dict) -> ResolvedRewards:
     """What the start of a run asks of a configuration and these rewards."""
     check_methods(made)
     made = dataclasses.replace(made, reward_fns=",".join(adapters))
-    source = RewardRegistrySource.from_text("page_of_recipes", "")
+    source = RewardRegistrySource("page_of_recipes", "")
     resolved = ResolvedRewards(source, adapters, adapters)
     check_rewards(made, resolved)
     return resolved

@@ -243,7 +243,7 @@ def test_the_weights_of_the_command_line_reach_an_estimator_that_takes_rewards_a
             model_name_or_path="m", data_path="d", advantage_estimator="gdpo", reward_fns="a,b", **options
         )
         adapters = {"a": lambda sample: 0.0, "b": lambda sample: 0.0}
-        source = RewardRegistrySource.from_text("page_of_weights", "")
+        source = RewardRegistrySource("page_of_weights", "")
         facts = ResolvedRewards(source, adapters, adapters).facts(config, 16)
         return advantages(GroupAdvantages(config, facts), group(judged(a=1.0, b=0.0), judged(a=0.0, b=1.0)))
 

@@ -149,7 +149,7 @@ def test_any_steps_are_placed_as_a_search_from_the_left_places_them(ends, given_
     assert found["reward"] == sum(reward for reward, _, _ in given_steps)
 
 
-PAGE = RewardRegistrySource.from_text(
+PAGE = RewardRegistrySource(
     "page_with_steps",
     "from async_grpo.rewards.builtin import process_reward\n"
     "@process_reward\n"

@@ -56,7 +56,7 @@ def test_the_first_judge_is_one():
 
 
 async def test_the_process_reward_pays_its_sentences():
-    source = RewardRegistrySource.from_text(
+    source = RewardRegistrySource(
         "page", code_under("Process rewards") + "\nREWARD_ADAPTERS = {'sentences': sentences}\n"
     )
     text = "First 2 apples. Then none. So 2."

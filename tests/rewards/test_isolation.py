@@ -142,7 +142,7 @@ PAGE = textwrap.dedent(
     REWARD_ADAPTERS = {name: value for name, value in list(globals().items()) if callable(value)}
     '''
 )
-SOURCE = RewardRegistrySource.from_text("hostile_page", PAGE)
+SOURCE = RewardRegistrySource("hostile_page", PAGE)
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ async def test_nothing_of_a_worker_survives_its_parent(mark):
 import asyncio
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-source = RewardRegistrySource.from_text('hostile_page', {PAGE!r})
+source = RewardRegistrySource('hostile_page', {PAGE!r})
 asyncio.run(AdapterProcess(source, 'plain').score({{'deed': 'orphan and hang'}}, 600))
 """
     parent = subprocess.Popen([sys.executable, "-c", program], env=child_environment())

@@ -143,7 +143,7 @@ REWARD_ADAPTERS = {
 """
 
 
-SOURCE = RewardRegistrySource.from_text("page_of_plans", PAGE)
+SOURCE = RewardRegistrySource("page_of_plans", PAGE)
 
 
 def config(**changes):

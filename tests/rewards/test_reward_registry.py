@@ -58,7 +58,7 @@ def test_every_reward_type_has_its_adapter():
 
 def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)
-    page = RewardRegistrySource.from_text("page_of_judges", PAGE.read_text())
+    page = RewardRegistrySource("page_of_judges", PAGE.read_text())
 
     def urls(addresses: JudgeAddresses) -> dict[str, tuple[str, ...]]:
         return {name: addresses.give(one).urls for name, one in resolve(page, NAMES[-4:]).items()}
@@ -85,9 +85,9 @@ def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch, caplog):
 
 
 def test_a_page_is_loaded_once_and_anew_when_its_text_changes():
-    first = RewardRegistrySource.from_text("changing_page", "VALUE = 1").load()
-    assert RewardRegistrySource.from_text("changing_page", "VALUE = 1").load() is first
-    second = RewardRegistrySource.from_text("changing_page", "VALUE = 2").load()
+    first = RewardRegistrySource("changing_page", "VALUE = 1").load()
+    assert RewardRegistrySource("changing_page", "VALUE = 1").load() is first
+    second = RewardRegistrySource("changing_page", "VALUE = 2").load()
     assert (first.VALUE, second.VALUE) == (1, 2) and sys.modules["changing_page"] is second
 
 
@@ -95,10 +95,10 @@ def test_a_page_that_raises_is_the_users_mistake_and_leaves_no_half_module():
     with pytest.raises(
         ConfigurationError, match="broken_page cannot be imported: ZeroDivisionError: division by zero"
     ):
-        RewardRegistrySource.from_text("broken_page", "1 / 0").load()
+        RewardRegistrySource("broken_page", "1 / 0").load()
     assert "broken_page" not in sys.modules
     with pytest.raises(ConfigurationError, match="SyntaxError"):
-        RewardRegistrySource.from_text("broken_page", "def").load()
+        RewardRegistrySource("broken_page", "def").load()
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_no_reward_and_an_unknown_one_are_errors_that_list_the_known_ones(names,
     with pytest.raises(ConfigurationError, match=f"^{problem}: {KNOWN}$"):
         resolve(RewardRegistrySource.from_file(PAGE), names)
     with pytest.raises(ConfigurationError, match="no dict REWARD_ADAPTERS"):
-        resolve(RewardRegistrySource.from_text("empty_page", ""), names)
+        resolve(RewardRegistrySource("empty_page", ""), names)
 
 
 def test_the_ten_lines_of_the_pages_docstring_work():
     lines = PAGE.read_text().split('"""')[1].splitlines()
     example = [line[4:] for line in lines if line.startswith("    ")]
     page = "from enum import Enum\n" + "\n".join(example)
-    adapters = resolve(RewardRegistrySource.from_text("docstring_page", page), "short")
+    adapters = resolve(RewardRegistrySource("docstring_page", page), "short")
     assert adapters["short"]({"completion_token_ids": [1] * 99}) == {"reward": 1.0, "num_tokens": 99}
     assert adapters["short"]({"completion_token_ids": [1] * 99}, max_tokens=98)["reward"] == 0.0
 

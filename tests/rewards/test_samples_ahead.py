@@ -42,7 +42,7 @@ PAGE = textwrap.dedent(
     REWARD_ADAPTERS = {"obeys": obeys, "slow_to_build": SlowToBuild}
     """
 )
-SOURCE = RewardRegistrySource.from_text("page_of_obedience", PAGE)
+SOURCE = RewardRegistrySource("page_of_obedience", PAGE)
 
 
 class Process:

@@ -169,7 +169,7 @@ async def test_many_who_ask_the_same_at_once_share_one_call(tmp_path):
     assert [one["reward"] for one in answers] == [n % 3 for n in range(60)] and len(journal) == 3
     answers[0]["extra"]["mine"] = 1.0  # what one does to its answer is not seen by others
     assert answers[3] == answer(0)
-    stats = cache.stats()
+    stats = cache.counts
     assert (stats["misses"], stats["shared"], stats["stored"], stats["hits"]) == (3, 57, 3, 0)
     await cache.close()
 
@@ -212,7 +212,7 @@ async def test_a_cost_is_paid_once_and_counted_as_saved_afterwards(tmp_path):
     assert [one["extra"]["judge_cost"] for one in together] == [0.25, 0.0, 0.0]
     free = await cache.get_or_call("judge:1", caller(None))
     assert free["extra"] == {"judge_cost": 0.0, "judge_tokens": 7.0}
-    assert cache.stats()["cost_saved"] == 0.75
+    assert cache.counts["cost_saved"] == 0.75
     await cache.close()
     (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
     assert (entries.adapter, entries.count, entries.hits, entries.cost_saved) == ("judge", 1, 1, 0.25)
@@ -354,7 +354,7 @@ async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_pa
         for number in range(20):
             assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
     assert caplog.text.count("the run goes on without it") == 1 and "database is locked" in caplog.text
-    stats = cache.stats()
+    stats = cache.counts
     assert stats["stored"] == 1 and stats["errors"] >= 1 and stats["misses"] == 21
     await asyncio.sleep(0.35)
     await cache.get_or_call("a:new", caller(answer(3)))
@@ -383,7 +383,7 @@ async def test_a_file_that_breaks_during_the_run_is_said_once_and_costs_no_answe
     for number in range(1, 80):
         assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
     assert reason in caplog.text and len(caplog.records) == 1
-    assert cache.stats()["errors"] == 1 and cache.stats()["skipped"] > 10
+    assert cache.counts["errors"] == 1 and cache.counts["skipped"] > 10
     await cache.close()
 
 
@@ -396,7 +396,7 @@ async def test_a_hanging_disk_delays_one_look_up_and_blocks_no_loop(tmp_path, mo
     started = time.monotonic()
     for number in range(20):
         assert await cache.get_or_call(f"a:{number}", caller(answer())) == answer()
-    assert time.monotonic() - started < 5 and cache.stats()["skipped"] >= 19
+    assert time.monotonic() - started < 5 and cache.counts["skipped"] >= 19
     assert "no answer within 0.1 s" in caplog.text
     released.set()
     await cache.close()

@@ -1,11 +1,6 @@
 """What a reward declares, by decorators on a function or a class alike, and the traits that are read of it.
 
-function        def shout(sample, weight=1.0)
-class           built once per process with the options that its `__init__` names; called through `__call__` or
-                `compute_score`; its `close` at the end
-async           `async def`, or a class with an `async def __call__`: many samples in flight in one process
-batch           decorated with `@batch`: a list of samples in, a list of answers out
-judge           an object with `endpoint` and `score`: no process of its own, see `async_grpo.rewards.judges`
+The kinds of rewards stand in docs/rewards.md, "Your first reward". A judge is an object with `endpoint` and `score`.
 """
 
 import inspect

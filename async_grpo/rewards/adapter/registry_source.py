@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source, text_digest
+from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source
 from async_grpo.rewards.adapter.decorators import traits_of
 
 
@@ -29,11 +29,7 @@ class RewardRegistrySource(ShippedModule):
         path = Path(path)
         if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
             raise ConfigurationError(f"the registry file {str(path)!r} cannot be a module: rename it")
-        return cls.from_text(path.stem, read_source(path))
-
-    @classmethod
-    def from_text(cls, module_name: str, text: str) -> "RewardRegistrySource":
-        return cls(module_name, text, text_digest(text))
+        return cls(path.stem, read_source(path))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "RewardRegistrySource":
@@ -51,10 +47,6 @@ class RewardRegistrySource(ShippedModule):
     def digests(self) -> dict[str, str]:
         """The SHA-256 of each text, by its module's or its reward's name; for the run's parameters."""
         return {self.module_name: self.sha256} | {file.name: file.sha256 for file in self.files}
-
-    def digest_of(self, name: str) -> str:
-        """The SHA-256 of the text that holds this reward: another text may be another reward."""
-        return self.digests.get(display_name(name), self.sha256)
 
 
 def display_name(name: str) -> str:

@@ -1,13 +1,4 @@
-"""What a reward may answer, and what becomes of it.
-
-A reward is called with a sample (with `@batch`, a list of them), which holds every column of the data row and
-
-    completion              the generated text; a trailing end token may be there or not
-    sample_text             input + completion
-    completion_token_ids    list of ints
-    completion_char_ends    for each token the characters of `completion` up to its end; in runs with process rewards
-    truncated               whether generation ended at the length limit
-    group_id                the same for all completions of one prompt
+"""What a reward may answer to a sample (see docs/rewards.md), and what becomes of it.
 
 It answers one of
 
@@ -28,7 +19,7 @@ Ends are exclusive, as in a slice. `reward` is the sum of the steps unless it is
 import math
 import traceback
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -61,18 +52,20 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
     if (abstain := returned.get("abstain", False)) is not False:
         return failure(str(abstain), "abstained")
     try:
-        return _read_numbers(returned, _steps_of(returned, sample, process), process)
+        steps = _steps_of(returned, sample, process)
+        numbers = _numbers_of(returned, sum(reward for _, reward in steps) if process else None)
     except ValueError as error:
         return failure(str(error))
+    reward = numbers.pop("reward")
+    # A list is what JSON makes of a tuple
+    return {"status": "ok", "reward": reward, "extra": numbers, "steps": [*map(list, steps)], "reason": ""}
 
 
 def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
     """The answer after `post_process_scores` returned this for it (see `decorators.post_process`)."""
     if isinstance(returned, dict):  # a member of the group as it came, with another reward, is as good
         returned = {name: value for name, value in returned.items() if name not in _MEMBER}
-        if returned.get("reward", 0.0) is None:
-            returned = None
-    if returned is None:
+    if returned is None or (isinstance(returned, dict) and returned.get("reward", 0.0) is None):
         return dict(answer)
     changed = read_answer(returned, {})
     if changed["status"] == "ok":
@@ -105,29 +98,19 @@ def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
     return text if len(text) <= length else text[:length] + " ..."
 
 
-def _read_numbers(
-    answer: Mapping[str, Any], steps: Sequence[tuple[int, float]], process: bool
-) -> dict[str, Any]:
-    numbers = {name: value for name, value in answer.items() if name not in (*KINDS, "abstain")}
+def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, float]:
+    """The finite numbers of an answer, of which `reward` is one. Raises ValueError."""
+    numbers = {str(name): value for name, value in answer.items() if name not in (*KINDS, "abstain")}
     if "score" in numbers and "reward" not in numbers:
         numbers["reward"] = numbers.pop("score")
-    if process:
-        numbers.setdefault("reward", sum(reward for _, reward in steps))
+    if default is not None:
+        numbers.setdefault("reward", default)
     if "reward" not in numbers:
-        raise ValueError(f"the adapter's dict has no `reward`, only {sorted(map(str, numbers))}")
+        raise ValueError(f"the adapter's dict has no `reward`, only {sorted(numbers)}")
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
         raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
-    reward = float(numbers.pop("reward"))
-    extra = {str(name): float(value) for name, value in numbers.items()}
-    # A list is what JSON makes of a tuple
-    return {
-        "status": "ok",
-        "reward": reward,
-        "extra": extra,
-        "steps": [list(one) for one in steps],
-        "reason": "",
-    }
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
@@ -135,12 +118,12 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
     ends in text which no token wrote ends with the last. Raises ValueError for what is not one well-formed list.
     """
     given = [name for name in KINDS if name in answer]
+    if given and not process:
+        raise ValueError(
+            f"the adapter returned {' and '.join(given)}, but it is not declared to: decorate it with "
+            "@process_reward (of async_grpo.rewards.adapter.decorators)"
+        )
     if not process:
-        if given:
-            raise ValueError(
-                f"the adapter returned {' and '.join(given)}, but it is not declared to: decorate it with "
-                "@process_reward (of async_grpo.rewards.adapter.decorators)"
-            )
         return []
     if len(given) != 1:
         raise ValueError(
@@ -177,11 +160,9 @@ def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
         raise ValueError(
             f"{where}: {name}={end!r} is not one of 1..{length}: the completion has {length} {unit}"
         )
-    if name == "token_end":
-        return int(end) - 1
-    char_ends = sample.get("completion_char_ends")
-    if not char_ends:
+    ends = range(1, length + 1) if name == "token_end" else sample.get("completion_char_ends")
+    if not ends:
         raise ValueError(
             f"{where}: {name}={end} cannot be placed: the sample has no completion_char_ends; use token_end"
         )
-    return min(bisect_left(char_ends, end), len(char_ends) - 1)
+    return min(bisect_left(ends, end), len(ends) - 1)

@@ -21,7 +21,6 @@ from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
 LABEL = "label"
-MAX_BAD_ROWS = 10  # that are named before the file is refused
 
 
 @dataclass(frozen=True)
@@ -33,28 +32,20 @@ class CompletionRow:
     label: float | None = None
 
 
-OnRow = Callable[[CompletionRow, Sequence[Verdict]], None]
-
-
 def read_rows(path: str | Path) -> list[CompletionRow]:
-    """All rows of the file.
-    Raises ConfigurationError: it cannot be read or holds no rows; or bad ones, the first of which are named by their lines.
-    """
-    rows, problems = [], []
+    """All rows of the file. Raises ConfigurationError: it cannot be read or holds no rows, or a bad one at a named line."""
+    rows, number = [], 0
     try:
         with Path(path).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    if line.strip():
-                        rows.append(_row(line, number))
-                except ValueError as error:
-                    problems.append(f"{path}, line {number}: {error}")
+                if line.strip():
+                    rows.append(_row(line, number))
     except OSError as error:
         raise ConfigurationError(f"cannot read the completions {str(path)!r}: {error}") from error
-    if len(problems) > MAX_BAD_ROWS:
-        problems[MAX_BAD_ROWS:] = [f"and {len(problems) - MAX_BAD_ROWS} more"]
-    if problems or not rows:
-        raise ConfigurationError("\n".join(problems) or f"{path} holds no completions")
+    except ValueError as error:
+        raise ConfigurationError(f"{path}, line {number}: {error}") from error
+    if not rows:
+        raise ConfigurationError(f"{path} holds no completions")
     return rows
 
 
@@ -97,7 +88,7 @@ def _row(line: bytes, number: int) -> CompletionRow:
 async def score_rows(
     pool: VerifierPool,
     rows: Sequence[CompletionRow],
-    on_row: OnRow,
+    on_row: Callable[[CompletionRow, Sequence[Verdict]], None],
     *,
     repeat: int = 1,
     in_flight: int = 256,

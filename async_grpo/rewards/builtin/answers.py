@@ -16,7 +16,8 @@ _COMMAND = "\\boxed"
 _DIVIDERS = {",", "and", "or", ",and", ",or"}
 _LAYOUT = re.compile(r"[\s${}~]|\\(?:q?quad|text|mbox|mathrm)(?![a-zA-Z])|\\[,;:! ]")
 _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
-_WORD = re.compile(r"[^\s$]+")
+_CONTENT = re.compile(r"\s*(\{|[^\s$]+)")  # of a box: a brace, or a word
+_BRACE = re.compile(r"[{}]")
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 
 
@@ -75,26 +76,21 @@ def boxed_answer(text: str) -> str | None:
 
 def _box_at(text: str, position: int) -> tuple[str, int] | None:
     """Content and end of the box whose command ends at `position`; None if there is no content, or no end of it."""
-    while position < len(text) and text[position].isspace():
-        position += 1
-    if not text.startswith("{", position):
-        word = _WORD.match(text, position)
-        return (word[0], word.end()) if word else None
-    depth = 0
-    for end in range(position, len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
+    start = _CONTENT.match(text, position)
+    if start is None or start[1] != "{":
+        return (start[1], start.end()) if start else None
+    depth = 1
+    for brace in _BRACE.finditer(text, start.end()):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[position + 1 : end].strip(), end + 1
+            return text[start.end() : brace.start()].strip(), brace.end()
     return None
 
 
 def answer_block(text: str) -> str | None:
     """The text between the answer tags; None unless there is exactly one such block after the thought."""
-    tail = text.rpartition("</think>")[2]
-    if tail.count("<answer>") != 1 or tail.count("</answer>") != 1:
-        return None
-    start, end = tail.index("<answer>") + len("<answer>"), tail.index("</answer>")
-    return tail[start:end] if start <= end else None
+    parts = re.split("(</?answer>)", text.rpartition("</think>")[2])
+    return parts[2] if parts[1::2] == ["<answer>", "</answer>"] else None
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:

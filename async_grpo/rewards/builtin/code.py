@@ -42,9 +42,7 @@ def tests_of(sample: dict[str, Any]) -> list[dict[str, str]]:
     for test in tests:
         keys = test.keys() if isinstance(test, dict) else ()
         if keys not in _KINDS or not all(isinstance(text, str) for text in test.values()):
-            raise ValueError(
-                f'a test must be {{"input": text, "output": text}} or {{"assert": text}}, not {test!r:.200}'
-            )
+            raise ValueError(f"a test must have texts as input and output, or as assert, not {test!r:.200}")
     return tests
 
 

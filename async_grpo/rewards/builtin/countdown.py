@@ -29,13 +29,8 @@ MAX_CHARACTERS = 300  # these also bound the depth of the tree and the digits of
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]+")
 _TEXT = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[+\-*/() ])+")
-NOT_ARITHMETIC = (
-    ValueError,
-    ArithmeticError,
-    SyntaxError,
-    RecursionError,
-    MemoryError,
-)  # the last two: too deep
+# The last two: too deep
+NOT_ARITHMETIC = (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError)
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -73,15 +68,15 @@ def solves(expression: str, nums: list[int], target: Fraction) -> bool:
 def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
     """`nums` and `target` (or `answer`) of the row, given as numbers or as text. Raises ValueError."""
     nums, target = sample.get("nums"), sample.get("target", sample.get("answer"))
-    if not isinstance(nums, (list, tuple)) or not nums:
-        raise ValueError(f"a countdown row needs a list `nums`, not {nums!r}")
     try:
+        if not isinstance(nums, (list, tuple)) or not nums:
+            raise ValueError("no list of numbers")
         *numbers, goal = [Fraction(str(number)) for number in [*nums, target]]
         if any(number.denominator != 1 for number in numbers):
             raise ValueError("a fraction among the numbers")
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(
-            f"`nums` must be whole numbers, `target` (or `answer`) one, not {nums!r}, {target!r}"
+            f"`nums` must be a list of whole numbers, `target` (or `answer`) a number, not {nums!r}, {target!r}"
         ) from error
     return [int(number) for number in numbers], goal
 
@@ -114,9 +109,9 @@ def score_steps(sample: dict[str, Any]) -> dict[str, Any]:
     text = str(sample["completion"])
     indent = len(text) - len(text.lstrip())  # the rules see the text without it, and without the end token
     text = text[: indent + len(completion_text(sample))]
-    answer = _ANSWER.search(text, text.rfind("</think>") + 1)  # without a thought, in the whole text
-    is_only = answer is not None and text.find("<answer>", answer.start() + 1) < 0
-    begin, end = answer.span(1) if answer is not None and is_only else (0, 0)
+    start = text.rfind("</think>") + 1  # without a thought, the whole text
+    answer = _ANSWER.search(text, start) if text.count("<answer>", start) == 1 else None
+    begin, end = answer.span(1) if answer else (0, 0)
     unused, credit = [str(number) for number in nums], NUMBERS_CREDIT / len(nums)
     steps = []
     for match in islice(_NUMBER.finditer(text, begin, end), 2 * len(nums)):

@@ -65,9 +65,8 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     text = completion_text(sample).rpartition("</think>")[2]
     fenced = [content for language, content in fenced_blocks(text) if language in ("json", "")]
     text = fenced[-1] if fenced else text
+    text = text if len(text) <= MAX_CHARACTERS else ""  # which is no JSON
     try:
-        if len(text) > MAX_CHARACTERS:
-            return {"reward": 0.0, "parsed": 0.0}
         value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_object)
     except (ValueError, RecursionError):
         return {"reward": 0.0, "parsed": 0.0}

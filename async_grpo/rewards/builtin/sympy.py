@@ -23,7 +23,7 @@ _MAX_EXPONENT_DIGITS = 9.0
 
 _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _INTEGER = re.compile(r"-?\d+")
-_FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
+_FRACTION = re.compile(r"-{0,2}\\frac\{\d+\}\{\d+\}")
 _BARE_NAME = re.compile(r"(?<![\\a-zA-Z])(pi|sin|cos|tan|log|ln)(?![a-zA-Z])")
 # Short texts, endless work
 _ENDLESS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
@@ -51,12 +51,10 @@ def parse(text: str) -> Any:
     return expression
 
 
-def exact_form(text: str) -> tuple[str, ...] | None:
-    """What must agree literally if both answers have it: an integer, or sign and terms of a fraction."""
-    if _INTEGER.fullmatch(text):
-        return (text,)
-    fraction = _FRACTION.fullmatch(text)
-    return (fraction[1] + fraction[2], fraction[3], fraction[4]) if fraction else None
+def exact_form(text: str) -> str | None:
+    """What must agree literally if both answers have it: an integer, or a fraction with its sign before it."""
+    text = text.replace(r"\frac{-", r"-\frac{")
+    return text if _INTEGER.fullmatch(text) or _FRACTION.fullmatch(text) else None
 
 
 def same_value(gold: Any, given: Any) -> bool:

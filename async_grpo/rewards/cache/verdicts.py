@@ -24,7 +24,6 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 DELIVERY = frozenset(  # settings of a judge that say how it is asked, not what
     "limits api_key_env timeout_s attempts hedge_quantile endpoint_options price_per_million_tokens".split()
 )
-KEPT_STATUSES = frozenset({"ok", "abstained"})
 COST = "judge_cost"  # of the answer's extras: what the call cost, in the judge's currency
 WRITES_PER_PRUNE = 1000
 TIMEOUT_S = 10.0  # for one look-up or write; then the file counts as broken
@@ -38,6 +37,7 @@ Answer = dict[str, Any]
 class VerdictCache:
     """Answers by key, in a `CacheFile`, whose errors it raises at the start. For one event loop.
 
+    `counts` since the start: calls saved by the file (`hits`) and by each other (`shared`), calls made (`misses`) ...
     Now and then, entries beyond `max_bytes` are deleted, the longest unused first.
     """
 
@@ -46,7 +46,7 @@ class VerdictCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verdict cache")
         self._in_flight: dict[str, asyncio.Future[str]] = {}
         self._retry_at = 0.0  # 0 while the file works
-        self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         try:
             self._file.open()
         except STORAGE_ERRORS as error:
@@ -60,12 +60,12 @@ class VerdictCache:
         while (flight := self._in_flight.get(key)) is not None:
             await asyncio.wait({flight})
             if not flight.cancelled():
-                self._counts["shared"] += 1
+                self.counts["shared"] += 1
                 return self._for_free(flight.result())
         flight = self._in_flight[key] = asyncio.get_running_loop().create_future()
         try:
             kept = await self._use(self._file.get, key)
-            self._counts["misses" if kept is None else "hits"] += 1
+            self.counts["misses" if kept is None else "hits"] += 1
             if kept is not None:
                 flight.set_result(kept[0])
                 return self._for_free(kept[0])
@@ -78,16 +78,12 @@ class VerdictCache:
         finally:
             del self._in_flight[key]
             flight.cancel()  # without an outcome it was cancelled: the first of those who wait takes over
-        keeps, cost = answer.get("status") in KEPT_STATUSES, answer.get("extra", {}).get(COST, 0.0)
+        keeps, cost = answer.get("status") in ("ok", "abstained"), answer.get("extra", {}).get(COST, 0.0)
         if keeps and await self._use(self._file.put, key, text, cost) is not None:
-            self._counts["stored"] += 1
-            if self._max_bytes is not None and self._counts["stored"] % WRITES_PER_PRUNE == 0:
+            self.counts["stored"] += 1
+            if self._max_bytes is not None and self.counts["stored"] % WRITES_PER_PRUNE == 0:
                 await self._use(partial(self._file.prune, max_bytes=self._max_bytes))
         return answer
-
-    def stats(self) -> dict[str, float]:
-        """Since the start: calls saved by the file (`hits`) and by each other (`shared`), calls made (`misses`) ..."""
-        return dict(self._counts)
 
     async def close(self) -> None:
         """Let go of the file; later calls go through uncached."""
@@ -99,7 +95,7 @@ class VerdictCache:
     async def _use(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """What the file says, in a thread; None while it is broken, and after the end."""
         if time.monotonic() < self._retry_at:
-            self._counts["skipped"] += 1
+            self.counts["skipped"] += 1
             return None
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -113,7 +109,7 @@ class VerdictCache:
         return result
 
     def _broke(self, error: BaseException) -> None:
-        self._counts["errors"] += 1
+        self.counts["errors"] += 1
         if not self._retry_at:
             reason = str(error) or f"no answer within {TIMEOUT_S:g} s"  # of a disk that hangs
             log.error(
@@ -125,7 +121,7 @@ class VerdictCache:
     def _for_free(self, text: str) -> Answer:
         answer: Answer = json.loads(text)
         if cost := answer.get("extra", {}).get(COST, 0.0):
-            self._counts["cost_saved"] += cost
+            self.counts["cost_saved"] += cost
             answer["extra"][COST] = 0.0
         return answer
 
