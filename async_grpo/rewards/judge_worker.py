@@ -9,7 +9,7 @@ from typing import Any
 
 from async_grpo.rewards.adapter.decorators import JUDGE_CAPACITY
 from async_grpo.rewards.adapter.result import describe, failure, read_answer
-from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, JudgeTimeout, Limits, after
+from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, JudgeTimeout, Limits
 from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import RateLimiter
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
@@ -50,7 +50,7 @@ class JudgeWorker:
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """The judge's result; FAILED with the reason for whatever it or the network does."""
-        started, deadline = time.monotonic(), after(timeout_s, QUEUE_S)
+        started, deadline = time.monotonic(), Deadline(timeout_s, QUEUE_S)
         awake = self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext()
         try:
             async with awake:

@@ -116,107 +116,89 @@ def message(code: int, body: bytes, **headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+def behaviour(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Behaviour]:
+    """Of a function of the request, the connection and its own arguments: one of these arguments alone."""
+    return lambda *given, **named: lambda request, connection: answer(request, connection, *given, **named)
+
+
 # Honest behaviours
 
 
-def raw(data: bytes, *, then_close: bool = False) -> Behaviour:
+@behaviour
+async def raw(request: Request, connection: Connection, data: bytes, then_close: bool = False) -> bool:
     """Send exactly this."""
-
-    async def behave(request: Request, connection: Connection) -> bool:
-        await connection.write(data)
-        return not then_close
-
-    return behave
+    await connection.write(data)
+    return not then_close
 
 
 def reply(value: Any, code: int = 200, **headers: str) -> Behaviour:
-    """A JSON reply; `value` may be a function of the request."""
-
-    async def behave(request: Request, connection: Connection) -> bool:
-        answer = value(request) if callable(value) else value
-        await connection.write(message(code, json.dumps(answer).encode(), **headers))
-        return True
-
-    return behave
+    """A JSON reply."""
+    return status(code, json.dumps(value).encode(), **headers)
 
 
 def status(code: int, body: bytes = b'{"error": "as asked"}', **headers: str) -> Behaviour:
     return raw(message(code, body, **headers))
 
 
-def after(seconds: float, behaviour: Behaviour) -> Behaviour:
+@behaviour
+async def after(request: Request, connection: Connection, seconds: float, then: Behaviour) -> Any:
     """The same, later."""
-
-    async def behave(request: Request, connection: Connection) -> Any:
-        await asyncio.sleep(seconds)
-        return await behaviour(request, connection)
-
-    return behave
+    await asyncio.sleep(seconds)
+    return await then(request, connection)
 
 
 def gzipped(value: Any, **headers: str) -> Behaviour:
-    return raw(message(200, gzip.compress(json.dumps(value).encode()), content_encoding="gzip", **headers))
+    return status(200, gzip.compress(json.dumps(value).encode()), content_encoding="gzip", **headers)
 
 
 # Dishonest ones
 
 
-def truncated(body: bytes = b'{"score": 1}', *, then_reset: bool = False) -> Behaviour:
+@behaviour
+async def truncated(request: Request, connection: Connection, then_reset: bool = False) -> bool:
     """Half of what was promised, then the end of the connection, by a FIN or by an RST."""
-
-    async def behave(request: Request, connection: Connection) -> bool:
-        await connection.write(message(200, body[: len(body) // 2], content_length=str(len(body))))
-        if then_reset:
-            await asyncio.sleep(0.05)  # an RST at once would overtake what was written
-            connection.reset()
-        return False
-
-    return behave
+    await connection.write(message(200, b'{"scor', content_length="12"))
+    if then_reset:
+        await asyncio.sleep(0.05)  # an RST at once would overtake what was written
+        connection.reset()
+    return False
 
 
-def one_too_many(value: Any, unasked: Any, *, later_s: float = 0.0) -> Behaviour:
-    """The reply, and then one more that nothing asked for."""
-
-    async def behave(request: Request, connection: Connection) -> bool:
-        answer = value(request) if callable(value) else value
-        replies = [message(200, json.dumps(one).encode()) for one in (answer, unasked)]
-        if later_s:
-            await connection.write(replies.pop(0))
-            await asyncio.sleep(later_s)
-        await connection.write(b"".join(replies))
-        return True
-
-    return behave
+@behaviour
+async def one_too_many(request: Request, connection: Connection, unasked: Any, later_s: float = 0.0) -> bool:
+    """What was asked, and then a reply more that nothing asked for."""
+    replies = [message(200, json.dumps(one).encode()) for one in (request.json, unasked)]
+    if later_s:
+        await connection.write(replies.pop(0))
+        await asyncio.sleep(later_s)
+    await connection.write(b"".join(replies))
+    return True
 
 
 def cut_gzip(value: Any) -> Behaviour:
     """A complete reply whose compressed body breaks off."""
-    return raw(message(200, gzip.compress(json.dumps(value).encode())[:-16], content_encoding="gzip"))
+    return status(200, gzip.compress(json.dumps(value).encode())[:-16], content_encoding="gzip")
 
 
-def redirect(location: str, code: int = 307) -> Behaviour:
-    return status(code, b"", location=location)
+def redirect(location: str) -> Behaviour:
+    return status(307, b"", location=location)
 
 
-def reset() -> Behaviour:
+@behaviour
+async def reset(request: Request, connection: Connection) -> None:
     """Break the connection."""
-
-    async def behave(request: Request, connection: Connection) -> None:
-        connection.reset()
-
-    return behave
+    connection.reset()
 
 
-def forever(start: bytes, piece: bytes, every_s: float = 0.0) -> Behaviour:
+@behaviour
+async def forever(
+    request: Request, connection: Connection, start: bytes, piece: bytes, every_s: float = 0.0
+) -> None:
     """The start, and then piece after piece without an end: as fast as they are read, or one at a time."""
-
-    async def behave(request: Request, connection: Connection) -> None:
-        await connection.write(start)
-        while True:
-            await connection.write(piece)
-            await asyncio.sleep(every_s)
-
-    return behave
+    await connection.write(start)
+    while True:
+        await connection.write(piece)
+        await asyncio.sleep(every_s)
 
 
 LOGIN, LONG = b"<html><body>Please log in</body></html>", message(200, b"", content_length="1000000")
@@ -239,7 +221,7 @@ def gzip_bomb(megabytes: int = 512) -> Behaviour:
     """A small reply that decompresses to `megabytes` of spaces, made without holding them."""
     compressor = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     pieces = [compressor.compress(b" " * 2**20) for _ in range(megabytes)]
-    return raw(message(200, b"".join([*pieces, compressor.flush()]), content_encoding="gzip"))
+    return status(200, b"".join([*pieces, compressor.flush()]), content_encoding="gzip")
 
 
 @contextlib.contextmanager
@@ -252,6 +234,11 @@ def dead_address(listens: bool = False) -> Iterator[str]:
         yield f"http://127.0.0.1:{holder.getsockname()[1]}"
 
 
-stalled_listener = partial(
-    dead_address, listens=True
-)  # the kernel takes connections, and nobody accepts them
+# The kernel takes connections, and nobody accepts them
+stalled_listener = partial(dead_address, listens=True)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -90,10 +90,14 @@ class Limits:
 
 
 class Deadline:
-    """A moment of `time.monotonic`, put off by waits in a queue up to `latest`; concurrent requests of a call share it."""
+    """In so many seconds, put off by waits in a queue, `queue_s` at most; concurrent requests of a call share it.
 
-    def __init__(self, at: float, latest: float | None = None) -> None:
-        self._at, self.latest = at, at if latest is None else latest
+    `latest` is a moment of `time.monotonic`.
+    """
+
+    def __init__(self, timeout_s: float, queue_s: float = math.inf) -> None:
+        self._at = time.monotonic() + timeout_s
+        self.latest = self._at + queue_s
         self._waiting, self._since, self._queue_s = 0, 0.0, 0.0
 
     @property
@@ -108,7 +112,6 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; negative afterwards."""
         return self.at - time.monotonic()
 
     @contextlib.contextmanager
@@ -123,12 +126,6 @@ class Deadline:
             self._waiting -= 1
             if not self._waiting:
                 self._queue_s += time.monotonic() - self._since
-
-
-def after(timeout_s: float, queue_s: float = math.inf) -> Deadline:
-    """In so many seconds, put off by as many at most."""
-    now = time.monotonic()
-    return Deadline(now + timeout_s, now + timeout_s + queue_s)
 
 
 @dataclass(frozen=True)
@@ -184,11 +181,8 @@ class Endpoint:
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env, "").strip()
-        if not key or not (key.isascii() and key.isprintable()):
-            raise ConfigurationError(
-                f"the judge at {', '.join(self.urls)} needs its key, in plain characters, in the environment "
-                f"variable {self.api_key_env}"
-            )
+        wanted = f"the variable {self.api_key_env} must hold the key of {', '.join(self.urls)}, in plain characters"
+        require_all((key and key.isascii() and key.isprintable(), wanted))
         return key
 
 
@@ -206,10 +200,7 @@ def check_url(url: str) -> None:
         (not secret, none + "it holds a user or password: use api_key_env"),
         (parts.scheme in ("http", "https"), none + "it must begin with http:// or https://"),
         (parts.hostname and port != 0 and plain, none + "it needs a host, in plain characters"),
-        (
-            not parts.query and not parts.fragment,
-            none + "what follows ? or # belongs into the path of a call",
-        ),
+        (not parts.query and not parts.fragment, none + "what follows ? or # belongs into `path`"),
     )
 
 

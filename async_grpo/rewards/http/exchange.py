@@ -46,13 +46,17 @@ class RequestFailed(Exception):
 
 
 class Exchange:
-    """A pool of connections. Follows no redirect, keeps no cookie, and has no limit on connections: permits are one.
-    In every message, also of a server that repeats it, the key reads ***."""
+    """A pool of connections, for one event loop. Follows no redirect, keeps no cookie, and has no limit on connections:
+    permits are one. In every message, also of a server that repeats it, the key reads ***."""
 
     def __init__(self, key: str | None, max_body_bytes: int) -> None:
         self._key, self._max_body_bytes = key, max_body_bytes
-        self._session: aiohttp.ClientSession | None = None  # it can only be made in an event loop
-        self._closed = False
+        self._session = aiohttp.ClientSession(
+            connector=_Connector(limit=0),
+            headers={**HEADERS, "Authorization": f"Bearer {key}"} if key else HEADERS,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # `post` has one for all of it
+        )
 
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
         """The JSON object of a reply with status 200.
@@ -60,9 +64,9 @@ class Exchange:
         Raises RequestFailed if anything else came, or nothing within `allowed_s`; JudgeUnavailable after `close`.
         """
         shown, began, body = url.partition("?")[0], False, b""
-        if self._closed:
+        if self._session.closed:
             raise JudgeUnavailable(f"{shown}: the client was closed")
-        request = self._connections().post(url, data=content, allow_redirects=False, proxy=_proxy_for(url))
+        request = self._session.post(url, data=content, allow_redirects=False, proxy=_proxy_for(url))
         try:
             async with asyncio.timeout(allowed_s), request as response:
                 began = True
@@ -87,32 +91,18 @@ class Exchange:
 
     async def close(self) -> None:
         """Close all connections; requests in flight fail."""
-        self._closed = True
-        if self._session is not None:
-            await self._session.close()
-
-    def _connections(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=_Connector(limit=0),
-                headers={**HEADERS, "Authorization": f"Bearer {self._key}"} if self._key else HEADERS,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # `post` has one for all of it
-            )
-        return self._session
+        await self._session.close()
 
     async def _failure_of(self, response: aiohttp.ClientResponse, shown: str) -> RequestFailed:
         """What a status other than 200 means, with the beginning of what the server says about it."""
-        status = response.status
+        status, said = response.status, b""
         other = "5xx" if status >= 500 else "bad_reply" if status < 300 else "refused"
         outcome = OUTCOME_OF_STATUS.get(status, other)
-        if 300 <= status < 400:  # to where may hold what is not for a log
-            message = f"{shown}: status {status}, a redirect, is not followed"
-            return RequestFailed(outcome, message, worked=False)
-        said = b""
         with contextlib.suppress(TimeoutError, ValueError, aiohttp.ClientError):
             async with asyncio.timeout(ERROR_BODY_S):
                 said = await self._body_of(response, ERROR_BODY_BYTES)
+        if 300 <= status < 400:  # to where may hold what is not for a log, also in the body
+            said = b"a redirect, which is not followed"
         message = f"{shown} replied with status {status}: {self._excerpt(said)}"
         pause_s = retry_after_s(response.headers.get("retry-after")) if outcome in ("429", "5xx") else 0.0
         return RequestFailed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))

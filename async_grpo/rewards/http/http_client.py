@@ -103,7 +103,7 @@ class EndpointClient:
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
-        until = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
+        until = deadline if isinstance(deadline, Deadline) else Deadline(deadline - time.monotonic(), 0.0)
         call = _Call(path, content, tokens, lane or phase, until, unanswered)
         # Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
         # together must not come back together

@@ -100,10 +100,8 @@ class _Queue:
         if limits == self._limits:
             return
         if self.permits or any(self._phases.values()):
-            same = "Give both the same limits, or the endpoint another name"
-            raise ConfigurationError(
-                f"{key!r} is in use under {self._limits}: it cannot also have {limits}. {same}"
-            )
+            wish = f"it cannot also have {limits}: give both the same, or one another name"
+            raise ConfigurationError(f"{key!r} is in use under {self._limits}: {wish}")
         self._limits, self._slots = limits, limits.concurrency or math.inf
         self._requests.set(limits.requests_per_minute, limits.burst_s, limits.slack_s)
         self._tokens.set(limits.tokens_per_minute, limits.burst_s, limits.slack_s)

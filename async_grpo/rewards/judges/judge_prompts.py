@@ -62,7 +62,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
             return sample[known]
     known = ", ".join(sorted(map(str, sample)))
     raise ConfigurationError(
-        f"the judge's template names {{{name}}}, but the sample has no such column: it has {known}"
+        f"the judge's template names {{{name}}}; the sample has no such column, but {known}"
     )
 
 
@@ -104,18 +104,10 @@ class Template:
                         raise ValueError(f"{{{name}}} is no name of a column")
                     names.add(name)
         except ValueError as error:
-            what = (
-                "only columns such as {completion} may stand in braces, and a brace itself is written twice"
-            )
-            raise ConfigurationError(
-                f"the judge's template {self.text[:200]!r} cannot be read ({error}): {what}"
-            ) from error
+            what = f"the judge's template {self.text[:200]!r} cannot be read ({error})"
+            rule = "only columns such as {completion} stand in braces, and a brace itself is written twice"
+            raise ConfigurationError(f"{what}: {rule}") from error
         object.__setattr__(self, "names", frozenset(names))
-
-    @property
-    def shows_the_policy(self) -> bool:
-        """Whether it shows any text that the policy wrote."""
-        return not self.names.isdisjoint(WRITTEN_BY_THE_POLICY)
 
     def render(self, sample: Mapping[str, Any], *, fence: bool = True, **given: Any) -> str:
         """The text for one sample. `given` goes before the columns; a new key fences what the policy wrote.
@@ -128,8 +120,8 @@ class Template:
             if name in given:
                 parts.append(str(given[name]))
             elif name is not None:
-                special = name == "completion"
-                text = completion_of(sample) if special else harmless(as_text(column(sample, name)))
+                whole = name != "completion"
+                text = harmless(as_text(column(sample, name))) if whole else completion_of(sample)
                 fenced = fence and name in WRITTEN_BY_THE_POLICY
                 parts.append(f"<<<BEGIN {key}>>>\n{text}\n<<<END {key}>>>" if fenced else text)
         return "".join(parts)

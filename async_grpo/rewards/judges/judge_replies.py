@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import fits, require_all
+from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 # What servers call a reply that is whole. Others are cut off ("length"), censored ("content_filter") or something else
@@ -18,10 +18,6 @@ FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
 # A thought's beginning may stand in the chat template; and the verdict may stand in a block of code
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?.*</think>", re.DOTALL)
 _CODE_BLOCK = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
-
-
-class Unreadable(ValueError):
-    """A reply without a verdict: worth one more try, then a failure."""
 
 
 @dataclass(frozen=True)
@@ -33,38 +29,38 @@ class Vote:
 
 
 def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The choices of a chat completion. Raises Unreadable for anything that is no list of `count` of them."""
+    """The choices of a chat completion. Raises BadReply for anything that is no list of `count` of them."""
     choices = reply.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise Unreadable(f"the judge's reply is no chat completion: {quote(reply)}")
+        raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
     if len(choices) != count:
-        raise Unreadable(f"the judge answered {len(choices)} choices, {count} were asked for")
+        raise BadReply(f"the judge answered {len(choices)} choices, {count} were asked for")
     return choices
 
 
 def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
     """The text of a finished reply, or with `cut_off` of one that was cut off at max_tokens.
 
-    Raises Unreadable if there is none, or if it is not whole by its `finish_reason` (null says that it goes on).
+    Raises BadReply if there is none, or if it is not whole by its `finish_reason` (null says that it goes on).
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
     reason = choice.get("finish_reason", "stop")
     if reason == "length" and not cut_off:
-        raise Unreadable(f"the reply was cut off at max_tokens: {quote(text)}")
+        raise BadReply(f"the reply was cut off at max_tokens: {quote(text)}")
     if reason not in FINISHED | {"length"}:
-        raise Unreadable(f"the reply is not whole, its finish_reason is {quote(reason)}: {quote(text)}")
+        raise BadReply(f"the reply is not whole, its finish_reason is {quote(reason)}: {quote(text)}")
     if not isinstance(text, str):
-        raise Unreadable(f"the reply holds no text: {quote(choice)}")
+        raise BadReply(f"the reply holds no text: {quote(choice)}")
     return text
 
 
 def by_pattern(text: str, pattern: str) -> Vote:
-    """The number in the group of the pattern's last match, be it infinite. Raises Unreadable if there is none."""
+    """The number in the group of the pattern's last match, be it infinite. Raises BadReply if there is none."""
     try:
         return Vote(float([match[1] for match in re.finditer(pattern, text)][-1]))
     except (IndexError, TypeError, ValueError):  # no match, one without the group, or no number in it
-        raise Unreadable(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
+        raise BadReply(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
 
 
 def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
@@ -79,13 +75,13 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
         jsonschema.Draft202012Validator(dict(schema)).validate(verdict)
     except jsonschema.ValidationError as error:
         why = error.message[:MAX_QUOTE]
-        raise Unreadable(f"the reply breaks the schema ({why}): {quote(text)}") from error
+        raise BadReply(f"the reply breaks the schema ({why}): {quote(text)}") from error
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
+        raise BadReply(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
     found = verdict if isinstance(verdict, dict) else {}
     numbers = {str(name): float(value) for name, value in found.items() if fits(value)}
     if score_key not in numbers:
-        raise Unreadable(f"the reply has no number {score_key!r}: {quote(text)}")
+        raise BadReply(f"the reply has no number {score_key!r}: {quote(text)}")
     return Vote(numbers.pop(score_key), numbers)
 
 
@@ -133,12 +129,12 @@ def yes_probability(
         shown = choice["logprobs"]["content"][0]["top_logprobs"]
         top = [(str(one["token"]), math.exp(one["logprob"])) for one in shown]
     except (KeyError, IndexError, TypeError, OverflowError) as error:
-        raise Unreadable(f"the reply holds no top_logprobs: {quote(choice)}") from error
+        raise BadReply(f"the reply holds no top_logprobs: {quote(choice)}") from error
     p_yes, p_no = (sum(p for token, p in top if token.strip().casefold() in words) for words in (yes, no))
     mass = p_yes + p_no
     if not 0.0 < mass <= 1.001:
         likeliest = ", ".join(repr(token) for token, _ in top[:5])[:MAX_QUOTE]
-        raise Unreadable(f"the tokens {[*yes, *no]} hold {mass:g} of the probability; the top is {likeliest}")
+        raise BadReply(f"the tokens {[*yes, *no]} hold {mass:g} of the probability; the top is {likeliest}")
     return p_yes / mass, mass
 
 

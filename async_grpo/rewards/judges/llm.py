@@ -14,8 +14,8 @@ from typing import Any
 
 from async_grpo.rewards.http.endpoint import BadReply, JudgeError, require_all
 from async_grpo.rewards.judges import judge_replies
-from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template
-from async_grpo.rewards.judges.judge_replies import AGGREGATES, Unreadable, Vote
+from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, WRITTEN_BY_THE_POLICY, Template
+from async_grpo.rewards.judges.judge_replies import AGGREGATES, Vote
 from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, ModelJudge, Send
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
@@ -88,7 +88,8 @@ class LLMJudge(ModelJudge):
         super().__post_init__()
         object.__setattr__(self, "_template", Template(self.template or self.default_template()))
         self._check_model(*OURS, self.max_tokens_name)
-        shown, (low, high), votes = self._template.shows_the_policy, self.scale, self.votes
+        shown = not self._template.names.isdisjoint(WRITTEN_BY_THE_POLICY)
+        (low, high), votes = self.scale, self.votes
         visible = self.rubric == RUBRIC or "rubric" in self._template.names
         warmth, least, known = self.temperature or 0.0, self.min_votes, ", ".join(AGGREGATES)
         same = "are one vote many times: use a temperature such as 0.7"
@@ -177,13 +178,13 @@ class LLMJudge(ModelJudge):
         """Sort the votes of a reply into those that can be read and the reasons of the others."""
         try:
             choices = judge_replies.choices_of(reply, count)
-        except Unreadable as error:
+        except BadReply as error:
             unread += [str(error)] * count
             return
         for choice in choices:
             try:
                 votes.append(self._vote(choice))
-            except Unreadable as error:
+            except BadReply as error:
                 unread.append(str(error))
 
     def _vote(self, choice: Mapping[str, Any]) -> Vote:
@@ -194,7 +195,7 @@ class LLMJudge(ModelJudge):
         else:
             vote = judge_replies.by_schema(text, self.json_schema, self.score_key)
         if not low <= vote.score <= high:
-            raise Unreadable(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
+            raise BadReply(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
         return vote
 
 
@@ -256,5 +257,5 @@ class GenerativeRM(LLMJudge):
         probability, mass = judge_replies.yes_probability(choice, self.yes, self.no)
         if mass < self.min_mass:
             least = f"less than min_mass={self.min_mass:g}"
-            raise Unreadable(f"Yes and No hold {mass:.3g} of the probability, {least}")
+            raise BadReply(f"Yes and No hold {mass:.3g} of the probability, {least}")
         return Vote(probability, {"mass": mass})

@@ -108,10 +108,8 @@ class RemoteJudge:
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
         """Where a run asks this judge if it has no `url`."""
         if not addresses.judge_urls:
-            raise ConfigurationError(
-                f"{type(self).__name__} has no address: give --judge-urls, let `async-grpo run --judge-model FOLDER` serve "
-                "the model, or write its url into the registry file"
-            )
+            ways = "give --judge-urls, or --judge-model to `async-grpo run`, or write its url into the registry file"
+            raise ConfigurationError(f"{type(self).__name__} has no address: {ways}")
         return addresses.judge_urls
 
     def default_path(self) -> str:

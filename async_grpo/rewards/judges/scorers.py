@@ -192,14 +192,10 @@ def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _as_base64(images: Any, name: str) -> list[str]:
-    if not isinstance(images, list | tuple):
-        raise ConfigurationError(
-            f"the column {name!r} must hold a list of images, not a {type(images).__name__}"
-        )
     try:
         encoded = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in images]
         for image in encoded:
             base64.b64decode(image, validate=True)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"an image of {name!r} is neither bytes nor base64: {error}") from error
+        raise ConfigurationError(f"{name!r} holds no list of images, bytes or base64: {error}") from error
     return encoded

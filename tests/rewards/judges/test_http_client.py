@@ -14,18 +14,18 @@ import tracemalloc
 
 import hostile_server as hostile
 import pytest
-from hostile_server import HostileServer, reply, status
+from hostile_server import HostileServer, reply, status, until
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.http.endpoint import (
     BadReply,
+    Deadline,
     Endpoint,
     JudgeError,
     JudgeRefused,
     JudgeTimeout,
     JudgeUnavailable,
     Limits,
-    after,
 )
 from async_grpo.rewards.http.exchange import retry_after_s
 from async_grpo.rewards.http.http_client import ENOUGH, EndpointClient
@@ -94,12 +94,6 @@ def lasting(at_most_s: float, at_least_s: float = 0.0):
     assert at_least_s <= time.monotonic() - started < at_most_s
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def ask(client: EndpointClient, patience_s: float = 5.0, payload=None, **options):
     return await client.post("/judge", payload or {"n": 1}, deadline=time.monotonic() + patience_s, **options)
 
@@ -162,14 +156,14 @@ RETRIED = {
     ),
     "an unknown encoding": (reply({}, content_encoding="br"), "connection"),
     "a gzip in a gzip": (reply({}, content_encoding="gzip, gzip"), "bad_reply"),
-    "NaN": (hostile.raw(hostile.message(200, b'{"score": NaN}')), "bad_reply"),
-    "Infinity": (hostile.raw(hostile.message(200, b'{"score": -Infinity}')), "bad_reply"),
-    "1e999": (hostile.raw(hostile.message(200, b'{"score": 1e999}')), "bad_reply"),
-    "a number of 5000 digits": (hostile.raw(hostile.message(200, b'{"n": ' + b"9" * 5000 + b"}")), "bad_reply"),
-    "100000 brackets": (hostile.raw(hostile.message(200, b"[" * 100_000)), "bad_reply"),
-    "no UTF-8": (hostile.raw(hostile.message(200, b'{"s": "\xff\xfe"}')), "bad_reply"),
+    "NaN": (status(200, b'{"score": NaN}'), "bad_reply"),
+    "Infinity": (status(200, b'{"score": -Infinity}'), "bad_reply"),
+    "1e999": (status(200, b'{"score": 1e999}'), "bad_reply"),
+    "a number of 5000 digits": (status(200, b'{"n": ' + b"9" * 5000 + b"}"), "bad_reply"),
+    "100000 brackets": (status(200, b"[" * 100_000), "bad_reply"),
+    "no UTF-8": (status(200, b'{"s": "\xff\xfe"}'), "bad_reply"),
     "HTML": (hostile.html(), "bad_reply"),
-    "an empty body": (hostile.raw(hostile.message(200, b"")), "bad_reply"),
+    "an empty body": (status(200, b""), "bad_reply"),
     "a list": (reply([1, 2]), "bad_reply"),
     "null": (reply(None), "bad_reply"),
     "another status of success": (reply({"score": 1}, code=202), "bad_reply"),
@@ -198,7 +192,7 @@ async def test_a_lasting_fault_is_an_error_of_ours_and_a_passing_one_is_counted_
         assert book.out == 0 and stats["in_flight"] == 0
 
 
-@pytest.mark.parametrize("code", [400, 401, 403, 404, 422, 301, 307])
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 422, 301])
 async def test_what_is_refused_is_not_asked_again(code):
     async with asking(status(code), GOOD) as (server, client):
         with pytest.raises(JudgeRefused, match=str(code)):
@@ -209,7 +203,7 @@ async def test_what_is_refused_is_not_asked_again(code):
 async def test_a_redirect_is_not_followed_and_its_address_not_repeated():
     async with HostileServer(GOOD) as other:
         async with asking(hostile.redirect(f"{other.url}/login?token=private")) as (_, client):
-            with pytest.raises(JudgeRefused, match="status 307, a redirect") as caught:
+            with pytest.raises(JudgeRefused, match="status 307: a redirect, which is not followed") as caught:
                 await ask(client)
         assert not other.requests and "private" not in str(caught.value)
 
@@ -249,7 +243,7 @@ async def test_a_slow_complaint_does_not_hide_what_was_complained_about():
 @pytest.mark.parametrize("later_s", [0.0, 0.05], ids=["with the reply", "a moment later"])
 async def test_a_reply_too_many_never_becomes_the_answer_to_the_next_call(later_s):
     """The connection that holds it is dropped, whether it came with the reply or while the connection was idle."""
-    behaviour = hostile.one_too_many(lambda request: request.json, {"n": "somebody else's"}, later_s=later_s)
+    behaviour = hostile.one_too_many({"n": "somebody else's"}, later_s=later_s)
     async with asking(behaviour) as (server, client):
         for n in range(5):
             assert await ask(client, payload={"n": n}) == {"n": n}
@@ -306,7 +300,7 @@ async def test_a_server_that_asks_for_a_day_fails_the_call_at_once_and_says_so(c
         with lasting(GRACE_S):
             for _ in range(3):
                 with pytest.raises(JudgeUnavailable, match="asked to be left alone for 86400 s"):
-                    await client.post("/judge", {}, deadline=after(5, queue_s=1800))
+                    await client.post("/judge", {}, deadline=Deadline(5, queue_s=1800))
         assert len(server.requests) == 1
         said = "asks to be left alone for 86400 s: calls fail meanwhile"
         # By their moments: after a test that started Ray, one record reaches the handler twice
@@ -436,7 +430,7 @@ async def test_ten_bad_replies_in_a_row_cost_no_sample_its_time_and_calls_behind
     bad, breaker = [status(500)] * 10, {"breaker_failures": 5, "breaker_reset_s": 2.0}
     limits = {"rate_limiter": Limiter(), "limits": Limits(concurrency=1)}
     async with asking(*bad, GOOD, **limits, **breaker) as (server, client):
-        calls = (client.post("/judge", {}, deadline=after(5.0, queue_s=60)) for _ in range(12))
+        calls = (client.post("/judge", {}, deadline=Deadline(5.0, queue_s=60)) for _ in range(12))
         assert await asyncio.gather(*calls) == [{"score": 0.5}] * 12 and len(server.requests) == 22
 
 
@@ -571,26 +565,17 @@ async def test_a_cancelled_call_gives_its_permit_back_wherever_it_was():
         assert counted(client) == {"cancelled": 2} and client.stats()["in_flight"] == 0
 
 
-async def test_the_wait_for_a_permit_ends_by_the_deadline():
-    limiter, limits = Limiter(), Limits(concurrency=1)
-    async with asking(GOOD, rate_limiter=limiter, limits=limits) as (server, client):
-        await limiter.acquire(client.key, limits)
-        with lasting(0.3 + GRACE_S), pytest.raises(JudgeTimeout, match="no permit"):
-            await ask(client, 0.3)
-        assert not server.requests
-
-
 async def test_a_wait_for_a_permit_or_as_the_server_asked_is_not_on_the_callers_time():
     limits = Limits(concurrency=1)
     asks_to_wait = status(429, **{"Retry-After": "1"})
     async with asking(asks_to_wait, GOOD, rate_limiter=Limiter(), limits=limits) as (server, client):
-        deadlines = [after(0.5, queue_s=20) for _ in range(8)]
+        deadlines = [Deadline(0.5, queue_s=20) for _ in range(8)]
         calls = [client.post("/score", {}, deadline=deadline) for deadline in deadlines]
         assert len(await asyncio.gather(*calls)) == 8
         assert all(deadline.queue_s > 0.8 for deadline in deadlines) and len(server.requests) == 9
     async with asking(asks_to_wait, GOOD) as (server, client):
         with pytest.raises(JudgeError):  # it would wait for longer than there is patience for
-            await client.post("/score", {}, deadline=after(0.3, queue_s=0.3))
+            await client.post("/score", {}, deadline=Deadline(0.3, queue_s=0.3))
 
 
 async def test_a_replica_that_is_out_of_order_is_waited_for_on_the_callers_time():
@@ -598,15 +583,13 @@ async def test_a_replica_that_is_out_of_order_is_waited_for_on_the_callers_time(
     settings = {"breaker_failures": 1, "breaker_reset_s": 30.0, "attempts": 2, "backoff_s": 0.01}
     async with asking(status(500), **settings) as (_server, client):
         with lasting(0.5 + GRACE_S), pytest.raises(JudgeUnavailable):
-            await client.post("/score", {}, deadline=after(0.5, queue_s=600))
+            await client.post("/score", {}, deadline=Deadline(0.5, queue_s=600))
 
 
-def test_two_judges_of_one_name_share_limits_only_at_one_address():
-    one, same, other = (
-        EndpointClient("judge", Endpoint(urls=urls), Book())
-        for urls in (("http://a", "http://b"), ("http://b", "http://a"), ("http://c",))
-    )
-    assert one.key == same.key != other.key
+async def test_two_judges_of_one_name_share_limits_only_at_one_address():
+    a, b, c = "http://a", "http://b", "http://c"
+    async with client_of(a, b) as one, client_of(b, a) as same, client_of(c) as other:
+        assert one.key == same.key != other.key
 
 
 async def test_counts_are_exact_and_limits_hold_under_a_storm_of_faults():
@@ -663,10 +646,6 @@ def test_what_is_no_plain_address_is_refused_and_no_password_repeated(url):
     assert "user:secret" not in str(caught.value)
 
 
-def test_plain_addresses_are_taken():
-    Endpoint(urls=("http://judge", "https://api.judge.com/v1", "http://[::1]:80/", "HTTP://10.0.0.1:1"))
-
-
 @pytest.mark.parametrize(
     "wrong",
     [dict(urls=()), dict(urls="http://judge"), dict(urls=("http://judge", "http://judge")), dict(attempts=0),
@@ -698,9 +677,9 @@ async def test_a_payload_that_is_no_json_is_refused_before_anything_is_sent():
 ECHOES = {
     "refused": lambda key: status(401, b"x" * 180 + b" bad key " + key),  # an excerpt would cut it in two
     "overloaded": lambda key: status(500, key),
-    "no json": lambda key: hostile.raw(hostile.message(200, b"not json " + key)),
+    "no json": lambda key: status(200, b"not json " + key),
     "a list": lambda key: reply([key.decode()]),
-    "no json, cut": lambda key: hostile.raw(hostile.message(200, b"x" * 190 + key)),
+    "no json, cut": lambda key: status(200, b"x" * 190 + key),
     "no http": lambda key: hostile.raw(key + b"\r\n\r\n", then_close=True),
     "redirected": lambda key: hostile.redirect("http://other/?" + key.decode()),
 }

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hostile_server import Connection, HostileServer, Request, message
+from hostile_server import Connection, HostileServer, Request, message, until
 
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.launch.judge_servers import folder_id
 from async_grpo.launch.local_run import LocalConfig
 from async_grpo.rewards.cache.verdicts import version_of_judge
-from async_grpo.rewards.http.endpoint import Deadline, after
+from async_grpo.rewards.http.endpoint import Deadline
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import JudgeAddresses, LLMJudge
@@ -62,30 +62,20 @@ def worker_of(server: Server, idle_sleep: IdleSleep, **settings) -> JudgeWorker:
     return JudgeWorker("judge", judge, judge.endpoint(), Limiter(), "train", idle_sleep)
 
 
-def soon() -> Deadline:
-    return after(10)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_the_first_call_wakes_and_a_lull_after_the_last_one_lets_sleep():
     async with serving() as server:
         idle_sleep = IdleSleep([server.url], after_s=0.3)
-        async with idle_sleep.keep_awake(soon()):
-            async with idle_sleep.keep_awake(soon()):
+        async with idle_sleep.keep_awake(Deadline(10)):
+            async with idle_sleep.keep_awake(Deadline(10)):
                 assert not server.asleep
             await asyncio.sleep(0.6)
             assert not server.asleep  # one still asks
         await until(lambda: server.asleep)
-        async with idle_sleep.keep_awake(soon()):
+        async with idle_sleep.keep_awake(Deadline(10)):
             assert not server.asleep
         for _ in range(10):  # calls that follow each other closely never let it sleep
             await asyncio.sleep(0.05)
-            async with idle_sleep.keep_awake(soon()):
+            async with idle_sleep.keep_awake(Deadline(10)):
                 pass
         assert server.told == ["/wake_up", "/sleep?level=1", "/wake_up"]
         await idle_sleep.close()

@@ -539,7 +539,11 @@ async def test_whatever_breaks_the_protocol_is_a_failure_that_names_it(reply, re
 
 @pytest.mark.parametrize(
     ("images", "reason"),
-    [("abc", "list of images"), (["not base64!"], "neither bytes nor"), ([3], "neither")],
+    [
+        ("abc", "no list of images"),
+        (["not base64!"], "no list of images, bytes or base64"),
+        ([3], "pictures"),
+    ],
 )
 async def test_images_that_are_none_are_refused(images, reason):
     with pytest.raises(ConfigurationError, match=reason):
