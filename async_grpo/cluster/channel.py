@@ -12,6 +12,7 @@ Silence means that the actor is stuck or gone; a caller that is silent is forgot
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import itertools
 import uuid
@@ -46,6 +47,7 @@ class ChannelServer:
         """Offer `handlers`: name -> function, coroutine function, or async generator function (for `stream`)."""
         self._handlers = handlers
         self._callers: dict[str, _Caller | None] = {}  # None: forgotten
+        gc.freeze()  # or every full collection looks through torch and vLLM again
 
     async def exchange(self, caller_id: str, calls: list[Call], waits: bool) -> list[Answer]:
         """Take calls; the message that `waits` is answered with what there is, once there is something."""
