@@ -87,21 +87,6 @@ def test_settings_that_cannot_work(capsys, tmp_path, changes, message):
     assert message in refusal(capsys, **{"output-dir": tmp_path, **changes})
 
 
-def test_an_output_folder_that_holds_a_run_already_or_cannot_be_written(capsys, tmp_path):
-    (tmp_path / "training_metrics.jsonl").touch()
-    assert "already holds a run" in refusal(capsys, **{"output-dir": tmp_path})
-    below_a_file = tmp_path / "training_metrics.jsonl" / "out"
-    assert "cannot be written to" in refusal(capsys, **{"output-dir": below_a_file})
-
-
-def test_the_demo_replaces_only_an_earlier_demo(capsys, tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--output-dir", str(tmp_path)])
-    assert ended.value.code == 2 and (tmp_path / "thesis.tex").exists()
-    assert "not empty and not an earlier demo" in capsys.readouterr().err
-
-
 def test_without_a_cluster_the_trainer_says_how_to_start_one(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     error = refusal(capsys, trainer.main, **{"output-dir": tmp_path})

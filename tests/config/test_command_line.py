@@ -1,7 +1,6 @@
 """One source for command line, TOML file, help, parameters of a run, and docs/options.md."""
 
 import dataclasses
-import importlib
 import json
 import pickle
 from pathlib import Path
@@ -77,31 +76,6 @@ def test_errors_become_one_line_and_an_exit_code(capsys, error, code):
     with pytest.raises(SystemExit) as ended:
         run_command(RunConfig, run, help="", argv=NEEDED)
     assert ended.value.code == code and capsys.readouterr().err == f"error: {error}\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "config_class", "prior"),
-    [
-        (
-            "trainer",
-            RunConfig,
-            "model_name_or_path learning_rate batch_size lr_scheduler num_warmup_steps experience_batcher_name "
-            "max_tokens_per_gpu temperature max_generation_tokens insert_reasoning_phrases data_path "
-            "min_samples_per_checkpoint output_dir infinite_sampler_seed samples_per_question constant_length_samples "
-            "dump_samples_filename clip_low clip_high clip_ratio_c num_training_batches train_minibatch_size "
-            "logging_level global_rank use_torch_compile",
-        ),
-        (
-            "worker",
-            WorkerConfig,
-            "model_path mode tensor_parallel_size max_num_seqs overhead_seqs enable_prefix_caching max_tokens_per_gpu "
-            "temperature global_num_verifiers write_failed_generation_samples reward_fns",
-        ),
-    ],
-)
-def test_the_prior_options_of_the_front_doors_are_accepted_or_retired(program, config_class, prior):
-    retired = importlib.import_module(f"async_grpo.programs.{program}").RETIRED
-    assert set(prior.split()) <= set(config_class.__dataclass_fields__) | set(retired)
 
 
 def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path):

@@ -1,4 +1,7 @@
-"""`docs/architecture.md`, "Where to change things", followed row by row from outside the package, and a step trained."""
+"""`docs/architecture.md`, "Where to change things", followed row by row from outside the package, and a step trained.
+
+A reward and a transport of one's own are in `test_fake_chain.py`.
+"""
 
 import asyncio
 import re
@@ -6,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_chain import GROUPS, MEMBERS, STEPS, Chain, PoolVerification, chain_config
-from tiny_policy import tiny_model
+from fake_chain import GROUPS, MEMBERS, STEPS, Chain, chain_config
 
 from async_grpo.algorithm.advantages import get_estimator
 from async_grpo.config.run import RunConfig
@@ -15,13 +17,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.dataset import Question
 from async_grpo.generation.config import engine_class
-from async_grpo.modeling.policy import PolicyModel
 from async_grpo.options.source_file import digests
 from async_grpo.testing import FakeGeneration, FakeVerification
-from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.distributed import distributed_run
-from async_grpo.training.objective import Objective
-from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.types import StepEnd
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
@@ -72,31 +69,24 @@ async def messages_of_one_step(config: RunConfig) -> list:
     return messages
 
 
-def train_a_step(config: RunConfig) -> tuple[list, dict[str, float]]:
-    """The step's micro-batches, and its metrics."""
-    *batches, _ = asyncio.run(messages_of_one_step(config))
-    policy = PolicyModel(tiny_model())
-    with distributed_run("cpu") as ranks:
-        optimizer, schedule = build_policy_optimizer(policy, config, config.num_steps)
-        accumulator = GradientAccumulator(policy, optimizer, schedule, Objective(config), ranks)
-        for batch in batches:
-            accumulator.add(batch)
-        return batches, accumulator.finish()
-
-
 def test_an_estimator_with_an_input_of_its_own_is_one_file(own):
     name = own(ESTIMATOR, "by_difficulty")
-    batches, metrics = train_a_step(run_config(advantage_estimator=name, estimator_options="power=2"))
+    config = run_config(advantage_estimator=name, estimator_options="power=2")
+    *batches, _ = asyncio.run(messages_of_one_step(config))
     advantages = sorted({float(a) for b in batches for a in b.advantages[b.loss_mask]})
     assert advantages == [-9.0, -1.0, 0.0, 1.0, 9.0]  # -1 0 1 times the difficulty squared
-    assert metrics["update_skipped"] == 0 and metrics["grad_norm"] > 0
 
 
-def test_a_bare_function_is_an_estimator_that_waits_for_its_whole_minibatch(own):
+def test_a_bare_function_is_an_estimator_that_waits_for_its_whole_minibatch(own, tmp_path):
     name = own(ESTIMATOR, "centred")
     assert not get_estimator(name).group_local
-    _, metrics = train_a_step(run_config(advantage_estimator=name))
-    assert metrics["grad_norm"] > 0
+    (line,) = trained(tmp_path, advantage_estimator=name)
+    assert line["grad_norm"] > 0
+
+
+def trained(folder: Path, **changes) -> list[dict]:
+    """The metrics line of one step on fake engines."""
+    return Chain(folder, config=chain_config(num_training_batches=1, **changes)).train()
 
 
 def test_an_input_that_nothing_provides_is_refused_with_the_way_to_provide_it(own):
@@ -104,10 +94,9 @@ def test_an_input_that_nothing_provides_is_refused_with_the_way_to_provide_it(ow
         get_estimator(own(ESTIMATOR, "in_need"))
 
 
-def test_a_loss_is_one_file(own):
+def test_a_loss_is_one_file(own, tmp_path):
     name = own(LOSS, "reinforce")
-    _, once = train_a_step(run_config(policy_loss=name))
-    _, twice = train_a_step(run_config(policy_loss=name, loss_options="scale=2"))
+    (once,), (twice,) = (trained(tmp_path, policy_loss=name, loss_options=scale) for scale in ("", "scale=2"))
     assert once["grad_norm"] > 0 and twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-5)
 
 
@@ -126,11 +115,6 @@ def last(members, sequences, tokens):
     return members[-1]
 """
 
-REWARD = """
-def shorter(sample):
-    return 1.0 / len(sample["completion_token_ids"])
-"""
-
 
 def test_an_engine_and_a_scheduling_policy_are_one_file(own, tmp_path):
     scheduling = own(ENGINE, "last")
@@ -142,12 +126,6 @@ def test_an_engine_and_a_scheduling_policy_are_one_file(own, tmp_path):
     assert last >= MEMBERS * GROUPS and first + last == STEPS * GROUPS * MEMBERS
     with pytest.raises(ConfigurationError, match="lacks start, complete, update, canary, progress"):
         engine_class(scheduling)
-
-
-def test_a_reward_is_one_file(own, tmp_path):
-    chain = Chain(tmp_path, config=chain_config(num_training_batches=1))
-    (line,) = chain.train(lambda: PoolVerification(own(REWARD, "shorter")))
-    assert line["num_reward_ok"] == line["samples_in_batch"] == 8 and line["grad_norm"] > 0
 
 
 def test_a_file_that_lacks_the_name_is_answered_with_what_it_has(own):

@@ -31,9 +31,9 @@ def test_samples_go_to_their_own_file_with_the_step_that_trained_them(tmp_path):
     assert "samples" not in json.loads((tmp_path / METRICS_FILE).read_text())
 
 
-def test_the_console_says_how_many_samples_were_not_scored():
-    counts = {"num_reward_failed": 2, "num_reward_timed_out": 1, "samples_in_batch": 64}
-    assert "NOT SCORED 3 of 64" in console_line(line(1, [], [], **counts), 9)
+def test_the_console_says_how_many_samples_were_not_scored_and_no_number_that_is_none():
+    counts = {"num_reward_failed": 2, "num_reward_timed_out": 1, "samples_in_batch": 64, "mismatch_kl": None}
+    assert console_line(line(1, [], [], **counts), 9) == "step 1/9 | NOT SCORED 3 of 64 | 1.0 s"
 
 
 def test_an_alarm_is_printed_in_full_when_it_begins_and_not_on_every_line(tmp_path, capsys):

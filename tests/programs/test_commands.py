@@ -14,23 +14,11 @@ import pytest
 import async_grpo
 from async_grpo.__main__ import COMMANDS, main
 from async_grpo.launch import environment, local_run
-from async_grpo.metrics.writer import ConsoleHandler, console_line
+from async_grpo.metrics.writer import ConsoleHandler
 from async_grpo.options.command_line import set_up_logging
 from async_grpo.programs import trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = '{"completion": "1", "answer": "1"}\n'
-OWN_REGISTRY = """
-from enum import Enum
-
-class RewardType(str, Enum):
-    EXACT = "exact"
-
-def exact(sample):
-    return {"reward": 0.123}
-
-REWARD_ADAPTERS = {RewardType.EXACT: exact}
-"""
 
 
 def run(capsys, *arguments: object) -> tuple[int, str]:
@@ -64,16 +52,6 @@ def test_a_broken_torchvision_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setattr("async_grpo.__main__.import_module", fail)
     with pytest.raises(SystemExit, match="torchvision::nms does not exist: pip uninstall torchvision"):
         main(["demo"])
-
-
-def test_a_registry_file_in_the_working_folder_is_used_else_the_shipped_one(tmp_path, capsys, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text(ROWS)
-    monkeypatch.chdir(tmp_path)
-    for expected in (1.0, 0.123):
-        code, text = run(capsys, "verify", "rows.jsonl", "--reward_fns", "exact", "--output", "results.jsonl")
-        assert code == 0, text
-        assert json.loads((tmp_path / "results.jsonl").read_text())["reward"] == expected
-        (tmp_path / "reward_registry.py").write_text(OWN_REGISTRY)
 
 
 def test_a_name_of_a_file_alone_asks_plot_for_a_picture(tmp_path, capsys):
@@ -117,10 +95,6 @@ def test_what_is_logged_is_shown_beside_the_steps(capsys, monkeypatch):
     set_up_logging("INFO", "[trainer 0] ", ConsoleHandler())
     logging.getLogger("async_grpo.cluster").info("evaluating %d held-out questions", 512)
     assert "[trainer 0] evaluating 512 held-out questions" in capsys.readouterr().out
-
-
-def test_a_number_that_is_none_is_not_on_the_console():
-    assert console_line({"step": 1, "mismatch_kl": None, "time_per_batch": 1.0}, 1) == "step 1/1 | 1.0 s"
 
 
 def test_ray_gets_an_interpreter_whose_name_no_shell_splits(tmp_path, monkeypatch):
