@@ -75,7 +75,7 @@ class JudgeWorker:
         counts |= {"request_retries": stats["retries"], "request_timeouts": stats["outcomes"]["timeout"]}
         taken = {name: count - self._taken.get(name, 0) for name, count in counts.items()}
         self._taken = counts
-        return taken | {"breakers_open": sum(state != "closed" for state in stats["breakers"].values())}
+        return taken | {"breakers_open": stats["breakers_open"]}
 
     async def close(self) -> None:
         await self._client.close()

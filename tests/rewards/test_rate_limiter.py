@@ -74,10 +74,6 @@ class Callers:
     def moments(self) -> list[float]:
         return [at for at, _, _ in self.starts]
 
-    @property
-    def names(self) -> list[Any]:
-        return [name for _, _, name in self.starts]
-
 
 def worst_window(starts: list[tuple[float, float]], width_s: float) -> float:
     """The largest sum of costs in [t, t + width_s), by brute force over every t that can matter."""
@@ -107,9 +103,8 @@ def test_no_window_of_a_minute_holds_more_calls_than_the_limit(
     assert len(starts) == len(gaps)
     assert worst_window(starts, 60.0 + slack_s - 1e-6) <= max(per_minute, 1)
     for width_s in (1e-3, 0.5, 3.0, 17.0):
-        rate = (
-            per_minute / (60.0 + slack_s) * (1.0 if lasts == 0.0 else CATCH_UP_FACTOR)
-        )  # no slots: no time is lost
+        haste = CATCH_UP_FACTOR if lasts else 1.0  # no slots: no time is lost
+        rate = per_minute / (60.0 + slack_s) * haste
         assert worst_window(starts, width_s) <= rate * (width_s + burst_s) + 1 + 1e-6
 
 
@@ -240,33 +235,13 @@ def test_lanes_take_turns_whatever_their_backlogs():
         train = [dict(name="t", phase="train")] * 100
         return await callers.calls(*train, *[dict(name="e", at=10.5, phase="eval")] * 5)
 
-    names = virtually(scenario).names
+    names = [name for _, _, name in virtually(scenario).starts]
     assert names[:11] == ["t"] * 11
     assert names[11:21] == ["t", "e"] * 5  # 100 calls wait before the first "e", and it is the next but one
     assert names[21:] == ["t"] * 84
 
 
 # Cancellation and misuse
-
-
-def test_a_cancelled_wait_leaves_no_trace():
-    async def scenario() -> None:
-        callers = Callers(Limits(concurrency=1, requests_per_minute=60, tokens_per_minute=6000))
-        first = await callers.limiter.acquire("judge", callers.limits)
-        waits = [asyncio.ensure_future(callers.call(i, tokens=1000)) for i in range(50)]
-        last = asyncio.ensure_future(callers.call("last"))
-        await asyncio.sleep(1)
-        assert callers.limiter.stats()["judge"] == {"in_flight": 1, "waiting": {"train": 51}, "granted": 1}
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-        assert callers.limiter.stats()["judge"] == {"in_flight": 1, "waiting": {"train": 1}, "granted": 1}
-        await callers.limiter.release("judge", first)
-        await last
-        assert callers.names == ["last"] and callers.moments == [1.0]
-        assert callers.limiter.stats()["judge"] == {"in_flight": 0, "waiting": {}, "granted": 2}
-
-    virtually(scenario)
 
 
 @pytest.mark.parametrize("release_first", [True, False])
@@ -360,15 +335,11 @@ def test_limits_that_cannot_work_are_refused(wrong):
         Limits(**wrong)
 
 
-@pytest.mark.parametrize("tokens", [-1.0, float("nan"), float("inf")])
-def test_a_senseless_number_of_tokens_is_refused(tokens):
-    async def scenario() -> None:
-        limiter = Limiter()
-        with pytest.raises(ValueError, match="judge"):
-            await limiter.acquire("judge", Limits(), tokens=tokens)
-        permit = await limiter.acquire("judge", Limits())
-        with pytest.raises(ValueError, match=f"permit {permit}"):
-            await limiter.release("judge", permit, used_tokens=tokens)
-        await limiter.release("judge", permit)
-
-    virtually(scenario)
+@pytest.mark.parametrize("tokens", [-1.0, NAN, float("inf")])
+async def test_a_senseless_number_of_tokens_is_refused(tokens):
+    limiter = Limiter()
+    with pytest.raises(ValueError, match="judge"):
+        await limiter.acquire("judge", Limits(), tokens=tokens)
+    permit = await limiter.acquire("judge", Limits())
+    with pytest.raises(ValueError, match=f"permit {permit}"):
+        await limiter.release("judge", permit, used_tokens=tokens)

@@ -124,12 +124,12 @@ class EndpointClient:
     def stats(self) -> dict[str, Any]:
         """Counts since the start: `requests` that were sent = the sum of `outcomes` + `in_flight`; `retries`; `hedges`.
 
-        `breakers` is the state of each replica, and `breakers_opened` how often one went out of service.
+        `breakers_open`: replicas that are out of service now; `breakers_opened`: how often one went.
         """
         return {
             **self._counts,
             "outcomes": dict(self._outcomes),
-            "breakers": self._replicas.states(),
+            "breakers_open": self._replicas.num_open,
             "breakers_opened": self._replicas.num_opened,
             "in_flight": self._counts["requests"] - self._outcomes.total(),
         }

@@ -13,9 +13,8 @@ What holds for one key, over all its callers, as long as a call starts within `s
   time is caught up that was lost to late timers or busy slots, 1.1 times that.
 
 Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
-The price is that a saturated key gets 60 / (60 + slack_s) of its limit (99.2 %). Slot and rate are taken in the same
-moment: a queue behind busy slots that took its rate beforehand would start all at once. Calls start first come, first
-served within a phase; phases that wait take turns. (Neither aiolimiter nor pyrate-limiter can do this.)
+Slot and rate are taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at
+once. Within a phase calls start in their order; phases take turns. (Neither aiolimiter nor pyrate-limiter does this.)
 """
 
 import asyncio

@@ -16,7 +16,6 @@ from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 300.0  # a server that asks for more is not waited for; after that one request may try
-NOTICEABLE_PAUSE_S = 10.0  # a pause from which on the console is told
 # Of `reset_s`, and from probe to probe: what fails for a moment is soon back
 FIRST_PROBE, GROWTH = 1 / 16, 1.5
 
@@ -37,15 +36,11 @@ class Replica:
         """When the next request may be sent; inf while a probe is on its way."""
         return math.inf if self.probing else max(self.open_until or 0.0, self.paused_until)
 
-    def state(self) -> str:
-        """Of its breaker: `closed` or `open`."""
-        return "closed" if self.open_until is None else "open"
-
     def describe(self) -> str:
         paused = self.paused_until > time.monotonic()
         wish = f", asked to be left alone for {self.asked_s:.6g} s" if paused else ""
         last = f" (the last failure: {self.last_failure})" if self.last_failure else ""
-        return f"{self.url} is {self.state()}{wish}{last}"
+        return f"{self.url} is {'open' if self.open_until else 'closed'}{wish}{last}"
 
 
 class Replicas:
@@ -62,9 +57,10 @@ class Replicas:
         self._changed = asyncio.Event()  # replaced each time that it is set
         self.num_opened = 0
 
-    def states(self) -> dict[str, str]:
-        """By address: the state of its breaker."""
-        return {replica.url: replica.state() for replica in self._replicas}
+    @property
+    def num_open(self) -> int:
+        """How many are out of service now."""
+        return sum(replica.open_until is not None for replica in self._replicas)
 
     async def ready(self, deadline: Deadline) -> None:
         """Wait until a request may be sent to some replica, be it a probe. Raises JudgeUnavailable if none may be in time.
@@ -75,7 +71,7 @@ class Replicas:
         while not self.usable():
             now, first = time.monotonic(), min(self._replicas, key=Replica.ready_at)
             ready_at = first.ready_at()
-            paused = any(replica.open_until is None for replica in self._replicas)
+            paused = self.num_open < len(self._replicas)
             give_up = deadline.latest if paused else deadline.at
             never = ready_at > give_up or (first.open_until is None and first.asked_s > MAX_PAUSE_S)
             if now >= give_up or (never and not any(replica.probing for replica in self._replicas)):
@@ -106,12 +102,7 @@ class Replicas:
 
     def pause(self, replica: Replica, seconds: float) -> None:
         """The replica asked to be left alone for so long."""
-        now = time.monotonic()
-        if seconds >= NOTICEABLE_PAUSE_S and now >= replica.paused_until:
-            obeyed = "it is waited for" if seconds <= MAX_PAUSE_S else "calls fail meanwhile"
-            wish = f"asks to be left alone for {seconds:.6g} s: {obeyed}"
-            logger.warning("the judge at %s %s", replica.url, wish)
-        until = now + min(seconds, MAX_PAUSE_S)
+        until = time.monotonic() + min(seconds, MAX_PAUSE_S)
         if until > replica.paused_until:
             replica.paused_until, replica.asked_s = until, seconds
 

@@ -9,13 +9,12 @@ are its client's business (`rewards.http`). A call either gives an answer or rai
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from async_grpo.rewards.http.endpoint import Endpoint
+from async_grpo.rewards.http.endpoint import Deadline, Endpoint
 from async_grpo.rewards.judges.llm import GenerativeRM, LLMJudge
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses, judge_urls
 from async_grpo.rewards.judges.scorers import HTTPScorer, RewardModelJudge
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 
@@ -39,7 +38,7 @@ class Judge(Protocol):
         ...
 
     async def score(
-        self, sample: dict[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
+        self, sample: dict[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
     ) -> dict[str, Any]:
         """The answer dict of `async_grpo.rewards.adapter.result`; `deadline` is to be handed to the client.
 

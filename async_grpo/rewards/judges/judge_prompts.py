@@ -80,8 +80,19 @@ def as_text(value: Any) -> str:
 
 def is_conversation(value: Any) -> bool:
     """Whether it is a list of {"role": ..., "content": ...}."""
-    ours = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-    return ours and bool(value) and all({"role", "content"} <= message.keys() for message in value)
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(
+        isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages
+    )
+
+
+def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of the prompt, and the completion as the assistant's."""
+    alone = [{"role": "user", "content": column(sample, "prompt")}]
+    given = (sample.get(name) for name in ("messages", "prompt"))
+    prompt: Any = next(filter(is_conversation, given), alone)
+    messages = [{"role": str(one["role"]), "content": harmless(as_text(one["content"]))} for one in prompt]
+    return [*messages, {"role": "assistant", "content": completion_of(sample)}]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
@@ -20,12 +19,11 @@ _THOUGHT = re.compile(r"\A\s*(?:<think>)?.*</think>", re.DOTALL)
 _CODE_BLOCK = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Vote:
+class Vote(NamedTuple):
     """One verdict: the score on the judge's own scale, and further numbers of the reply."""
 
     score: float
-    extra: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float] = {}
 
 
 def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

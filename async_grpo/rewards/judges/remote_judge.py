@@ -10,10 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import Endpoint, JudgeError, Limits, require_all, said_tokens
+from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, Limits, require_all, said_tokens
 
 if TYPE_CHECKING:
-    from async_grpo.rewards.http.endpoint import Deadline
     from async_grpo.rewards.http.http_client import EndpointClient
 
 COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # in the `usage` of a reply
@@ -121,7 +120,7 @@ class RemoteJudge:
         return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
 
     async def score(
-        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: "Deadline | float"
+        self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
     ) -> dict[str, Any]:
         """The answer (see `adapter.result`) for one sample; `deadline` is for the client.
 

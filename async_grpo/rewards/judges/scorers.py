@@ -24,14 +24,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
-from async_grpo.rewards.judges.judge_prompts import (
-    Template,
-    as_text,
-    column,
-    completion_of,
-    harmless,
-    is_conversation,
-)
+from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, conversation
 from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
 from async_grpo.rewards.judges.remote_judge import (
     CHARACTERS_PER_TOKEN,
@@ -99,15 +92,6 @@ class RewardModelJudge(ModelJudge):
         if self.activation is not None:
             body["use_activation"] = self.activation
         return body | dict(self.extra_body)
-
-
-def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of the prompt, and the completion as the assistant's."""
-    alone = [{"role": "user", "content": column(sample, "prompt")}]
-    given = (sample.get(name) for name in ("messages", "prompt"))
-    prompt: Any = next(filter(is_conversation, given), alone)
-    messages = [{"role": str(one["role"]), "content": harmless(as_text(one["content"]))} for one in prompt]
-    return [*messages, {"role": "assistant", "content": completion_of(sample)}]
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:

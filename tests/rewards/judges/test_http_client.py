@@ -294,17 +294,13 @@ async def test_a_pause_beyond_the_deadline_is_not_waited_for():
         assert len(server.requests) == 1
 
 
-async def test_a_server_that_asks_for_a_day_fails_the_call_at_once_and_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)
+async def test_a_server_that_asks_for_a_day_fails_the_call_at_once_and_the_call_says_so():
     async with asking(status(429, retry_after="86400")) as (server, client):
         with lasting(GRACE_S):
             for _ in range(3):
                 with pytest.raises(JudgeUnavailable, match="asked to be left alone for 86400 s"):
                     await client.post("/judge", {}, deadline=Deadline(5, queue_s=1800))
         assert len(server.requests) == 1
-        said = "asks to be left alone for 86400 s: calls fail meanwhile"
-        # By their moments: after a test that started Ray, one record reaches the handler twice
-        assert len({record.created for record in caplog.records if said in record.getMessage()}) == 1
 
 
 async def test_another_replica_takes_over_while_one_is_left_alone():
@@ -377,14 +373,14 @@ async def test_a_breaker_opens_and_lets_one_probe_at_a_time_through_until_one_su
     async with asking(*behaviours, breaker_failures=3, breaker_reset_s=4.8, attempts=3) as (server, client):
         with pytest.raises(JudgeUnavailable):
             await ask(client)
-        assert client.stats()["breakers"] == {server.url: "open"}
+        assert client.stats()["breakers_open"] == 1
         assert await asyncio.gather(*(ask(client) for _ in range(10))) == [{"score": 0.5}] * 10
         times = [request.at for request in server.requests]
         assert len(times) == 3 + 1 + 10
         assert times[3] - times[2] >= 0.3  # the first probe waits for a sixteenth of the reset,
         assert times[4] - times[3] >= 0.2 + 0.45  # the second for the first one and half as long again,
         assert times[5] - times[4] >= 0.2  # and everybody else for the second
-        assert client.stats()["breakers"] == {server.url: "closed"}
+        assert client.stats()["breakers_open"] == 0
 
 
 PROBED = {"breaker_failures": 1, "breaker_reset_s": 0.1, "timeout_s": 30}
@@ -398,7 +394,7 @@ async def test_a_probe_that_is_cancelled_leaves_the_next_one_its_place():
         await until(lambda: len(server.requests) == 2)
         other = asyncio.ensure_future(ask(client, 30))
         await asyncio.sleep(0.1)
-        assert client.stats()["breakers"] == {server.url: "open"} and len(server.requests) == 2
+        assert client.stats()["breakers_open"] == 1 and len(server.requests) == 2
         probe.cancel()
         assert await other == {"score": 0.5}
 
@@ -437,11 +433,11 @@ async def test_ten_bad_replies_in_a_row_cost_no_sample_its_time_and_calls_behind
 async def test_a_breaker_counts_failures_in_a_row_which_refusals_and_429_are_not_and_a_probe_clears_the_count():
     harmless = [status(404), status(429)] * 2 + [status(500), GOOD] * 3
     behaviours = [*harmless, status(500), status(500), GOOD, status(500), GOOD]
-    async with asking(*behaviours, breaker_failures=2, breaker_reset_s=0.1, attempts=1) as (server, client):
-        for expected in ["closed"] * 11 + ["open", "closed", "closed", "closed"]:
+    async with asking(*behaviours, breaker_failures=2, breaker_reset_s=0.1, attempts=1) as (_server, client):
+        for expected in [0] * 11 + [1, 0, 0, 0]:
             with contextlib.suppress(JudgeUnavailable, JudgeRefused):
                 await ask(client)
-            assert client.stats()["breakers"] == {server.url: expected}
+            assert client.stats()["breakers_open"] == expected
 
 
 async def test_no_pause_goes_beyond_the_deadline():

@@ -150,7 +150,7 @@ WRONG = [
     ({"judge_idle_sleep_s": 5.0}, "--judge-idle-sleep-s 5.0 does nothing without --judge-model or --judge-urls"),
     ({"judge_model": "/no/such"}, "--judge-model /no/such is no folder here"),
     (OURS | {"judge_replicas": 0}, "--judge-replicas must be above 0"),
-    (OURS | {"judge_urls": "http://a"}, "the judges are asked at one of them"),
+    (OURS | {"judge_urls": "http://a"}, "leave one of the two out"),
     (OURS | {"judge_gpus": "4,5"}, "one GPU for each of the 1 servers"),
     (OURS | {"judge_gpus": "0"}, r"--judge-gpus 0 names '0', none of the visible GPUs, which are 4, 5 \(CUDA_VIS"),
     (OURS | {"judge_gpus": "4,", "judge_replicas": 2}, "names '', none of the visible GPUs"),

@@ -39,8 +39,7 @@ from async_grpo.rewards.http.http_client import EndpointClient
 from async_grpo.rewards.http.rate_limiter import Limiter
 from async_grpo.rewards.judge_worker import JudgeWorker
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, Judge, LLMJudge, RewardModelJudge
-from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template, harmless
-from async_grpo.rewards.judges.scorers import conversation
+from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, Template, conversation, harmless
 from async_grpo.rewards.pool import VerifierPool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -231,41 +230,64 @@ def test_ordinary_text_is_left_alone():
 
 SCORES = {"Score: 7": 7, "**Score:** 7.5": 7.5, "Score: 10? No. Score: 2": 2, "score = 3/10": 3, "Score: 8, since 2": 8,
           '"score": 4.': 4, "Score: -2": -2}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", SCORES)
-async def test_the_last_score_counts_on_its_scale(text):
-    answer = await scored(llm(scale=(-2, 10)), Scripted(chat(text)))
-    assert answer["judge_score"] == SCORES[text]
-    assert answer["reward"] == pytest.approx((SCORES[text] + 2) / 12)
+JSON = {"json_schema": SCHEMA, "scale": (1, 5)}
+THOUGHT = [
+    '<think>{"score": 1, "style": 1} would be harsh.</think>\n\n{"score": 4, "style": 2}',
+    'The template opened it {"score": 1}</think>```json\n{"score": 4, "style": 2}\n```',
+    'Let me see. The task is easy.\nMy verdict: {"score": 4, "style": 2}',
+]
+UNREADABLE = [
+    (chat("no verdict " * 100), "matches.*no verdict.*\\.\\.\\."),
+    (chat("Score: 11"), "score 11 is outside of 0 to 10"),
+    (chat("Score: -1"), "score -1 is outside"),
+    (chat("Score: 1,5"), "nothing in the reply matches"),
+    (chat("Score: 1e3"), "nothing in the reply matches"),
+    (chat("Score: 1", finish="length"), "cut off at max_tokens"),
+    (chat("Score: 1", finish="content_filter"), "not whole, its finish_reason is 'content_filter'"),
+    (chat("Score: 1", finish="tool_calls"), "not whole"),
+    (chat("Score: 1", finish=None), "not whole"),
+    (chat(None), "no text"),
+    (chat(), "0 choices, 1 were asked for"),
+    ({"object": "error"}, "no chat completion.*error"),
+    ({"choices": ["x"]}, "no chat completion"),
+    ({"choices": [{}]}, "no text"),
+]
+UNREADABLE_JSON = [
+    ('{"score": "4"}', "breaks the schema.*'4' is not of type 'number'"),
+    ('{"style": 4}', "breaks the schema.*'score' is a required"),
+    ('{"score": true}', "breaks the schema"),
+    ('{"score": NaN}', "has no number 'score'"),
+    ('{"score": 1' + "0" * 400 + "}", "has no number 'score'"),
+    ("Score: 4", "is no JSON"),
+    ("[" * 100_000, "is no JSON"),
+    ('{"score": 9}', "outside of 1 to 5"),
+    ('It says {"score": 5, "style": 5}, but: {"score": 1, "style": 1}', "no JSON"),  # which is the verdict?
+    ('<think>never closed {"score": 5, "style": 5}', "no JSON"),
+    ('{"a":' * 5000 + '{"score": 5, "style": 5}', "no JSON"),  # each brace would be read to the end
+]
+NO_VERDICT = [({}, *one) for one in UNREADABLE] + [(JSON, chat(text), why) for text, why in UNREADABLE_JSON]
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
-        (chat("no verdict " * 100), "matches.*no verdict.*\\.\\.\\."),
-        (chat("Score: 11"), "score 11 is outside of 0 to 10"),
-        (chat("Score: -1"), "score -1 is outside"),
-        (chat("Score: 1,5"), "nothing in the reply matches"),
-        (chat("Score: 1e3"), "nothing in the reply matches"),
-        (chat("Score: 1", finish="length"), "cut off at max_tokens"),
-        (chat("Score: 1", finish="content_filter"), "not whole, its finish_reason is 'content_filter'"),
-        (chat("Score: 1", finish="tool_calls"), "not whole"),
-        (chat("Score: 1", finish=None), "not whole"),
-        (chat(None), "no text"),
-        (chat(), "0 choices, 1 were asked for"),
-        ({"object": "error"}, "no chat completion.*error"),
-        ({"choices": ["x"]}, "no chat completion"),
-        ({"choices": [{}]}, "no text"),
-    ],
+    ("options", "text", "score"),
+    [({"scale": (-2, 10)}, *one) for one in SCORES.items()] + [(JSON, text, 4.0) for text in THOUGHT],
 )
-async def test_a_reply_without_a_score_is_asked_for_once_more_and_then_a_failure(reply, reason):
-    client = Scripted(reply, chat("Score: 5"))
-    assert (await scored(llm(), client))["reward"] == 0.5 and len(client.calls) == 2
-    client = Scripted(reply, reply, chat("Score: 5"))
+async def test_the_last_score_counts_on_its_scale_and_json_may_follow_a_thought(options, text, score):
+    answer = await scored(llm(**options), Scripted(chat(text)))
+    low, high = options["scale"]
+    assert answer["judge_score"] == score and answer.get("judge_style", 2.0) == 2.0
+    assert answer["reward"] == pytest.approx((score - low) / (high - low))
+
+
+@pytest.mark.parametrize(("options", "reply", "reason"), NO_VERDICT)
+async def test_a_reply_without_a_score_is_asked_for_once_more_and_then_a_failure_soon(options, reply, reason):
+    started, good = time.monotonic(), chat('{"score": 5}' if options else "Score: 5")
+    client = Scripted(reply, good)
+    assert (await scored(llm(**options), client))["judge_score"] == 5 and len(client.calls) == 2
+    client = Scripted(reply, reply, good)
     with pytest.raises(BadReply, match=reason) as failure:
-        await scored(llm(), client)
-    assert len(client.calls) == 2 and len(str(failure.value)) < 500
+        await scored(llm(**options), client)
+    assert len(client.calls) == 2 and len(str(failure.value)) < 1000 and time.monotonic() - started < 5
 
 
 async def test_a_schema_is_sent_and_enforced_and_other_numbers_are_extras():
@@ -275,50 +297,6 @@ async def test_a_schema_is_sent_and_enforced_and_other_numbers_are_extras():
     sent = client.calls[0]["payload"]["response_format"]
     assert sent["type"] == "json_schema" and sent["json_schema"]["schema"] == SCHEMA
     assert answer == {"reward": 0.75, "judge_score": 4.0, "judge_style": 2.0, "judge_tokens": 120.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"score": "4"}', "breaks the schema.*'4' is not of type 'number'"),
-        ('{"style": 4}', "breaks the schema.*'score' is a required"),
-        ('{"score": true}', "breaks the schema"),
-        ('{"score": NaN}', "has no number 'score'"),
-        ('{"score": 1' + "0" * 400 + "}", "has no number 'score'"),
-        ("Score: 4", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"score": 9}', "outside of 1 to 5"),
-    ],
-)
-async def test_json_that_is_no_verdict_is_a_failure(text, reason):
-    with pytest.raises(BadReply, match=reason):
-        await scored(llm(json_schema=SCHEMA, scale=(1, 5)), Scripted(chat(text), chat(text)))
-
-
-THOUGHT = [
-    '<think>{"score": 1, "style": 1} would be harsh.</think>\n\n{"score": 4, "style": 2}',
-    'The template opened it {"score": 1}</think>```json\n{"score": 4, "style": 2}\n```',
-    'Let me see. The task is easy.\nMy verdict: {"score": 4, "style": 2}',
-]
-UNCLEAR = [
-    'It says {"score": 5, "style": 5}, but: {"score": 1, "style": 1}',  # which one is the verdict?
-    '<think>never closed {"score": 5, "style": 5}',
-    '{"a":' * 5000 + '{"score": 5, "style": 5}',  # each brace would be read to the end
-]
-
-
-@pytest.mark.parametrize("text", THOUGHT)
-async def test_a_reply_in_json_may_begin_with_a_thought(text):
-    answer = await scored(llm(json_schema=SCHEMA, scale=(1, 5)), Scripted(chat(text)))
-    assert (answer["judge_score"], answer["judge_style"]) == (4.0, 2.0)
-
-
-@pytest.mark.parametrize("text", UNCLEAR)
-async def test_a_reply_with_several_json_objects_or_endless_braces_has_failed_soon(text):
-    started = time.monotonic()
-    with pytest.raises(BadReply, match="no JSON"):
-        await scored(llm(json_schema=SCHEMA, scale=(1, 5)), Scripted(chat(text), chat(text)))
-    assert time.monotonic() - started < 5
 
 
 # Votes
@@ -590,6 +568,7 @@ IMPOSSIBLE = [
         (dict(extra_body={"input": "x"}), "extra_body"),
         (dict(price_per_million_tokens=-1.0), "price"),
     ]),
+    (lambda model, **settings: HTTPScorer(**settings), dict(columns="level"), "columns='level'"),
 ]  # fmt: skip
 
 
@@ -597,11 +576,6 @@ IMPOSSIBLE = [
 def test_impossible_settings_are_refused_with_their_values(make, wrong, reason):
     with pytest.raises(ConfigurationError, match=reason):
         make(**{"url": URL, "model": "m"} | wrong)
-
-
-def test_columns_are_a_list():
-    with pytest.raises(ConfigurationError, match="columns='level'"):
-        HTTPScorer(url=URL, columns="level")
 
 
 @pytest.mark.parametrize(
