@@ -205,11 +205,7 @@ def test_a_reward_that_awaits_must_say_so_and_a_number_too_large_for_a_float_is_
 PAGE = textwrap.dedent(
     '''
     import asyncio, os, time
-    from async_grpo.rewards.adapter.decorators import batch
-    from async_grpo.rewards.adapter.decorators import post_process
-
-    def number(sample, weight=1.0):
-        return weight * sample["value"]
+    from async_grpo.rewards.adapter.decorators import batch, post_process
 
     class Counting:
         """Says how often it was built and called in this process, with which options, and when it was closed."""
@@ -229,13 +225,6 @@ PAGE = textwrap.dedent(
         def close(self):
             with open(self.log, "a") as file:
                 file.write(f"closed after {self.calls:g}\\n")
-
-    class Demanding:
-        def __init__(self, url):
-            self.url = url
-
-        def __call__(self, sample):
-            return len(self.url)
 
     class Session:
         """What it opens belongs to the event loop of its process."""
@@ -267,10 +256,9 @@ PAGE = textwrap.dedent(
 
     @batch(max_samples=4, max_wait_s=0.2)
     async def batched_later(samples):
-        if not samples[-1]["value"]:
-            return [1.0]
         await asyncio.sleep(0.05)
-        return [(sample["value"], None, f"one of {len(samples)}") if sample["value"] else None for sample in samples]
+        values, said = [sample["value"] or None for sample in samples], f"one of {len(samples)}"
+        return [value and (value, None, said) for value in values] if values[-1] else [1.0]
 
     def fill(group):
         known = [member["reward"] for member in group if member["status"] == "ok"]
@@ -288,13 +276,7 @@ PAGE = textwrap.dedent(
     async def filled_later(sample):
         return {"reward": 1.0, "length": 3}
 
-    class Judge:
-        def endpoint(self): ...
-
-        async def score(self, sample, client, *, lane, deadline): ...
-
-    REWARD_ADAPTERS = {name: value for name, value in list(globals().items()) if callable(value)} | {"judge": Judge()}
-    REWARD_ADAPTERS.pop("Judge")
+    REWARD_ADAPTERS = {name: value for name, value in list(globals().items()) if callable(value)}
     '''
 )
 SOURCE = RewardRegistrySource("page_of_kinds", PAGE)
@@ -328,12 +310,6 @@ async def test_a_class_is_built_once_with_its_options_warmed_up_and_closed_at_th
     assert {result.extra["built"] for result in results} == {1.0}
     assert len({result.extra["pid"] for result in results} - {os.getpid()}) == 1
     assert log.read_text() == "closed after 120\n"
-
-
-async def test_a_class_that_cannot_be_built_is_the_users_mistake():
-    with pytest.raises(ConfigurationError, match="'Demanding' cannot start: TypeError.*'url'"):
-        await scored("Demanding", [{}])
-    assert (await scored("Demanding", [{}], url="http://"))[0].reward == 7.0
 
 
 async def test_an_async_reward_has_many_samples_in_flight_in_one_process(tmp_path):
@@ -474,21 +450,16 @@ def test_a_file_is_read_by_the_trainer_or_not_at_all_and_each_text_has_its_diges
 
 # What every reward must keep to -----------------------------------------------------------------------------------
 
-EXAMPLES = {
-    "math_verify": {"completion": r"\boxed{\frac{2}{4}}", "answer": "0.5"},
-    "sympy": {"completion": r"\boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"},
-    "countdown_steps": {
-        "completion": "so</think>\n<answer>3*(4+5)</answer>",
-        "nums": [3, 4, 5],
-        "target": 27,
-    },
-}
+COUNTDOWN = {"completion": "so</think>\n<answer>3*(4+5)</answer>", "nums": [3, 4, 5], "target": 27}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-async def test_the_shipped_rewards_keep_to_it(name):
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("sympy", {"completion": r"\boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"}), ("countdown_steps", COUNTDOWN)],
+)
+async def test_the_shipped_rewards_keep_to_it(name, row):
     source = RewardRegistrySource.from_file(ROOT / "reward_registry.py")
-    assert await check_adapter(name, process_maker(source), [EXAMPLES[name]], timeout_s=30.0) == []
+    assert await check_adapter(name, process_maker(source), [row], timeout_s=30.0) == []
 
 
 CHECKED = textwrap.dedent(
@@ -497,6 +468,7 @@ CHECKED = textwrap.dedent(
     from async_grpo.rewards.adapter.decorators import post_process
 
     def good(sample): return float(sample["completion"] == sample["answer"])
+    def fails(sample): return sample["no such column"]
     def generous(sample): return 1.0
     def strict(sample): return 1.0 / len(sample["completion"])
     def moody(sample): return random.random() + (sample["completion"] == sample["answer"])
@@ -518,6 +490,7 @@ CHECKED = textwrap.dedent(
     [
         ("good", []),
         ("silent", []),
+        ("fails", ["sample 0: the right completion has failed: KeyError: 'no such column'"]),
         ("generous", [f"sample 0: {what} is worth 1, and the right one no more than that" for what in POOR_COMPLETIONS]),
         ("strict", ["sample 0: an empty completion has failed: ZeroDivisionError", "blanks is worth", "letters"]),
         ("moody", ["sample 0: asked again, it is worth", "in another process", "after a cancelled call"]),
@@ -533,12 +506,6 @@ async def test_the_check_finds_what_is_wrong(adapter, problems):
     make = process_maker(RewardRegistrySource("checked_page", CHECKED))
     right = {"completion": "42 is the answer", "answer": "42 is the answer"}
     found = await check_adapter(adapter, make, [right], timeout_s=1.0)
-    assert len(found) == len(problems) or adapter in ("strict", "moody", "local", "counts"), found
+    assert len(found) == len(problems) or adapter in ("fails", "strict", "moody", "local", "counts"), found
     for problem in problems:
         assert any(problem in text for text in found), (problem, found)
-
-
-async def test_a_right_completion_that_is_not_scored_is_a_problem():
-    make = process_maker(RewardRegistrySource("checked_page", CHECKED))
-    (found,) = (await check_adapter("good", make, [{"completion": "4"}]))[:1]
-    assert found.startswith("sample 0: the right completion has failed: KeyError: 'answer'")

@@ -49,25 +49,17 @@ def caller(result: Any, journal: list | None = None) -> Callable[[], Awaitable[A
 # --- keys ---
 
 
-def test_adapter_version_and_every_column_but_the_group_make_the_key():
+def test_adapter_version_and_every_column_but_the_group_make_the_key_and_the_library_the_version(monkeypatch):
     one = {"answer": 1, "input": {"a": [1, "x"], "b": None}}
     assert key_of("a", "1", one) == key_of("a", "1", dict(reversed(one.items())) | {"group_id": 7})
-    others = [
-        one,
-        {},
-        {"answer": "1"},
-        {"answer": True},
-        {"input": 1},
-        {"answer": 1, "input": {"a": ["x", 1], "b": None}},
-    ]
-    keys = [
-        key_of(name, version, row)
-        for name in ("a", "a:b", "b")
-        for version in ("", "b", "1")
-        for row in others
-    ]
+    swapped = {"answer": 1, "input": {"a": ["x", 1], "b": None}}
+    others = [one, {}, {"answer": "1"}, {"answer": True}, {"input": 1}, swapped]
+    keys = [key_of(*asked) for asked in itertools.product(("a", "a:b", "b"), ("", "b", "1"), others)]
     assert len(set(keys)) == len(keys) and {key.rpartition(":")[0] for key in keys} == {"a", "a:b", "b"}
-    assert version_of("page", {"b": 1, "a": 2}) != version_of("page", {"b": 1, "a": 3})
+    before = version_of("page", {"b": 1, "a": 2})
+    assert before == version_of("page", {"a": 2, "b": 1}) != version_of("page", {"b": 1, "a": 3})
+    monkeypatch.setattr("async_grpo.rewards.cache.verdicts._library", lambda: "after an upgrade")
+    assert before != version_of("page", {"b": 1, "a": 2})
     with pytest.raises(ValueError, match="no key of the verdict cache.*set is not JSON"):
         key_of("a", "1", {"answer": {1}})
 
@@ -76,12 +68,9 @@ def test_adapter_version_and_every_column_but_the_group_make_the_key():
 class Judge:
     url: str | tuple[str, ...] = ("http://a", "http://b")
     model: str = "m"
-    scale: tuple[float, float] = (0.0, 10.0)
     extra_body: dict = field(default_factory=dict)
     limits: Limits | None = None
     api_key_env: str | None = None
-    timeout_s: float = 60.0
-    price_per_million_tokens: tuple[float, float] | None = None
 
 
 @pytest.mark.parametrize(
@@ -89,10 +78,9 @@ class Judge:
     [
         ({}, True),
         ({"url": ("http://b", "http://a")}, True),
-        ({"limits": Limits(), "api_key_env": "KEY", "timeout_s": 1.0}, True),
+        ({"limits": Limits(), "api_key_env": "KEY"}, True),
         ({"url": "http://a"}, False),
         ({"model": "n"}, False),
-        ({"scale": (0.0, 5.0)}, False),
         ({"extra_body": {"seed": 1}}, False),
     ],
 )
@@ -111,12 +99,6 @@ def test_a_judge_of_the_users_own_depends_on_its_code_and_one_of_ours_does_not()
         ConfigurationError, match="two settings of SimpleNamespace apart .*without --verdict-cache"
     ):
         version_of_judge(SimpleNamespace(model=object()))
-
-
-def test_a_new_version_of_the_librarys_rewards_asks_anew(monkeypatch):
-    before = version_of("page")
-    monkeypatch.setattr("async_grpo.rewards.cache.verdicts._library", lambda: "after an upgrade")
-    assert version_of("page") != before
 
 
 # --- the file ---
@@ -362,24 +344,15 @@ async def test_a_locked_file_costs_entries_but_no_answer_and_is_said_once(tmp_pa
     assert CacheFile(tmp_path / "c.sqlite").get("a:new") and "works again" in caplog.text
 
 
-def fills_up(cache: VerdictCache) -> None:
-    cache._file._connection.execute("PRAGMA max_page_count = 1")  # SQLite's own word for a disk that is full
-
-
-def is_damaged(cache: VerdictCache) -> None:
-    cache._file.close()  # as after an error
-    damage(cache._file.path, 4096, b"\xff" * 4096)
-
-
-@pytest.mark.parametrize(
-    ("breaks", "reason"), [(fills_up, "database or disk is full"), (is_damaged, "is damaged")]
-)
-async def test_a_file_that_breaks_during_the_run_is_said_once_and_costs_no_answer(
-    tmp_path, caplog, breaks, reason
-):
+@pytest.mark.parametrize("reason", ["database or disk is full", "is damaged"])
+async def test_a_file_that_breaks_during_the_run_is_said_once_and_costs_no_answer(tmp_path, caplog, reason):
     cache = VerdictCache(tmp_path / "c.sqlite")
     await cache.get_or_call("a:0", caller(answer()))
-    breaks(cache)
+    if reason == "is damaged":
+        cache._file.close()  # as after an error
+        damage(tmp_path / "c.sqlite", 4096, b"\xff" * 4096)
+    else:
+        cache._file.open().execute("PRAGMA max_page_count = 1")  # SQLite's own word for a full disk
     for number in range(1, 80):
         assert await cache.get_or_call(f"a:{number}", caller(answer(number))) == answer(number)
     assert reason in caplog.text and len(caplog.records) == 1

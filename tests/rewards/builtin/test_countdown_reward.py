@@ -27,14 +27,12 @@ RIGHT = [
     ("8/(3-8/3)", [8, 8, 3, 3], 24),  # 8 / (1/3): floating point says 23.999999999999989
     ("-3 + 10", [3, 10], 7),
     ("10--3", [3, 10], 13),
-    (" 7 ", [7], 7),
     ("\n3+4\n", [3, 4], 7),
     ("0+5", [0, 5], 5),
     ("((((2))))*3", [2, 3], 6),
     ("-" * 250 + "7", [7], 7),
 ]
 WRONG = [
-    ("2**3", [2, 3], 8),
     ("7//2", [7, 2], 3),
     ("2* *3", [2, 3], 8),
     ("9**9**9", [9, 9, 9], 1),
@@ -43,10 +41,8 @@ WRONG = [
     ("03+4", [3, 4], 7),
     ("3e0+4", [3, 4], 7),
     ("+3+4", [3, 4], 7),
-    ("10%4", [10, 4], 2),
     ("3 4", [3, 4], 34),
     ("int(3)+4", [3, 4], 7),
-    ("x", [7], 7),
     ("٣+4", [3, 4], 7),  # an Arabic three: a digit for str.isdigit and int
     ("4/(2-2)", [4, 2, 2], 0),
     ("3+4", [3, 4, 5], 7),  # a number is missing
@@ -59,14 +55,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "nums", "target"), RIGHT)
-def test_a_right_expression_earns_the_answer_reward(answer, nums, target):
-    assert answer_reward(answer, nums, target) == 1.0
-
-
-@pytest.mark.parametrize(("answer", "nums", "target"), WRONG)
-def test_anything_else_is_a_wrong_answer_and_no_exception(answer, nums, target):
-    assert answer_reward(answer, nums, target) == 0.0
+@pytest.mark.parametrize("case", RIGHT + WRONG, ids=lambda case: case[0][:12])
+def test_a_right_expression_earns_the_answer_reward_and_anything_else_nothing(case):
+    assert answer_reward(*case) == float(case in RIGHT)
 
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -115,10 +106,8 @@ def test_no_text_raises_and_credit_needs_the_reference_to_agree(text, target):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"nums": [3, 4, 5], "target": 27}, 1.0),
         ({"nums": ["3", "4", "5"], "target": "27"}, 1.0),
         ({"nums": [3.0, 4, 5], "target": 27.0}, 1.0),
-        ({"nums": [3, 4, 5], "answer": 27}, 1.0),
         ({"nums": [3, 4, 5], "answer": "27"}, 1.0),
         ({"nums": [3, 4, 5], "answer": "27", "target": 26}, 0.0),  # `target` goes before `answer`
     ],
@@ -138,7 +127,6 @@ def test_a_row_without_a_task_raises_so_that_the_sample_fails(row):
 FORMATS = [
     # completion after the prefilled "<think>", well-formedness, answer reward for 3+4 = 7
     ("so</think>\n<answer>3+4</answer>", 1.0, 1.0),
-    ("so</think>\n<answer>3+4</answer><|im_end|>", 1.0, 1.0),
     ("so</think>\n<answer>3+4</answer><|im_end|>\n", 1.0, 1.0),
     ("an <answer>?</think>\n<answer>3+4</answer>", 1.0, 1.0),  # the thought may mention the tag
     ("so</think>\n<answer>5</answer>", 1.0, 0.0),
@@ -148,7 +136,6 @@ FORMATS = [
     ("a</think>b</think>\n<answer>3+4</answer>", 0.6, 1.0),
     ("<answer>3+4</answer>", 0.5, 1.0),
     ("so</think>\n<answer>3+4</answer> <answer>3+4</answer>", 0.1, 0.0),  # two blocks: which one is meant?
-    ("so</think>\n<answer>9</answer> <answer>3+4</answer>", 0.1, 0.0),
     ("so</think>\n<answer><answer>3+4</answer>", 0.1, 0.0),
     ("so</think>\n</answer>3+4<answer>", 0.1, 0.0),
     ("so</think> 7", 0.1, 0.0),

@@ -87,7 +87,6 @@ def test_the_checkers_compute_and_say_when_they_cannot_tell():
     [
         ("mathd", "7x = 80", "80"),
         ("mathd", "10 = 80", "80"),
-        ("mathd", "5\\text{ or }6", "5"),
         ("mathd", "5\\text{ or 6}", "5"),
         ("sympy", "7x = 80", "80"),
         ("sympy", "5\\text{ or }6", "5"),
@@ -104,11 +103,7 @@ def test_what_fuzzing_found_stays_found(adapter, text, gold):
 
 def test_an_unreadable_box_is_wrong_whatever_stands_around_it():
     score, _ = fuzz_rewards.MATH["math_verify"]
-    for text in (
-        "The answer is 5. $\\boxed{%%}$",
-        "\\boxed{\\foo} so the answer is 5",
-        "$5$ \\boxed{\\frac{-10}{2}\\%} 5",
-    ):
+    for text in ("The answer is 5. $\\boxed{%%}$", "$5$ \\boxed{\\frac{-10}{2}\\%} 5"):
         assert score({"completion": text, "answer": "5"})["reward"] == 0.0, text
     for text in ("\\boxed{6} and $\\boxed{5}$", "\\boxed{6}, \\boxed{5}"):
         assert score({"completion": text, "answer": "\\{5, 6\\}"})["reward"] == 1.0, text

@@ -27,12 +27,11 @@ def reward(adapter, completion: str, *options, **row) -> float:
     ("text", "pattern", "search", "expected"),
     [
         ("12 apples", r"\d+ \w+", False, 1.0),
-        ("about 12 apples", r"\d+ \w+", False, 0.0),
         ("about 12 apples", r"\d+ \w+", True, 1.0),
         ("so</think>\n yes \n", "yes|no", False, 1.0),
         ("yes</think> maybe", "yes", True, 0.0),  # the thought does not count
-        ("a\nb", "a.b", False, 0.0),
         ("a\nb", "(?s)a.b", False, 1.0),
+        ("ab", "a", False, 0.0),
         ("", "x*", False, 1.0),
     ],
 )
@@ -106,9 +105,8 @@ def test_a_row_without_an_answer_raises(row):
 def test_overlong_is_equation_13_of_dapo(max_tokens, cache_tokens):
     for num_tokens in range(2 * max_tokens):
         slope = ((max_tokens - cache_tokens) - num_tokens) / cache_tokens
-        expected = (
-            -1.0 if num_tokens > max_tokens else slope if num_tokens > max_tokens - cache_tokens else 0.0
-        )
+        expected = slope if num_tokens > max_tokens - cache_tokens else 0.0
+        expected = -1.0 if num_tokens > max_tokens else expected
         assert overlong(num_tokens, max_tokens, cache_tokens) == expected
 
 
@@ -154,13 +152,9 @@ def rewards(group: list[dict]) -> list[float | None]:
     return [change and change["reward"] for change in mathd.post_process_scores(group)]
 
 
-def test_those_who_say_what_most_say_earn_the_reward_and_notation_does_not_split_the_vote():
+def test_notation_does_not_split_the_vote_and_what_failed_has_none_and_stays_failed():
     group = [member(text) for text in (r"\dfrac12", "0.5", "1/2", "7", "7", None)]
     assert rewards(group) == [1.0] * 3 + [0.0] * 3
-    assert rewards([member(None), member(None)]) == [0.0, 0.0]
-
-
-def test_what_failed_has_no_vote_and_stays_failed():
     assert rewards([member("7", "failed"), member("7", "timed_out"), member("8")]) == [None, None, 1.0]
 
 
@@ -209,20 +203,16 @@ SCHEMA = {"type": "object", "required": ["name"], "properties": PROPERTIES}
 @pytest.mark.parametrize(
     ("text", "expected", "parsed"),
     [
-        ('{"name": "a", "n": 1}', 1.0, 1.0),
-        ('so</think>\n {"name": "a"} \n', 1.0, 1.0),
+        ('so</think>\n {"name": "a", "n": 1} \n', 1.0, 1.0),
         ('Here:\n```json\n{"name": "a"}\n```\nDone.', 1.0, 1.0),
         ('```\n{"name": 1}\n```\n```json\n{"name": "a"}\n```', 1.0, 1.0),
         ('{"n": 1}', 0.0, 1.0),
         ('{"name": "a", "n": 1.5}', 0.0, 1.0),
-        ("[]", 0.0, 1.0),
         ('{"name": "a"} and more', 0.0, 0.0),
-        ("{'name': 'a'}", 0.0, 0.0),
         ('{"name": "a", "x": NaN}', 0.0, 0.0),
         ('{"name": "a", "x": 1e999}', 0.0, 0.0),
         ('{"name": "a", "name": "b"}', 0.0, 0.0),
         ('{"name": "a", "x": ' + "9" * 5000 + "}", 0.0, 0.0),
-        ('{"name": "a\nb"}', 0.0, 0.0),
         ("", 0.0, 0.0),
         ('{"name": "' + "[" * 500 + '"}', 1.0, 1.0),  # brackets in a string are no depth
         ('{"name": "a", "x": ' + "[" * 99 + "]" * 99 + "}", 1.0, 1.0),
