@@ -158,7 +158,7 @@ async def _score(
 
         async with pool:
             started = time.monotonic()
-            await score_rows(pool, rows, on_row, repeat=config.repeat)
+            await score_rows(pool, rows, on_row, config.repeat)
             report.seconds = time.monotonic() - started
 
 

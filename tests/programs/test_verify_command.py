@@ -201,7 +201,8 @@ def test_a_histogram_counts_what_lies_in_equal_ranges_and_every_value_once():
     assert sum(count for _, count in histogram(close_together, 3)) == 4
 
 
-async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way():
+async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way(monkeypatch):
+    monkeypatch.setattr("async_grpo.rewards.bench.completions.IN_FLIGHT", 5)
     under_way, most, seen = 0, 0, []
     chance = random.Random(7)
     count_of_calls: Counter[int] = Counter()
@@ -224,7 +225,7 @@ async def test_rows_are_reported_in_their_order_and_only_so_many_are_under_way()
     def on_row(row: CompletionRow, verdicts: list[Verdict]) -> None:
         seen.append((row.line, len(verdicts)))
 
-    await score_rows(SlowPool(), rows, on_row, repeat=3, in_flight=5)
+    await score_rows(SlowPool(), rows, on_row, 3)
     assert seen == [(n, 3) for n in range(40)] and most == 5
     assert set(count_of_calls.values()) == {3}
 

@@ -41,12 +41,8 @@ async def check_adapter(
 ) -> list[str]:
     """What is wrong with a reward, in words; empty if nothing is.
 
-    It must score each right completion higher than poor ones (unless it looks at whole groups, which may decide that);
-    answer those without failing; and answer alike when asked again, after a cancelled call, and in another process.
-
-    Args:
-        make_process: see `process_maker`.
-        rows: with a `completion` that is right.
+    It must score the right completion of each row higher than poor ones (unless it looks at whole groups, which may decide
+    that); answer those without failing; and alike when asked again, after a cancelled call, and in another process.
     """
     samples, timeouts = [sample_of(row) for row in rows], Timeouts(timeout_s, backoff_s=(0.0,))
     one, other = (AdapterQueue(adapter, make_process, 1, timeouts) for _ in range(2))

@@ -1,9 +1,7 @@
-"""A file of completions, on which rewards are tried, and the scoring of its rows.
+"""A file of completions, on which rewards are tried, and the scoring of its rows. `VerifyConfig.file` names its columns.
 
-A line of the file is an object with `completion` and whatever the rewards read; as a rule `answer`. Columns that are
-missing are made up: `input` is "", `group_id` the same for the same `input` (without one, of no other row), and without
-`completion_token_ids` each character counts as a token, so that rewards of length and of steps have something to count. A
-`label`, true or false or a reward, says what is right.
+Those that are missing are made up: `input` is "", `group_id` the same for the same `input` (without one, of no other row),
+and without `completion_token_ids` each character counts as a token, so that lengths and steps can be judged.
 """
 
 import asyncio
@@ -21,6 +19,7 @@ from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import Verdict
 
 LABEL = "label"
+IN_FLIGHT = 256  # rows
 
 
 @dataclass(frozen=True)
@@ -89,16 +88,14 @@ async def score_rows(
     pool: VerifierPool,
     rows: Sequence[CompletionRow],
     on_row: Callable[[CompletionRow, Sequence[Verdict]], None],
-    *,
-    repeat: int = 1,
-    in_flight: int = 256,
+    repeat: int,
 ) -> None:
     """Score every row `repeat` times, one run after the other, and let the rewards look at whole groups.
 
-    `on_row` is called in the order of the rows, with the verdicts of all runs; `in_flight` rows are scored at a time.
+    `on_row` is called in the order of the rows, with the verdicts of all runs.
     Raises Exception: what the pool or `on_row` raised first.
     """
-    slots = asyncio.Semaphore(in_flight)
+    slots = asyncio.Semaphore(IN_FLIGHT)
     groups: defaultdict[int | str, list[CompletionRow]] = defaultdict(list)
     for row in rows:
         groups[row.columns["group_id"]].append(row)

@@ -15,12 +15,11 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 
-APPLICATION_ID = 0x67725643  # "grVC", in the header of every file of ours
-SCHEMA = 1
+APPLICATION_ID = 0x67725643  # in the header of every file of ours; another table gets another number
 _CREATE = f"""
+    PRAGMA auto_vacuum = FULL;
     BEGIN IMMEDIATE;
     PRAGMA application_id = {APPLICATION_ID};
-    PRAGMA user_version = {SCHEMA};
     CREATE TABLE IF NOT EXISTS verdicts (
         key TEXT PRIMARY KEY, adapter TEXT NOT NULL, answer TEXT NOT NULL, cost REAL NOT NULL,
         checksum INTEGER NOT NULL, created REAL NOT NULL, last_used REAL NOT NULL, hits INTEGER NOT NULL,
@@ -130,32 +129,25 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     """A connection to the file, with all of it checked, and the table in it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"), path.open("rb") as file:
-            head = file.read(16)
+        with path.open("ab") as file:
+            is_new = file.tell() == 0
     except OSError as error:
         raise ConfigurationError(f"the verdict cache {path} cannot be written: {error}") from error
-    other = ConfigurationError(
-        f"{path} is no verdict cache of this version: name another file, or delete this one"
-    )
-    if head not in (b"", b"SQLite format 3\0"):  # a few bytes of text count as empty for SQLite
-        raise other
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
-            connection.execute("PRAGMA auto_vacuum = FULL")
+        if is_new:
             connection.executescript(_CREATE)
-        queries = ("PRAGMA application_id", "PRAGMA user_version", "PRAGMA quick_check(1)")
-        application_id, schema, problem = (connection.execute(query).fetchone()[0] for query in queries)
-        if (application_id, schema) != (APPLICATION_ID, SCHEMA):
-            raise other
-        if problem != "ok":
-            raise sqlite3.DatabaseError(" ".join(problem.split()))
+        queries = ("PRAGMA application_id", "PRAGMA quick_check(1)")
+        found = [connection.execute(query).fetchone()[0] for query in queries]
+        if found != [APPLICATION_ID, "ok"]:
+            raise sqlite3.DatabaseError(f"application id {found[0]}, check {found[1]!r}")
         connection.executescript(_SETTINGS)
     except BaseException as error:
         connection.close()
-        damaged = isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
-        if damaged and not isinstance(error, sqlite3.OperationalError):
-            raise ConfigurationError(f"the verdict cache {path} is damaged ({error}): delete it") from error
+        is_read = isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
+        if is_read and not isinstance(error, sqlite3.OperationalError):
+            message = f"{path} is no verdict cache of this version, or damaged ({error})"
+            raise ConfigurationError(f"{message}: name another file, or delete this one") from error
         raise
     return connection
 
