@@ -14,10 +14,7 @@ from async_grpo.options.command_line import run_command, set_up_logging
 
 
 class Command(NamedTuple):
-    """Where a command lives: only the one that is called is imported, for some bring in torch.
-
-    `config`: the dataclass of its options; a command without one parses its arguments itself.
-    """
+    """Where a command lives, and its dataclass of options; without one it parses its arguments itself."""
 
     help: str
     module: str

@@ -59,15 +59,15 @@ def broken_values(c: "RunConfig") -> Broken:
         why = "would make the engine report log-probs of the truncated policy, the trainer those of the whole one"
         yield "top_p top_k", f"{why}: use --top-p 1 --top-k 0, and shape the policy by --temperature"
     if not 2 <= c.min_valid_samples <= c.samples_per_question:
-        fit = "must lie between 2 (one has nothing to compare with) and the size of a group"
-        yield "min_valid_samples samples_per_question", f"do not fit: --min-valid-samples {fit}"
+        fit = "--min-valid-samples must lie between 2 and the size of a group"
+        yield "min_valid_samples samples_per_question", f"do not fit: {fit}"
     size, per_step = c.samples_per_question, c.samples_per_step
     if per_step % size:
         fit = f"a step is not a whole number of groups of {size}: use {max(1, per_step // size) * size}"
         yield "train_minibatch_size samples_per_question", f"do not fit: {fit}"
     if c.batch_size % c.groups_per_step:
-        fit = f"the batch is not a whole number of steps of {c.groups_per_step} groups; make --batch-size a multiple"
-        yield "batch_size train_minibatch_size samples_per_question", f"do not fit: {fit} of that"
+        fit = f"the batch is not a whole number of steps of {c.groups_per_step} groups"
+        yield "batch_size train_minibatch_size samples_per_question", f"do not fit: {fit}: use a multiple"
     if c.importance_low is not None and c.importance_low > c.importance_high:
         yield "importance_low importance_high", "leave no weight at all: give low <= high"
     if c.dump_samples_filename and "/" in c.dump_samples_filename:

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before anything is started: files, model, lengths, names. Without Ray."""
+"""Everything that can be known to be wrong before anything is started: files, model, lengths, names."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -156,19 +156,19 @@ def _unknown(named: Iterable[str], known: Iterable[str]) -> str:
 def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
     with_tpm = [name for name, limits in c.limits.items() if limits.tokens_per_minute is not None]
     if unpaid := _unknown(with_tpm, r.judges):
-        why = f"gives {unpaid} a tpm, but it is no judge, and takes no tokens; limit its concurrency or rpm"
-        yield "reward_limits", why
+        yield "reward_limits", f"gives {unpaid} a tpm, but it is no judge: limit its concurrency or rpm"
     if judges := ", ".join(name for name in r.judges if name in r.whole_groups):
-        why = f"names the judge {judges}, which has post_process_scores: it would never be called; put it on a function"
-        yield "reward_fns", why
+        yield (
+            "reward_fns",
+            f"names the judge {judges}, whose post_process_scores is never called: use a function",
+        )
     if late := ", ".join(name for name in c.fallbacks.values() if name in r.whole_groups):
-        why = f"names {late}, which scores by the whole group, and cannot stand in on single samples; name another"
-        yield "reward_fallback", why
+        yield "reward_fallback", f"names {late}, which scores by the whole group: name another"
     if c.judge_budget is None:
         return
     if r.everyone and not r.paid:
-        why = f"limits nothing: none of {', '.join(r.everyone)} has a price; give the judge its price_per_million_tokens"
-        yield "judge_budget", f"{why}, or leave the budget out"
+        why = f"limits nothing: none of {', '.join(r.everyone)} has a price"
+        yield "judge_budget", f"{why}; give the judge its price_per_million_tokens"
     alone = ", ".join(name for name in r.paid if name in r.adapters and name not in c.fallbacks)
     if alone and c.judge_budget_policy == "fallback":
         way_out = f"name a stand-in by --reward-fallback {alone}=..., or choose the policy pause"

@@ -1,7 +1,4 @@
-"""The configurations of the programs, as lists of the rooms' sections.
-
-A `RunConfig` *is* a `BatchConfig`, a `RewardConfig`, ...: each room is handed the whole, and sees its own section of it.
-"""
+"""The configurations of the programs: a `RunConfig` *is* a `BatchConfig`, a `RewardConfig`, and so on."""
 
 import dataclasses
 import json

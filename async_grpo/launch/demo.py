@@ -11,11 +11,11 @@ from rich.table import Table
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.figures import plot_runs
+from async_grpo.metrics.reader import DEFAULT_X_KEY
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.options.fields import option
 
 MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
-PLOTTED = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ def demo(config: DemoConfig) -> None:
     check(run)  # before an earlier demo is removed
     claim(folder, mark=MARK)
     start(run)
-    metrics = folder / METRICS_FILE
+    keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
     for picture in ("reward.svg", "reward.png"):
-        plot_runs([metrics], PLOTTED, "total_samples_accumulated", folder / picture, smooth_window=10)
+        plot_runs([folder / METRICS_FILE], keys, DEFAULT_X_KEY, folder / picture, smooth_window=10)
     _tell(folder, time.monotonic() - started)
 
 

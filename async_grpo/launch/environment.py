@@ -15,7 +15,7 @@ import torch
 
 from async_grpo.errors import ConfigurationError
 
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # a checkout, or where packages are installed
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 INHERITED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH".split()
 INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from async_grpo.config.compatibility import Broken, idle
@@ -15,33 +16,28 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.judges.server import JudgeServer
 
 log = logging.getLogger(__name__)
+_judge = partial(option, panel="Judge")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJudge(RewardConfig):
     """A model that `async-grpo run` serves for the judges of the registry file."""
 
-    judge_model: str | None = option(
-        None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model.", "Judge"
+    judge_model: str | None = _judge(
+        None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model."
     )
-    judge_replicas: int = option(
-        1, "Servers of the judge, between which calls are balanced.", "Judge", range=POSITIVE
+    judge_replicas: int = _judge(1, "Servers of the judge, between which calls are balanced.", range=POSITIVE)
+    judge_runner: str = _judge("auto", "vLLM's runner of the judge.", choices=("auto", "generate", "pooling"))
+    judge_max_model_len: int | None = _judge(
+        None, "Longest prompt and reply of the judge, in tokens.", range=POSITIVE
     )
-    judge_runner: str = option(
-        "auto", "vLLM's runner of the judge.", "Judge", choices=("auto", "generate", "pooling")
-    )
-    judge_max_model_len: int | None = option(
-        None, "Longest prompt and reply of the judge, in tokens.", "Judge", range=POSITIVE
-    )
-    judge_gpus: str | None = option(
+    judge_gpus: str | None = _judge(
         None,
         "A visible GPU for each server, shared with others: 0,1. By default the last ones, which it has alone.",
-        "Judge",
     )
-    judge_gpu_memory_utilization: float | None = option(
+    judge_gpu_memory_utilization: float | None = _judge(
         None,
         "Share of a GPU's memory that a server may take; on shared GPUs less than others leave.",
-        "Judge",
         range=POSITIVE_SHARE,
     )
 

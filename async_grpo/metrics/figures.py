@@ -1,4 +1,4 @@
-"""Draws the metrics of one or several runs: what is no finite number is a gap in the line, a step without the key none."""
+"""Draws the metrics of runs: what is no finite number is a gap in the line, a step without the key is none."""
 
 import logging
 import math

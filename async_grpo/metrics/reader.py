@@ -109,19 +109,15 @@ def load_runs(files: list[Path], names: list[str] | None = None, remote: str | N
         above = os.path.commonpath([place.parent for place in places])
         names = [str(place.relative_to(above)) for place in places]
     refuse(len(names) != len(files), f"{len(names)} names for {len(files)} files; give one per file or none")
-    if remote is None:
-        return [read_run(file, name) for file, name in zip(files, names, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
-        copies = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
-        sources = [f"{remote}:{file}" for file in files]
-        return [read_run(*one) for one in zip(copies, names, sources, strict=True)]
+        sources = [str(file) if remote is None else f"{remote}:{file}" for file in files]
+        if remote is not None:
+            files = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
+        return [read_run(*one) for one in zip(files, names, sources, strict=True)]
 
 
 def fetch(remote: str, path: str, target: Path) -> Path:
-    """Copy `path` of the machine `remote` ("[user@]host", IPv6 in brackets) to `target`, which is returned.
-
-    Raises ConfigurationError for what a shell or scp would interpret, RunFailed with scp's own words.
-    """
+    """Copy `path` of `remote` ("[user@]host", IPv6 in brackets) to `target`. RunFailed has scp's own words."""
     host_fits, path_fits = _REMOTE.fullmatch(remote), _REMOTE_PATH.fullmatch(path)
     refuse(not host_fits, f"--remote {remote!r} is not [user@]host (an IPv6 address goes in brackets)")
     refuse(not path_fits, f"remote path {path!r} has characters that a shell interprets; rename it")

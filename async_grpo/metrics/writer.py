@@ -34,11 +34,14 @@ def claim(folder: Path, mark: str | None = None) -> None:
     `mark`: a file's name; a folder that holds this file is emptied, one that holds anything else refused.
     ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
     """
-    _refuse_what_is_there(folder, mark)  # before a lock file is left among somebody's files
+    flag, has_run = f"--output-dir {folder}", (folder / METRICS_FILE).exists()
+    refuse(folder.is_file(), f"{flag} is a file: choose another name")
+    refuse(has_run and mark is None, f"{flag} already holds a run ({METRICS_FILE}): choose another folder")
+    foreign = mark is not None and _contents(folder) and not (folder / mark).exists()
+    refuse(bool(foreign), f"{flag} is not empty and not an earlier demo: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        _refuse_what_is_there(folder, mark)  # another run may have come and gone meanwhile
         if mark is not None:
             for path in _contents(folder):
                 if path.is_dir() and not path.is_symlink():
@@ -52,15 +55,6 @@ def claim(folder: Path, mark: str | None = None) -> None:
 
 def _contents(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != LOCK_FILE] if folder.exists() else []
-
-
-def _refuse_what_is_there(folder: Path, mark: str | None) -> None:
-    flag, has_run = f"--output-dir {folder}", (folder / METRICS_FILE).exists()
-    refuse(folder.is_file(), f"{flag} is a file: choose another name")
-    if mark is None:
-        refuse(has_run, f"{flag} already holds a run ({METRICS_FILE}): choose another folder")
-    elif not (folder / mark).exists():
-        refuse(bool(_contents(folder)), f"{flag} is not empty and not an earlier demo: choose another folder")
 
 
 def _lock(folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""How a dataclass field becomes an option: its default, help, panel and range; and how `name=value,...` is read.
-
-One field is the one source of the command line, the TOML key, the help and `docs/options.md`.
-"""
+"""A dataclass field as an option of command line, TOML file, help and `docs/options.md`; and `name=value,...`."""
 
 import ast
 import dataclasses

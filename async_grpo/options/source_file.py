@@ -1,4 +1,4 @@
-"""Python source of the user's own, given as `FILE.py:NAME`: read once, where the run was started, and loaded from text."""
+"""Python source of the user's own, `FILE.py:NAME`: read once, where the run was started; its text travels."""
 
 import hashlib
 import linecache
@@ -142,10 +142,6 @@ def digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def absolute(name: str) -> str:
-    """The name with its file's path made absolute: other processes of a run have other working folders.
-
-    >>> absolute("grpo"), absolute("/home/me/own.py:mine")
-    ('grpo', '/home/me/own.py:mine')
-    """
+    """The name with its file's path made absolute: other processes of a run have other working folders."""
     path, _, attribute = name.rpartition(":")
     return f"{Path(path).resolve()}:{attribute}" if is_file(name) else name

@@ -14,7 +14,6 @@ RETIRED = {
 def run(config: WorkerConfig) -> None:
     """Start the worker that the configuration describes, and stay until the run is over."""
     set_up_logging(config.logging_level, prefix=f"[{config.mode}] ")
-    # Heavy imports only once the options are known to be good
     from async_grpo.cluster.worker_program import dispatch
 
     dispatch(config)
