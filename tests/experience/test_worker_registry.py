@@ -58,12 +58,6 @@ async def test_first_come_first_served_so_that_a_large_group_does_not_starve():
     assert (await small).sequences == 1
 
 
-async def test_a_group_larger_than_every_worker_is_refused_with_the_way_out():
-    registry = registry_of(info("a", max_sequences=24))
-    with pytest.raises(ConfigurationError, match=r"32 sequences.*takes 24.*--max_num_seqs"):
-        await registry.acquire(32, 10)
-
-
 async def test_a_worker_gets_no_work_before_it_holds_the_weights():
     registry = WorkerRegistry("generation", 5.0)
     registry.register(info("a"))
@@ -99,7 +93,7 @@ async def test_a_group_that_has_become_too_large_is_refused_while_it_waits_and_b
     waiting, behind = (asyncio.create_task(registry.acquire(n, 10)) for n in (8, 1))
     await asyncio.sleep(0)
     registry.deregister("large", "died")
-    with pytest.raises(ConfigurationError, match="8 sequences at once fit no generation worker"):
+    with pytest.raises(ConfigurationError, match=r"8 sequences at once .* takes 2 \(--max_num_seqs"):
         await asyncio.wait_for(waiting, 5)
     assert (await asyncio.wait_for(behind, 5)).worker_id == "small"
 
