@@ -3,12 +3,11 @@
 A sum is additive over micro-batches and ranks; a mean per micro-batch would give the tokens of a small one more weight. So
 training accumulates `Aggregation.total` and divides by the global count of `Aggregation.unit` once, at the end of the step.
 
-A group is the sequences of one prompt. It may be spread over micro-batches, which therefore carry `group_tokens`:
-at every token the number of unmasked tokens of its group in the whole minibatch. Each token then stands for
-1 / group_tokens of a group, and these shares add up to the number of groups.
+A group, the sequences of one prompt, may be spread over micro-batches. They carry `group_tokens`, at every token the number
+of unmasked tokens of its group in the whole minibatch: it stands for 1 / group_tokens of a group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,14 +22,10 @@ class Aggregation:
 
     unit: str | None  # "tokens", "sequences" or "groups"; None: divided by 1
     per: str | None = None  # tokens of its "sequence" or its "group"; the "scale" that all have in common
+    scale: float = 1.0
 
     def total(
-        self,
-        loss: Tensor,
-        mask: Tensor,
-        sequence_ids: Tensor,
-        scale: float | None,
-        group_tokens: Tensor | None = None,
+        self, loss: Tensor, mask: Tensor, sequence_ids: Tensor, group_tokens: Tensor | None = None
     ) -> Tensor:
         """The un-normalised sum; sequence_ids (B, T) from 0 without large gaps (`compact_ids` makes them so)."""
         if self.per == "sequence":
@@ -41,10 +36,7 @@ class Aggregation:
                     "prompt_mean needs the tokens of each group: give group_ids if every group is whole, else group_tokens"
                 )
             loss = loss / torch.where(mask, group_tokens, 1).to(loss.dtype)
-        elif self.per == "scale":
-            assert scale is not None  # see get_aggregation
-            return loss.sum() / scale
-        return loss.sum()
+        return loss.sum() / self.scale
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
@@ -61,12 +53,14 @@ def get_aggregation(mode: str, scale: float | None = None) -> Aggregation:
     """The aggregation of that name; ConfigurationError: there is none, or it needs a scale and has none."""
     known = ", ".join(AGGREGATIONS)
     refuse(mode not in AGGREGATIONS, f"unknown aggregation {mode!r}; choose one of {known}")
-    refuse(
-        AGGREGATIONS[mode].per == "scale" and (scale is None or scale <= 0),
-        f"{mode} divides by a length that is the same for every sample; scale is {scale}, give for example the maximum "
-        "number of completion tokens",
-    )
-    return AGGREGATIONS[mode]
+    if (aggregation := AGGREGATIONS[mode]).per != "scale":
+        return aggregation
+    if scale is None or scale <= 0:
+        raise ConfigurationError(
+            f"{mode} divides by a length that is the same for every sample; scale is {scale}, give for example the maximum "
+            "number of completion tokens"
+        )
+    return replace(aggregation, scale=scale)
 
 
 def compact_ids(ids: Tensor | None, mask: Tensor) -> Tensor:
@@ -138,7 +132,7 @@ def aggregate_loss(
     ids = compact_ids(sequence_ids, mask)
     if group_tokens is None and group_ids is not None:
         group_tokens = tokens_of_group(mask, group_ids)
-    total = aggregation.total(torch.where(mask, loss, 0), mask, ids, scale, group_tokens)
+    total = aggregation.total(torch.where(mask, loss, 0), mask, ids, group_tokens)
     if aggregation.unit is None:
         return total
     given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}

@@ -20,8 +20,6 @@ from async_grpo.options.fields import refuse
 
 TENSOR_INPUTS = ("proximal_logprobs", "selected")  # given per batch, (B, T), so they are no settings
 
-Option = float | int | str | None
-
 
 @dataclass(frozen=True)
 class PolicyLoss:
@@ -50,7 +48,7 @@ class PolicyLoss:
         return self.scores is not None
 
     @property
-    def options(self) -> dict[str, Option]:
+    def options(self) -> dict[str, Any]:
         """Its settings and their defaults, without the tensors of a batch."""
         known = keywords(self.function)
         return {name: default for name, default in known.items() if name not in TENSOR_INPUTS}

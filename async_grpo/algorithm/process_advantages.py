@@ -6,14 +6,12 @@ Masked tokens inside a completion (a tool's answer, say) are skipped: they neith
 after them reaches the tokens before them.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from async_grpo.algorithm.statistics import Groups, ahead, decay_on, returns_to_go, reverse_scan, whitened
-from async_grpo.options.fields import refuse
 
 NO_VARIANCE = 1e-6  # of the mean square: a smaller difference of two float32 sums is rounding
 
@@ -86,27 +84,25 @@ def gae(
 
 
 def value_loss(
-    values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float | None = 0.5
+    values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(per-token loss, metrics): 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
     Everything is (B, T) and 0 where the mask is False; what stands there in the inputs is never looked at. Only `values`
-    gets a gradient. clip=None: 1/2 (V - R)^2. The clip is that of PPO's reference implementation (OpenAI baselines, ppo2).
+    gets a gradient. An infinite clip: 1/2 (V - R)^2. It is that of PPO's reference implementation (OpenAI baselines, ppo2).
     A token counts as clipped when its gradient is zero for it: V is further from V_old than the clip and still nearer to
-    R. The metrics are averaged over tokens; value_error is V - R. ConfigurationError: a clip that is not positive.
+    R. The metrics are averaged over tokens; value_error is V - R.
 
     >>> one = torch.ones(1, 1)
     >>> loss, metrics = value_loss(3 * one, 4 * one, one, one)  # V may go from 1 to 1.5: (1.5 - 4)^2 / 2
     >>> loss.item(), metrics["value_clip_frac"].item(), metrics["value_error"].item()
     (3.125, 1.0, -1.0)
     """
-    bound = math.inf if clip is None else clip
-    refuse(not bound > 0, f"the value clip is {clip}; give a positive one, or None for no clip")
     given = (values, returns.detach(), old_values.detach())
     values, returns, old_values = (torch.where(mask.bool(), tensor, 0) for tensor in given)
     error = values - returns
     square = error.square()
-    clipped_square = (values.clamp(old_values - bound, old_values + bound) - returns).square()
+    clipped_square = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     clipped, square = clipped_square > square, torch.maximum(square, clipped_square)
     metrics = {
         "value_clip_frac": clipped.to(square.dtype),
@@ -142,9 +138,6 @@ def grpo_process(
     group with fewer than two step rewards gets zeros. The advantage of a first token is (sum r - L_i * mean) / std for
     L_i steps, so that steps cost where the mean is positive and pay where it is negative.
 
-    The twelve rewards sum to 3.1 and their squares to 0.99: the mean is 3.1/12 = 0.258333, the variance
-    (0.99 - 3.1**2/12)/11 = 0.0171970, the std 0.131137. The first token of row 1: (0.9 - 2 * 0.258333)/0.131137 = 2.9231.
-
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
@@ -170,14 +163,9 @@ def prime_rloo(
     Cui et al. 2025, "Process Reinforcement through Implicit Rewards" (PRIME). x_it = r_it * n/(n-1) - (sum_j rbar_j)/(n-1)
     on the tokens that carry the source's reward, rbar_j the mean of sample j's rewards, n the participants of the group
     that have any (below two: nothing to leave out, and the source is zero for the group). The sum of the means, over
-    n-1, is not their mean. `rewards` is one tensor, or maps the names of sources (process, outcome, ...) to tensors;
-    `masks` likewise says which tokens carry a reward, all unmasked ones if not given; `weights` maps names, 1 where not
-    named. Batch-coupled. ValueError: a weight or a mask for no source.
-
-    The sample means .2, .45, .15, 1/3 sum to 1.13333; over n-1 = 3 that is 0.377778. Row 1 has x = .4 * 4/3 - .377778 =
-    7/45 and .5 * 4/3 - .377778 = 13/45. The returns in 45ths are -15 -4 1, 20 13, -32 -27 -16 -11, 9 8 1; their sum is
-    -53, that of their squares 3087: mean -4.41667, std sqrt((3087 - 53**2/12)/11) = 16.1046. The first token of row 1
-    gets (20 + 4.41667)/16.1046 = 1.5161.
+    n-1, is not their mean. `rewards` maps the names of sources (process, outcome, ...) to tensors; `masks` likewise says
+    which tokens carry a reward, all unmasked ones if not given; `weights` maps names, 1 where not named. Batch-coupled.
+    ValueError: a weight or a mask for no source.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]

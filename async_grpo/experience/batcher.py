@@ -85,7 +85,11 @@ class ExperienceBatcher:
                 error = self._failure.result()
                 raise RunFailed(f"{type(error).__name__}: {error}") from error
             if not message.done():
-                raise DeadlineExceeded(self._describe_wait(rank))
+                raise DeadlineExceeded(
+                    f"rank {rank} waited {timeout_s:.0f} s (--experience-timeout-s) for step {self.steps.step}: "
+                    f"{self._sequences} sequences are generating, {len(self._tasks)} rollouts are under way: "
+                    f"{', '.join(sorted(task.get_name() for task in self._tasks)[:3])} ..."
+                )
             return message.result()
         finally:
             message.cancel()
@@ -125,7 +129,9 @@ class ExperienceBatcher:
         """One group from prompt to micro-batches; one that will not do gives its place to the next prompt."""
         for resampled in range(self.config.max_resamples + 1):
             group = replace(await self._one_group(next(self.cursor), number), resampled=resampled)
-            self._retire_if_solved(group)
+            reward, above = mean_reward(group, self.config.min_valid_samples), self.config.retire_solved_above
+            if above is not None and reward is not None and reward >= above:
+                self.cursor.retire(group.prompt)
             teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
             if teaches and not wants_refill(group, self.facts.failure_policies):
                 break
@@ -166,27 +172,20 @@ class ExperienceBatcher:
             verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
-    def _retire_if_solved(self, group: Group) -> None:
-        reward, above = mean_reward(group, self.config.min_valid_samples), self.config.retire_solved_above
-        if above is not None and reward is not None and reward >= above:
-            self.cursor.retire(group.prompt)
-
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
         sample = reward_sample(prompt, completion)
         return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
 
     async def _add_logprobs(self, group: Group) -> Group:
-        token_ids = [sample.token_ids for sample in group.samples]
+        samples, token_ids = group.samples, [sample.token_ids for sample in group.samples]
         prompt_lengths = [len(group.prompt.token_ids)] * len(token_ids)
-        found: list[dict[str, Any]] = [{} for _ in token_ids]
-        for name, worker in (("ref_logprobs", self.reference), ("proximal_logprobs", self.proximal)):
-            if worker is not None:
-                for columns, answer in zip(
-                    found, await worker.logprobs(token_ids, prompt_lengths), strict=True
-                ):
-                    columns[name] = answer
-        samples = zip(group.samples, found, strict=True)
-        return replace(group, samples=tuple(replace(sample, **columns) for sample, columns in samples))
+        if self.reference is not None:
+            found = await self.reference.logprobs(token_ids, prompt_lengths)
+            samples = tuple(replace(s, ref_logprobs=p) for s, p in zip(samples, found, strict=True))
+        if self.proximal is not None:
+            found = await self.proximal.logprobs(token_ids, prompt_lengths)
+            samples = tuple(replace(s, proximal_logprobs=p) for s, p in zip(samples, found, strict=True))
+        return replace(group, samples=samples)
 
     async def _offer(self, group: Group) -> None:
         """Hand out what follows from a finished group. A step's end is put in its place at once, and filled in later."""
@@ -239,10 +238,3 @@ class ExperienceBatcher:
         """So many more sequences are under way, or slots have changed; the engines may be allowed less or more."""
         self._sequences += change
         self.utilization.set(sequences=self._sequences, free_slots=self.budget.free)
-
-    def _describe_wait(self, rank: int) -> str:
-        return (
-            f"rank {rank} waited {self.config.experience_timeout_s:.0f} s (--experience-timeout-s) for step "
-            f"{self.steps.step}: {self._sequences} sequences are generating, {len(self._tasks)} rollouts are under way: "
-            f"{', '.join(sorted(task.get_name() for task in self._tasks)[:3])} ..."
-        )

@@ -1,9 +1,9 @@
 """Verdicts -> advantages: what each sample of a group is worth, and which of its tokens are trained on.
 
-The verdicts themselves stay as they are, and are logged; what changes a reward on its way stands in `token_rewards`.
+The verdicts themselves stay as they are, and are logged; what changes a reward on its way stands in `RewardTensors`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -11,12 +11,144 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
-from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
+from async_grpo.algorithm.advantages import COMPONENTS, SOURCES, TOTAL
+from async_grpo.algorithm.kl import kl_penalty
+from async_grpo.errors import RunFailed
+from async_grpo.experience.config import NO_FACTS, OUTCOME, OVERLONG, BatchConfig, RunFacts
 from async_grpo.experience.groups import num_scored
-from async_grpo.experience.token_rewards import INPUTS, REWARDS, RewardTensors
 from async_grpo.types import Completion, Group, RewardStatus, Sample, Verdict
+
+
+class RewardTensors:
+    """Groups as padded tensors: rows are samples, columns tokens, (B, T) float64.
+
+    With `one_column` a single column stands for all tokens of its row: enough where each sample has one reward, on its
+    last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
+    """
+
+    def __init__(
+        self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], one_column: bool
+    ) -> None:
+        self._config, self.facts = config, facts
+        self._samples = [sample for group in groups for sample in group.samples]
+        lengths = [len(sample.completion) for sample in self._samples]
+        self._lengths = torch.tensor(lengths)[:, None]
+        self._width = 1 if one_column else max(lengths)
+        # (B, T): how many tokens each entry stands for
+        self.tokens = self._lengths if one_column else torch.arange(self._width) < self._lengths
+        sizes = torch.tensor([len(group.samples) for group in groups])
+        self.group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
+        self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in lengths)
+        # (B,): the reward of the greedy completion of each sample's prompt (0 where it is missing), and whether it has one
+        greedy = [group.baseline.reward if group.baseline else None for group in groups]
+        self.has_baseline = torch.tensor([reward is not None for reward in greedy])[self.group_ids]
+        self.baselines = _numbers(greedy)[self.group_ids]
+
+    @property
+    def rewards(self) -> Tensor:
+        """Everything that pays, on the token that it pays for; an outcome less the length penalty on the last one."""
+        paid = self._outcome()[0] - self._kl()
+        for name in self.facts.process:
+            paid += self.facts.weight(name) * self._steps(name)[0]
+        return paid
+
+    @property
+    def sources(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(rewards, the tokens that they stand on) of each process reward, and of the best outcome if there is any."""
+        sources = {name: self._steps(name) for name in self.facts.process}
+        outcome, judged = self._outcome()
+        return sources | ({OUTCOME: (outcome, judged)} if judged.any() else {})
+
+    @property
+    def step_mask(self) -> Tensor:
+        """Where a reward stands."""
+        places = [self._steps(name)[1] for name in self.facts.process]
+        return torch.stack([*places, self._outcome()[1]]).any(dim=0)
+
+    @property
+    def components(self) -> dict[str, Tensor]:
+        """The reward of each adapter on the last token, apart; the length penalty is a component of its own."""
+        said = [{r.adapter: r.reward for r in s.verdict.results} for s in self._samples]
+        names = sorted({name for rewards in said for name in rewards})
+        components = {name: _numbers(rewards.get(name) for rewards in said) for name in names}
+        if self._config.overlong_buffer:
+            components[OVERLONG] = -self._overlong
+        return {name: self._on_last(rewards) for name, rewards in components.items()}
+
+    def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
+        """What an estimator asks of every sample, (B,) or per token (B, T); RunFailed: it has none, or another shape."""
+        try:
+            values = [torch.as_tensor(read(sample), dtype=torch.float64) for sample in self._samples]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RunFailed(f"the estimator's input {name} cannot be read: {why}") from error
+        if all(value.dim() == 0 for value in values):
+            return torch.stack(values)
+        for value, length in zip(values, self._lengths[:, 0].tolist(), strict=True):
+            if value.shape != (length,) or self._width < length:
+                raise RunFailed(
+                    f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
+                    "give every sample a number, or (unless the estimator is per_sample) one per token"
+                )
+        return pad_sequence(values, batch_first=True)
+
+    def _outcome(self) -> tuple[Tensor, Tensor]:
+        """(the best reward that is not a process reward, where it stands); who abstained has said nothing, and no 0."""
+        found = [self._best_outcome(sample) for sample in self._samples]
+        judged = [reward is not None or bool(self._config.overlong_buffer) for reward in found]
+        return self._on_last(_numbers(found) - self._overlong), self._on_last(torch.tensor(judged))
+
+    def _best_outcome(self, sample: Sample) -> float | None:
+        if not self.facts.process:
+            return sample.verdict.reward
+        others = [r for r in sample.verdict.results if r.adapter not in self.facts.process]
+        return max((r.reward for r in others if r.reward is not None), default=None)
+
+    def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """(rewards, places) of a process reward."""
+        rewards = torch.zeros(len(self._samples), self._width, dtype=torch.float64)
+        places = torch.zeros(rewards.shape, dtype=torch.bool)
+        for row, sample in enumerate(self._samples):
+            for result in sample.verdict.results:
+                if result.adapter == adapter and result.steps:
+                    tokens, paid = zip(*result.steps, strict=True)
+                    rewards[row].index_add_(0, torch.tensor(tokens), torch.tensor(paid, dtype=torch.float64))
+                    places[row, list(tokens)] = True
+        return rewards, places
+
+    def _kl(self) -> Tensor:
+        config, rows = self._config, []
+        for sample in self._samples if config.reward_kl_coef else ():
+            own, reference = map(torch.tensor, (sample.completion.logprobs, sample.ref_logprobs))
+            rows.append(kl_penalty(own.double(), reference.double(), config.kl_kind, clamp=config.kl_clamp))
+        return config.reward_kl_coef * pad_sequence(rows, batch_first=True) if rows else torch.zeros(1)
+
+    def _on_last(self, values: Tensor) -> Tensor:
+        """(B,) -> (B, T): on the last token of each sample."""
+        placed = values.new_zeros(len(values), self._width)
+        return placed.scatter(1, (self._lengths - 1).clamp(max=self._width - 1), values[:, None])
+
+
+def _numbers(values: Iterable[float | None]) -> Tensor:
+    """(B,), 0 for None."""
+    return torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
+
+
+# How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
+# of that name
+REWARDS: dict[str, Callable[[RewardTensors], Any]] = {
+    TOTAL: lambda batch: batch.rewards,
+    COMPONENTS: lambda batch: batch.components,
+    SOURCES: lambda batch: {name: rewards for name, (rewards, _) in batch.sources.items()},
+}
+INPUTS: dict[str, Callable[[RewardTensors, Any], Any]] = {
+    "baselines": lambda batch, rewards: batch.baselines,
+    "step_mask": lambda batch, rewards: batch.step_mask,
+    "masks": lambda batch, rewards: {name: at for name, (_, at) in batch.sources.items()},
+    "weights": lambda batch, rewards: {name: batch.facts.weight(name) for name in rewards},
+}
 
 
 class GroupAdvantages:

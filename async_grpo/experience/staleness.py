@@ -8,6 +8,7 @@ step of at most v + S, and no token of it is older than v. Letting a younger gro
 """
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 
 from async_grpo.errors import StalenessViolated
@@ -59,8 +60,7 @@ Event = list[MicroBatch] | StepComplete  # a micro-batch for each rank, or the e
 class StepAssembler:
     """Turns finished groups into optimizer steps; each group is in exactly one, and each has `groups_per_step`.
 
-    Group number i (counted at admission) belongs to step i // P. Groups of the current step are packed as they arrive, in
-    any order, or all at once for a batch-coupled estimator; groups of later steps wait for their turn.
+    Groups of the current step are packed as they arrive, in any order, or all at once for a batch-coupled estimator.
     """
 
     def __init__(
@@ -70,18 +70,17 @@ class StepAssembler:
         self.packer, self.advantages = packer, advantages
         self.step = 0  # the step being filled; it trains policy version `step`
         self._taken: list[Group] = []  # of this step, with their advantages
-        self._waiting: dict[
-            int, list[Group]
-        ] = {}  # by step: for their turn, or for the rest of their minibatch
+        # By step: for their turn, or for the rest of their minibatch
+        self._waiting: defaultdict[int, list[Group]] = defaultdict(list)
 
     def offer(self, group: Group) -> list[Event]:
         """A group is complete. Returns what follows from it, in order."""
         step = group.sequence_number // self.groups_per_step
         assert step >= self.step, f"group {group.sequence_number} comes after its step {step} closed"
-        self._waiting.setdefault(step, []).append(group)
+        self._waiting[step].append(group)
         enough = 1 if self.advantages.group_local else self.groups_per_step
         events: list[Event] = []
-        while len(self._waiting.get(self.step, ())) >= enough:
+        while len(self._waiting[self.step]) >= enough:
             ready = self._waiting.pop(self.step)
             for finished in ready:
                 self._assert_fresh(finished)

@@ -26,11 +26,6 @@ class Member:
     def has_room(self, sequences: int) -> bool:
         return self.active and self.sequences + sequences <= self.info.max_sequences
 
-    def load_with(self, sequences: int, tokens: int) -> float:
-        """The fuller of its two resources once it also had this work."""
-        sequences, tokens = self.sequences + sequences, self.tokens + tokens
-        return max(sequences / self.info.max_sequences, tokens / self.info.max_tokens)
-
 
 # (workers with room for it, sequences, tokens of all of them) -> the one that gets the work
 SchedulingPolicy = Callable[[Sequence[Member], int, int], Member]
@@ -38,7 +33,12 @@ SchedulingPolicy = Callable[[Sequence[Member], int, int], Member]
 
 def least_loaded(members: Sequence[Member], sequences: int, tokens: int) -> Member:
     """The worker whose fuller resource, places or tokens, would be the emptiest."""
-    return min(members, key=lambda member: member.load_with(sequences, tokens))
+
+    def load(member: Member) -> float:
+        places = (member.sequences + sequences) / member.info.max_sequences
+        return max(places, (member.tokens + tokens) / member.info.max_tokens)
+
+    return min(members, key=load)
 
 
 SCHEDULING_POLICIES: dict[str, SchedulingPolicy] = {"least_loaded": least_loaded}

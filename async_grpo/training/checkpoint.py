@@ -82,7 +82,13 @@ class CheckpointWriter:
         for leftover in self._folder.glob(".samples_*"):
             shutil.rmtree(leftover)
         partial, replaced = (self._folder / f".{target.name}.{suffix}" for suffix in ("partial", "replaced"))
-        _weightless_twin(model, self._dtype).save_pretrained(partial, state_dict=state)
+        # The same architecture without memory: save_pretrained reads class, dtype and tied names off it. Its generation
+        # settings are defaults: transformers refuses to save some that it loads; those of the source are copied below
+        with torch.device("meta"):
+            twin = AutoModelForCausalLM.from_config(
+                copy.deepcopy(model.config), dtype=self._dtype, attn_implementation="eager"
+            )
+        twin.save_pretrained(partial, state_dict=state)
         for name in COPIED_FILES:
             if (self._source / name).is_file():
                 shutil.copyfile(self._source / name, partial / name)
@@ -111,14 +117,3 @@ def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
             "or remove the file to start a new critic"
         ) from error
     return True
-
-
-def _weightless_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same architecture without memory: save_pretrained reads class, dtype and tied names off it.
-
-    Its generation settings are defaults: transformers refuses to save some that it has loaded (a temperature without
-    do_sample); those of the source are copied.
-    """
-    config = copy.deepcopy(model.config)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

@@ -5,7 +5,6 @@ of the whole step (`whole_step`) is written into the rows before.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,9 @@ class BatchTensors:
     old_values: Tensor | None = None
     selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
     weight_mean: float | None = None  # of the importance weights
+    # Under the weights that the step starts from, without gradient: for `whole_step` alone
+    logprobs: Tensor
+    kept: Tensor  # the mask without what is rejected
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         def row(values: np.ndarray) -> Tensor:
@@ -60,8 +62,8 @@ class Objective:
 
     def __init__(self, config: AlgorithmConfig, max_completion_tokens: int = 0) -> None:
         self.config, self.loss, self.loss_settings = config, config.loss, config.loss_settings
-        self._scale = float(max_completion_tokens or config.max_generation_tokens)
-        self._aggregation = get_aggregation(config.loss_aggregation, self._scale)
+        scale = float(max_completion_tokens or config.max_generation_tokens)
+        self._aggregation = get_aggregation(config.loss_aggregation, scale)
         # The count that divides the loss: "tokens", "sequences", "groups", or nothing
         self.unit = self._aggregation.unit
         estimator, settings = config.estimator, dict(config.estimator_settings)
@@ -112,7 +114,7 @@ class Objective:
         logprobs, entropy, *values = self.forward(policy, row)
         mask = self.keep(logprobs, row)
         per_token, metrics = self._policy_loss(logprobs, row, mask)
-        policy_loss = self._total(per_token, mask, row)
+        policy_loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
         kl = self._kl(logprobs, row, mask)
         if self.config.loss_kl_coef:
             per_token = per_token + self.config.loss_kl_coef * kl
@@ -124,7 +126,7 @@ class Objective:
             value_losses, value_metrics = value_loss(values[0], row.returns, before, mask, clip=clip)
             per_token = per_token + self.config.critic_coef * value_losses
             metrics |= value_metrics | {"value_loss": value_losses}
-        loss = self._total(per_token, mask, row)
+        loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
         metrics |= {"entropy": _where(mask, entropy), "avg_kl_div": kl}
         totals = {
             name: (value.max() if name.endswith("_max") else value.sum()).detach()
@@ -146,12 +148,14 @@ class Objective:
 
     def weights(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
         """Importance weights for the engine's policy; divided by `row.weight_mean` if it is known."""
-        options: dict[str, Any] = self._importance
-        if row.weight_mean is not None:
-            options = options | {"normalize": True, "mean": row.weight_mean}
-        corrected = _corrected(logprobs, row)
         return importance_weights(
-            corrected, row.behaviour_logprobs, mask, sequence_ids=row.sequence_ids, **options
+            _corrected(logprobs, row),
+            row.behaviour_logprobs,
+            mask,
+            sequence_ids=row.sequence_ids,
+            normalize=row.weight_mean is not None,
+            mean=row.weight_mean,
+            **self._importance,
         )
 
     def ratio_denominator_logprobs(self, logprobs: Tensor, row: BatchTensors) -> Tensor:
@@ -183,11 +187,6 @@ class Objective:
             return torch.zeros_like(logprobs)
         own, reference = _where(mask, logprobs), _where(mask, row.ref_logprobs)
         return _where(mask, kl_penalty(own, reference, self.config.kl_kind, clamp=self.config.kl_clamp))
-
-    def _total(self, per_token: Tensor, mask: Tensor, row: BatchTensors) -> Tensor:
-        return self._aggregation.total(
-            per_token, mask, row.sequence_ids, self._scale, group_tokens=row.group_tokens
-        )
 
 
 def _where(mask: Tensor, values: Tensor) -> Tensor:

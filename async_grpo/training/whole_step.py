@@ -7,7 +7,6 @@ with after rejection (prompt_mean). They are the same whatever the packing; the 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ from async_grpo.training.sharding import release_gathered
 MIXER = 1_000_003  # keeps sums of different things apart; int64 wraps around, which is no harm
 
 
-@dataclass
-class _Seen:
-    """A micro-batch under the weights that the step starts from; (1, N) tensors without gradient."""
-
-    row: BatchTensors
-    logprobs: Tensor
-    mask: Tensor  # without what is rejected
-
-
 def add_step_terms(
     policy: PolicyModel, objective: Objective, rows: Sequence[BatchTensors], ranks: Ranks, step: int
 ) -> None:
@@ -42,23 +32,20 @@ def add_step_terms(
 
     `step` seeds the random choice of clip_cov.
     """
-    seen = [_look(policy, objective, row) for row in rows]
+    with torch.no_grad():
+        for row in rows:
+            row.logprobs, _, *values = objective.forward(policy, row)
+            release_gathered(policy)
+            row.old_values = values[0] if values else None
+            row.kept = objective.keep(row.logprobs, row)
     if objective.has_critic:
         _estimate_advantages(rows, objective, ranks)
     if objective.rejects_from_groups:
-        _count_kept(seen, ranks)
+        _count_kept(rows, ranks)
     if objective.averages_weights:
-        _average_weights(seen, objective, ranks)
+        _average_weights(rows, objective, ranks)
     if objective.loss.needs_selection:
-        _select(seen, objective, ranks, step)
-
-
-@torch.no_grad()
-def _look(policy: PolicyModel, objective: Objective, row: BatchTensors) -> _Seen:
-    logprobs, _, *values = objective.forward(policy, row)
-    release_gathered(policy)
-    row.old_values = values[0] if values else None
-    return _Seen(row, logprobs, objective.keep(logprobs, row))
+        _select(rows, objective, ranks, step)
 
 
 def _estimate_advantages(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
@@ -86,9 +73,9 @@ def _gathered(own: Tensor, ranks: Ranks) -> Tensor:
     return torch.tensor(ranks.sum(table.flatten().tolist()), dtype=torch.float64).view_as(table)
 
 
-def _count_kept(seen: Sequence[_Seen], ranks: Ranks) -> None:
+def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
     """At every token the tokens of its group that are not rejected, over all micro-batches of all ranks."""
-    kept = torch.cat([one.row.group_ids[one.mask] for one in seen])
+    kept = torch.cat([row.group_ids[row.kept] for row in rows])
     # The groups of a step are neighbours in the order of prompts, so a table from the first to the last is short
     bounds = [float(-kept.min()), float(kept.max())] if len(kept) else [-math.inf, -math.inf]
     lowest, highest = ranks.max(bounds)
@@ -96,23 +83,23 @@ def _count_kept(seen: Sequence[_Seen], ranks: Ranks) -> None:
         return
     first = int(-lowest)
     totals = _gathered(torch.bincount(kept - first, minlength=int(highest) - first + 1), ranks).sum(dim=0)
-    for one in seen:
-        places = (one.row.group_ids - first).clamp(0, len(totals) - 1)
+    for row in rows:
+        places = (row.group_ids - first).clamp(0, len(totals) - 1)
         counts = totals.to(places.device)[places]
-        one.row.group_tokens = torch.where(one.mask, counts, 0).long()
+        row.group_tokens = torch.where(row.kept, counts, 0).long()
 
 
-def _average_weights(seen: Sequence[_Seen], objective: Objective, ranks: Ranks) -> None:
+def _average_weights(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks) -> None:
     totals, level = [], objective.config.importance_level
-    for one in seen:
-        weights = objective.weights(one.logprobs, one.row, one.mask)
-        totals.append(weight_totals(weights, one.mask, level=level, sequence_ids=one.row.sequence_ids))
+    for row in rows:
+        weights = objective.weights(row.logprobs, row, row.kept)
+        totals.append(weight_totals(weights, row.kept, level=level, sequence_ids=row.sequence_ids))
     total, count = ranks.sum([torch.stack(parts).sum().item() for parts in zip(*totals, strict=True)])
-    for one in seen:
-        one.row.weight_mean = total / max(count, 1.0)
+    for row in rows:
+        row.weight_mean = total / max(count, 1.0)
 
 
-def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int) -> None:
+def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, step: int) -> None:
     """The tokens with the highest scores of all micro-batches of all ranks."""
     loss = objective.loss
     options: dict[str, Any] = loss.options | objective.loss_settings
@@ -120,20 +107,19 @@ def _select(seen: Sequence[_Seen], objective: Objective, ranks: Ranks, step: int
     if "seed" in options:
         options["seed"] += step
     inputs = []
-    for one in seen:
-        old_logprobs = objective.ratio_denominator_logprobs(one.logprobs, one.row)
-        inputs.append(LossBatch(one.logprobs, old_logprobs, one.row.advantages, one.mask))
+    for row in rows:
+        old_logprobs = objective.ratio_denominator_logprobs(row.logprobs, row)
+        inputs.append(LossBatch(row.logprobs, old_logprobs, row.advantages, row.kept))
     sums = torch.stack([token_sums(batch) for batch in inputs]).sum(dim=0)
     sums = sums.new_tensor(ranks.sum(sums.tolist()))
     scores = [
-        loss.scores(batch, sums, _token_keys(one.row), **options)
-        for batch, one in zip(inputs, seen, strict=True)
+        loss.scores(batch, sums, _token_keys(row), **options) for batch, row in zip(inputs, rows, strict=True)
     ]
     count = num_selected(options["ratio"], sums[2].item())
     own_top = top_scores(torch.cat([score.flatten() for score in scores]), count)
     threshold = top_scores(_gathered(own_top, ranks), count)[-1]
-    for one, score in zip(seen, scores, strict=True):
-        one.row.selected = select(score, threshold.to(score.device))
+    for row, score in zip(rows, scores, strict=True):
+        row.selected = select(score, threshold.to(score.device))
 
 
 def _token_keys(row: BatchTensors) -> Tensor:

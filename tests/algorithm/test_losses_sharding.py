@@ -109,7 +109,7 @@ def test_micro_batches_on_any_ranks_add_up_to_the_whole_batch(name, mode):
                 part = micro_batch(everything, rows, packed=number % 2 == 0)
                 tokens, ids = part.pop("group_tokens"), part["sequence_ids"]
                 per_token, _ = POLICY_LOSSES[name](**part, **options)
-                value = aggregation.total(per_token, part["mask"], ids, SCALE, tokens)
+                value = aggregation.total(per_token, part["mask"], ids, tokens)
                 value.backward()
                 total += value.item()
                 counted = count_units(part["mask"], ids, group_tokens=tokens)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.algorithm.process_advantages import explained_variance, value_loss
-from async_grpo.errors import ConfigurationError
 
 METRICS = {"value_clip_frac", "value_error", "value_error_square", "return_mean", "return_square"}
 
@@ -27,14 +26,14 @@ def random_inputs(seed, rows=3, tokens=11, garbage=math.nan):
 
 def by_hand(value, target, old, clip):
     """(loss, its derivative, clipped) of one token."""
-    held = value if clip is None else min(max(value, old - clip), old + clip)
+    held = min(max(value, old - clip), old + clip)
     free, clipped = (value - target) ** 2, (held - target) ** 2
     if clipped > free:
         return clipped / 2, 0.0, True
     return free / 2, value - target, False
 
 
-@given(seed=st.integers(0, 10_000), clip=st.sampled_from([None, 0.1, 0.5, 2.0]))
+@given(seed=st.integers(0, 10_000), clip=st.sampled_from([0.1, 0.5, 2.0, math.inf]))
 @settings(max_examples=60, deadline=None)
 def test_losses_gradients_and_metrics_are_those_of_a_loop_over_tokens(seed, clip):
     values, returns, old, mask = random_inputs(seed)
@@ -52,12 +51,6 @@ def test_losses_gradients_and_metrics_are_those_of_a_loop_over_tokens(seed, clip
             error = value - target
             expected = [total, slope, target, target**2, float(clipped), error, error**2]
         assert got == pytest.approx(expected, abs=1e-10, rel=1e-10)
-
-
-@pytest.mark.parametrize("clip", [0.0, -0.5, math.nan])
-def test_a_clip_that_lets_nothing_move_is_refused(clip):
-    with pytest.raises(ConfigurationError, match=f"value clip is {clip}"):
-        value_loss(*random_inputs(0), clip=clip)
 
 
 def token_means(parts):
