@@ -56,8 +56,9 @@ def importance_weights(
     level "token": w = e^x. "sequence": w = e^(sum of x over the unmasked tokens), the same for each of them. mode
     "truncate": min(w, high), and max(w, low) if there is a low (Ionides 2008, "Truncated importance sampling"). "mask": w
     inside [low, high], 0 outside (IcePop; Ling Team 2025, "Every Step Evolves"). x and its sum are held at +-20.
-    normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over sequences, or
-    by `mean`, where this is a part of a batch (`weight_totals`). ConfigurationError: a level, mode or bounds that are none.
+    normalize: divide by the mean of the bounded weights, the zeros of "mask" included, over tokens or over sequences;
+    mean: by that one, where this is a part of a batch (`weight_totals`).
+    ConfigurationError: a level, mode or bounds that are none.
 
     >>> logprobs, behaviour = torch.tensor([[.5, .9, .1]]).log(), torch.tensor([[.5, .3, .2]]).log()
     >>> importance_weights(logprobs, behaviour, torch.ones(1, 3)).tolist()  # ratios 1, 3, 1/2
@@ -83,7 +84,7 @@ def importance_weights(
     else:
         weights = weights.masked_fill((weights > high) | (weights < lowest), 0)
     weights = torch.where(mask, weights, 0)
-    if normalize:
+    if normalize or mean is not None:
         if mean is None:
             total, count = weight_totals(weights, mask, level=level, sequence_ids=sequence_ids)
             mean = total / count.clamp(min=1)

@@ -92,11 +92,6 @@ def value_loss(
     gets a gradient. An infinite clip: 1/2 (V - R)^2. It is that of PPO's reference implementation (OpenAI baselines, ppo2).
     A token counts as clipped when its gradient is zero for it: V is further from V_old than the clip and still nearer to
     R. The metrics are averaged over tokens; value_error is V - R.
-
-    >>> one = torch.ones(1, 1)
-    >>> loss, metrics = value_loss(3 * one, 4 * one, one, one)  # V may go from 1 to 1.5: (1.5 - 4)^2 / 2
-    >>> loss.item(), metrics["value_clip_frac"].item(), metrics["value_error"].item()
-    (3.125, 1.0, -1.0)
     """
     given = (values, returns.detach(), old_values.detach())
     values, returns, old_values = (torch.where(mask.bool(), tensor, 0) for tensor in given)
@@ -119,9 +114,6 @@ def explained_variance(means: Mapping[str, float]) -> float:
 
     1: the critic knows every return, up to a constant; 0: no better than their mean; negative: worse. 0 also
     where all returns are the same and there is nothing to explain.
-
-    >>> explained_variance({"value_error": 0, "value_error_square": 1, "return_mean": 2, "return_square": 8})
-    0.75
     """
     variance = means["return_square"] - means["return_mean"] ** 2
     unexplained = means["value_error_square"] - means["value_error"] ** 2

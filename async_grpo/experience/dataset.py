@@ -50,7 +50,16 @@ def load_questions(
                 raise ConfigurationError(f"{where}: not JSON ({error})") from error
             try:
                 token_ids = _prompt_tokens(row, tokenizer)
-                _refuse_unusable(token_ids, max_prompt_tokens, vocab_size)
+                if not 0 < len(token_ids) <= max_prompt_tokens:
+                    raise ConfigurationError(
+                        f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
+                        "--max-generation-tokens. Shorten or drop the row"
+                    )
+                if wrong := [i for i in token_ids if not 0 <= i < vocab_size]:
+                    raise ConfigurationError(
+                        f"token id {wrong[0]} is outside the model's vocabulary of {vocab_size}: the file was "
+                        "tokenised for another model"
+                    )
             except ConfigurationError as error:
                 raise ConfigurationError(f"{where}: {error}") from error
             if not isinstance(row.get("input"), str):
@@ -81,28 +90,10 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
     raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")
 
 
-def _refuse_unusable(token_ids: list[int], max_prompt_tokens: int, vocab_size: int) -> None:
-    if not 0 < len(token_ids) <= max_prompt_tokens:
-        raise ConfigurationError(
-            f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
-            "--max-generation-tokens. Shorten or drop the row"
-        )
-    if wrong := [i for i in token_ids if not 0 <= i < vocab_size]:
-        raise ConfigurationError(
-            f"token id {wrong[0]} is outside the model's vocabulary of {vocab_size}: the file was "
-            "tokenised for another model"
-        )
-
-
 class PromptCursor:
     """Walks through the questions for ever, each epoch in a new order; the one owner of the position.
 
     A question may be retired: it is passed over in later epochs, until none is left; then all are back.
-
-    >>> questions = [Question(np.array([i], np.int32), {}) for i in range(3)]
-    >>> drawn = [prompt.token_ids[0] for prompt, _ in zip(PromptCursor(questions, seed=0), range(6))]
-    >>> sorted(drawn[:3]) == sorted(drawn[3:]) == [0, 1, 2]
-    True
     """
 
     def __init__(self, questions: Sequence[Question], seed: int) -> None:

@@ -3,6 +3,7 @@
 The verdicts themselves stay as they are, and are logged; what changes a reward on its way stands in `RewardTensors`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -41,10 +42,9 @@ class RewardTensors:
         sizes = torch.tensor([len(group.samples) for group in groups])
         self.group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
         self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in lengths)
-        # (B,): the reward of the greedy completion of each sample's prompt (0 where it is missing), and whether it has one
+        # (B,): the reward of the greedy completion of each sample's prompt; NaN where it has none
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
-        self.has_baseline = torch.tensor([reward is not None for reward in greedy])[self.group_ids]
-        self.baselines = _numbers(greedy)[self.group_ids]
+        self.baselines = _numbers(greedy, missing=math.nan)[self.group_ids]
 
     @property
     def rewards(self) -> Tensor:
@@ -131,9 +131,9 @@ class RewardTensors:
         return placed.scatter(1, (self._lengths - 1).clamp(max=self._width - 1), values[:, None])
 
 
-def _numbers(values: Iterable[float | None]) -> Tensor:
-    """(B,), 0 for None."""
-    return torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
+def _numbers(values: Iterable[float | None], missing: float = 0.0) -> Tensor:
+    """(B,), `missing` for None."""
+    return torch.tensor([missing if value is None else value for value in values], dtype=torch.float64)
 
 
 # How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
@@ -193,7 +193,7 @@ class GroupAdvantages:
         kept = torch.tensor(enough) & torch.tensor(teaches)
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
         if self.entry.compares_with_greedy:
-            valid &= batch.has_baseline
+            valid &= ~batch.baselines.isnan()
         advantages = batch.rewards if self.entry.needs_critic else self._estimate(batch, valid)
         taught = zip(samples, valid.tolist(), strict=True)
         masks = [

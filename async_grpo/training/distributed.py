@@ -72,7 +72,14 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
     if "RANK" in os.environ:
         die_with(os.getppid())  # SIGKILL, because a rank inside a collective does not get to run handlers
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    chosen = _own_gpu(int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu and chosen.index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"local rank {chosen.index} has no GPU: {torch.cuda.device_count()} are visible; "
+            "start as many processes per node as there are GPUs, or use the CPU"
+        )
+    if on_gpu:
+        torch.cuda.set_device(chosen)
     # Alone, an in-process store: nothing to listen on, so nothing that could be taken or reached from outside
     store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]  # torch names it in no __all__
     dist.init_process_group(
@@ -91,16 +98,6 @@ def distributed_run(device: str = "auto", *, timeout_s: float = 1800.0) -> Itera
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _own_gpu(local_rank: int) -> torch.device:
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible; "
-            "start as many processes per node as there are GPUs, or use the CPU"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
 
 
 def leave(code: int = 0) -> None:

@@ -72,6 +72,7 @@ class Objective:
         # (rewards, values, mask), (S, T) each, -> (advantages before any whitening, returns); None without a critic
         returns = estimator.critic_returns
         self.critic_returns = returns and partial(returns, **settings)
+        self.has_critic = returns is not None
         # The options of `importance_weights` and `rejection_mask`, which have the same names there
         importance, rejection = ("level", "mode", "low", "high"), ("statistic", "low", "high")
         self._importance = {name: getattr(config, f"importance_{name}") for name in importance}
@@ -82,10 +83,6 @@ class Objective:
         looks_ahead = self.critic_returns or self.loss.needs_selection or self.averages_weights
         # Micro-batches must wait for the end of their step, and be looked at together first
         self.needs_whole_step = bool(looks_ahead or self.rejects_from_groups)
-
-    @property
-    def has_critic(self) -> bool:
-        return self.critic_returns is not None
 
     def check_inputs(self, batch: MicroBatch) -> None:
         """ConfigurationError: the batch lacks log-probs that the loss or the KL term needs."""
@@ -113,9 +110,23 @@ class Objective:
         """One forward of `policy`: (loss, totals); all sums, still to be divided, but for names that end in `_max`."""
         logprobs, entropy, *values = self.forward(policy, row)
         mask = self.keep(logprobs, row)
-        per_token, metrics = self._policy_loss(logprobs, row, mask)
+        options = dict(self.loss_settings)
+        if self.loss.needs_proximal:
+            options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
+        if self.loss.needs_selection:
+            options["selected"] = row.selected
+        if weighs := self.config.importance_level != "none":
+            options["importance_weights"] = self.weights(logprobs, row, mask)
+        old_logprobs = self.ratio_denominator_logprobs(logprobs, row)
+        per_token, metrics = self.loss(
+            logprobs, old_logprobs, row.advantages, mask, sequence_ids=row.sequence_ids, **options
+        )
+        metrics |= {"importance_weight": options["importance_weights"]} if weighs else {}
         policy_loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
-        kl = self._kl(logprobs, row, mask)
+        kl = torch.zeros_like(logprobs)
+        if row.ref_logprobs is not None:
+            own, reference = _where(mask, logprobs), _where(mask, row.ref_logprobs)
+            kl = kl_penalty(own, reference, self.config.kl_kind, clamp=self.config.kl_clamp)
         if self.config.loss_kl_coef:
             per_token = per_token + self.config.loss_kl_coef * kl
         if self.config.entropy_coef:  # without it, no gradient of the whole vocabulary is computed
@@ -153,7 +164,6 @@ class Objective:
             row.behaviour_logprobs,
             mask,
             sequence_ids=row.sequence_ids,
-            normalize=row.weight_mean is not None,
             mean=row.weight_mean,
             **self._importance,
         )
@@ -165,28 +175,6 @@ class Objective:
         if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
             return _or_zeros(row.proximal_logprobs, logprobs)
         return row.behaviour_logprobs
-
-    def _policy_loss(
-        self, logprobs: Tensor, row: BatchTensors, mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        options = dict(self.loss_settings)
-        if self.loss.needs_proximal:
-            options["proximal_logprobs"] = _or_zeros(row.proximal_logprobs, logprobs)
-        if self.loss.needs_selection:
-            options["selected"] = row.selected
-        if weighs := self.config.importance_level != "none":
-            options["importance_weights"] = self.weights(logprobs, row, mask)
-        old_logprobs = self.ratio_denominator_logprobs(logprobs, row)
-        per_token, metrics = self.loss(
-            logprobs, old_logprobs, row.advantages, mask, sequence_ids=row.sequence_ids, **options
-        )
-        return per_token, metrics | ({"importance_weight": options["importance_weights"]} if weighs else {})
-
-    def _kl(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
-        if row.ref_logprobs is None:
-            return torch.zeros_like(logprobs)
-        own, reference = _where(mask, logprobs), _where(mask, row.ref_logprobs)
-        return _where(mask, kl_penalty(own, reference, self.config.kl_kind, clamp=self.config.kl_clamp))
 
 
 def _where(mask: Tensor, values: Tensor) -> Tensor:
