@@ -20,17 +20,6 @@ REWARDS = torch.tensor([[0.0, 1, 0, 0], [0, 2, 0, 0]])
 MASK = torch.tensor([[True, True, False, False]] * 2)
 NAN_IN_ROW_1 = torch.tensor([[0.0, 0, 0, 0], [math.nan, 0, 0, 0]])
 NUMBERS = st.lists(st.integers(-64, 64).map(lambda n: n / 8), min_size=0, max_size=12)
-GRPO, DR_GRPO = ADVANTAGE_ESTIMATORS["grpo"], ADVANTAGE_ESTIMATORS["dr_grpo"]
-
-
-def outcome(rewards, lengths, width=4):
-    """(rewards, mask): row i has lengths[i] unmasked tokens and its reward on the last of them."""
-    mask = torch.arange(width)[None, :] < torch.tensor(lengths)[:, None]
-    placed = torch.zeros(len(rewards), width, dtype=torch.float64)
-    for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
-        if length:
-            placed[row, length - 1] = reward
-    return placed, mask
 
 
 def one_group(size):
@@ -57,9 +46,11 @@ def test_any_ragged_batch_equals_the_definition(name, options, rows):
 
 @pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.per_sample])
 def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(name):
-    rewards, lengths = [1.0, 0.0, 0.25, 1.0, 0.0, 0.5], [2, 4, 1, 3, 3, 2]
+    lengths = [2, 4, 1, 3, 3, 2]
+    mask = torch.arange(4) < torch.tensor(lengths)[:, None]
+    placed = torch.zeros(6, 4, dtype=torch.float64)
+    placed[range(6), [n - 1 for n in lengths]] = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.0, 0.5]).double()
     groups, valid = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([True] * 5 + [False])
-    placed, mask = outcome(rewards, lengths)
     inputs = {"baselines": torch.tensor([0.5] * 6)} if ADVANTAGE_ESTIMATORS[name].needs else {}
     by_token = ADVANTAGE_ESTIMATORS[name](placed, mask, groups, valid=valid, **inputs)
     column, counts = placed.sum(dim=1, keepdim=True), torch.tensor(lengths)[:, None]
@@ -121,13 +112,10 @@ def test_equal_step_rewards_on_rows_of_all_lengths_give_exactly_zero(name):
 def test_statistics_are_float64_whatever_the_rewards_are():
     rewards = torch.tensor([[2.0**24, 1.0], [2.0**24, 0.0]], dtype=torch.float32)
     assert rewards.sum(dim=1).unique().numel() == 1  # summed as they come, the rows would be equal
-    assert DR_GRPO(rewards, torch.ones(2, 2), one_group(2))[:, 0].tolist() == [0.5, -0.5]
-
-
-def test_a_large_constant_beside_the_rewards_costs_no_digits():
-    rewards, mask = outcome([0.25, 0.5, 0.0, 0.75], [2, 2, 2, 2])
-    shifted, _ = outcome([2.0**50 + r for r in (0.25, 0.5, 0.0, 0.75)], [2, 2, 2, 2])
-    assert torch.equal(GRPO(shifted, mask, one_group(4)), GRPO(rewards, mask, one_group(4)))
+    assert ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(2, 2), one_group(2))[:, 0].tolist() == [
+        0.5,
+        -0.5,
+    ]
 
 
 def test_the_registry_says_what_each_estimator_is_for():

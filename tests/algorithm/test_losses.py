@@ -33,15 +33,6 @@ def test_only_the_log_probs_of_the_policy_get_a_gradient(name, options):
     assert not any(metric.requires_grad for metric in metrics.values())
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_batch_without_one_unmasked_token_gives_zeros(name, options):
-    inputs = random_inputs(0, with_proximal=name == "decoupled")
-    inputs["mask"] = torch.zeros_like(inputs["mask"])
-    inputs["sequence_ids"] = torch.full(inputs["mask"].shape, -1)
-    loss, metrics, gradient = evaluate(name, inputs, torch.ones(()), **options)
-    assert not any(values.any() for values in (loss, gradient, *metrics.values()))
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_packed_row_of_sequences_with_garbage_where_it_is_masked_equals_one_row_each(

@@ -134,6 +134,7 @@ class Truncating(FakeGeneration):
 async def test_truncated_samples_count_in_the_baseline_but_not_in_the_loss():
     (((batch,), end),) = await train(batcher_of(Truncating(3), num_training_batches=1))
     assert 5 not in np.diff(batch.cu_seqlens) and end.stats["perc_truncated_samples"] == 0.25
+    assert set(batch.group_tokens) == {1 + 2 + 3}
     assert round(float(batch.advantages.min()), 4) == -1.1619  # 1, 2, 3, 4: (1 - 2.5) / sqrt(5 / 3)
 
 

@@ -71,12 +71,6 @@ def test_outcome_rewards_become_the_estimators_advantages_on_every_token():
     assert advantages(plan, group(sample(2, 1.0), sample(3, 0.0))) == [[0.5, 0.5], [-0.5, -0.5, -0.5]]
 
 
-def test_every_sample_knows_the_trained_tokens_of_its_whole_group():
-    plan = rule()
-    (with_advantages,) = plan([group(sample(2, 1.0), sample(3, 0.0, truncated=True), sample(4, 0.0))], 0)
-    assert [s.group_tokens for s in with_advantages.samples] == [6, 6, 6]  # the truncated one is left out
-
-
 def test_the_length_penalty_is_part_of_the_reward_that_is_compared():
     facts = RunFacts(max_completion_tokens=10)
     plan = rule(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from async_grpo.generation.char_ends import char_ends
-from async_grpo.rewards.adapter.decorators import traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
@@ -233,9 +232,3 @@ def test_the_steps_fall_on_the_tokens_of_the_tiny_model():
     assert [TOKENIZER.decode(ids[: token + 1])[-1] for token, _ in found["steps"]] == ["8", "5", "5", ">"]
     assert [reward for _, reward in found["steps"]] == pytest.approx([0.1, 0.1, 0.1, 1.0])
     assert found["extra"] == {"numbers_reward": pytest.approx(0.3), "answer_reward": 1.0}
-
-
-def test_the_shipped_page_declares_exactly_its_process_reward():
-    assert [kind for kind in RewardType if traits_of(REWARD_ADAPTERS[kind]).is_process_reward] == [
-        RewardType.COUNTDOWN_STEPS
-    ]

@@ -58,15 +58,6 @@ async def test_first_come_first_served_so_that_a_large_group_does_not_starve():
     assert (await small).sequences == 1
 
 
-async def test_a_worker_gets_no_work_before_it_holds_the_weights():
-    registry = WorkerRegistry("generation", 5.0)
-    registry.register(info("a"))
-    waiting = asyncio.create_task(registry.acquire(1, 10))
-    assert await is_waiting(waiting)
-    registry.activate("a")
-    await waiting
-
-
 async def test_a_lost_worker_takes_its_leases_with_it_and_loads_never_go_negative():
     registry = registry_of(info("a"))
     lease = await registry.acquire(8, 10)

@@ -71,16 +71,14 @@ def test_values_without_a_critic_say_how_to_get_one():
 
 
 def test_both_learning_rates_follow_the_schedule_and_every_weight_is_in_one_group():
-    policy, rates = critic_policy(), []
+    policy = critic_policy()
     config = OptimizerConfig(
         learning_rate=1e-3, critic_learning_rate=1e-2, lr_scheduler="linear", num_warmup_steps=0
     )
     optimizer, schedule = build_policy_optimizer(policy, config, total_steps=4)
-    for _ in range(4):
-        rates.append(schedule.get_last_lr())
-        optimizer.step()
-        schedule.step()
-    assert rates == [pytest.approx([1e-3 * left, 1e-2 * left]) for left in (1, 0.75, 0.5, 0.25)]
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.75e-3, 0.75e-2])
     groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     assert sorted(groups[0] + groups[1]) == sorted(map(id, policy.parameters()))
     assert groups[1] == [id(p) for p in policy.value_head.parameters()]
