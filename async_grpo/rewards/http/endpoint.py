@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -85,8 +85,7 @@ class Limits:
         >>> Limits(concurrency=8).over(Limits(concurrency=2, requests_per_minute=60)).requests_per_minute
         60
         """
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(others, **{n: value for n, value in given.items() if value != getattr(Limits, n)})
+        return replace(others, **{n: value for n, value in vars(self).items() if value != getattr(Limits, n)})
 
 
 class Deadline:

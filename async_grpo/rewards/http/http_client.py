@@ -139,7 +139,6 @@ class EndpointClient:
         await self._exchange.close()
 
     async def _ask(self, call: _Call) -> dict[str, Any]:
-        """One attempt, with a rival if it is slow."""
         share = self._endpoint.hedge_quantile
         try:
             if share is None or len(self._latencies) < ENOUGH:
@@ -172,7 +171,6 @@ class EndpointClient:
             await asyncio.gather(*tasks, return_exceptions=True)  # the loser's permit is back before we are
 
     async def _request(self, call: _Call) -> dict[str, Any]:
-        """One request to the best replica, as soon as there is one, and a permit."""
         while True:  # all may go out of service while we wait for a permit
             await self._replicas.ready(call.deadline)
             if (reply := await self._permitted(call)) is not None:
@@ -211,7 +209,6 @@ class EndpointClient:
             await self._rate_limiter.release(self.key, permit, used_tokens=used)
 
     async def _send(self, call: _Call, replica: Replica) -> dict[str, Any]:
-        """Count, time and settle one exchange."""
         probe, left_s = replica.probing, call.deadline.left_s
         # A probe must leave its call the time for another request, should the replica still be silent
         allowed_s = min(self._endpoint.timeout_s, left_s / 2 if probe else left_s)

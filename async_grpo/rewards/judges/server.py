@@ -10,7 +10,6 @@ the JudgeServer is closed or its process is gone. It is a process because a `Sup
 """
 
 import contextlib
-import ipaddress
 import json
 import os
 import signal
@@ -34,6 +33,7 @@ POLL_S, CLOSE_S, BACKOFF_S = 0.2, 45.0, 2.0  # the last before a server is start
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
 END = "\0\n"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SECRET = "VLLM_API_KEY"  # given only to servers that are to ask for it
 FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -84,7 +84,7 @@ class JudgeServer:
         model, devices, replicas = str(self.model), self.devices, self.replicas
         self._api_key = os.environ.get(self.api_key_env or "")
         one_each = devices is None or (not isinstance(devices, str) and len(devices) == replicas)
-        safe = self.api_key_env is not None or _is_loopback(self.host)
+        safe = self.api_key_env is not None or self.host in LOOPBACK
         network = "would let the whole network use the model: give an api_key_env, or 127.0.0.1"
         pretence = "vLLM on the CPU says that it sleeps but gives no memory back"
         require_all(
@@ -243,7 +243,6 @@ class JudgeServer:
             raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
     def _deaths(self, number: int) -> Path:
-        """Where its keeper says how a replica died, with an END after each time."""
         return self._folder / f"judge-deaths-{self._ports[number]}.log"
 
 
@@ -272,10 +271,3 @@ def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> No
 def on_the_cpu() -> bool:
     """Whether the installed vLLM is the build for the CPU."""
     return any(metadata.distributions(name="vllm-cpu"))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from async_grpo.rewards.http.endpoint import (
     Endpoint,
     JudgeError,
     JudgeRefused,
-    JudgeTimeout,
     JudgeUnavailable,
     Limits,
 )
@@ -622,31 +620,6 @@ async def client_of(judge: Any):
         yield client
     finally:
         await client.close()
-
-
-async def test_votes_over_http_share_the_limit():
-    async with HostileServer(hostile.after(0.02, hostile.reply(chat("Score: 2")))) as server:
-        judge = llm(url=server.url, votes=8, temperature=1.0, limits=Limits(concurrency=3))
-        async with client_of(judge) as client:
-            answer = await scored(judge, client)
-        assert answer["judge_score"] == 2.0 and answer["judge_votes"] == 8
-        assert len(server.requests) == 8 and server.most_running <= 3
-
-
-@pytest.mark.parametrize(
-    ("make", "behaviour", "error", "said"),
-    [
-        (llm, hostile.status(400, b"prompt too long"), JudgeRefused, "prompt too long"),
-        (partial(HTTPScorer, attempts=2), hostile.status(500), JudgeUnavailable, "attempt 2 of 2"),
-        (partial(RewardModelJudge, model="m"), hostile.silence(), JudgeTimeout, "did not answer"),
-    ],
-)
-async def test_the_clients_errors_arrive_by_their_names(make, behaviour, error, said):
-    async with HostileServer(behaviour) as server:
-        judge = make(url=server.url, endpoint_options=QUICK)
-        async with client_of(judge) as client:
-            with pytest.raises(error, match=said):
-                await judge.score(SAMPLE, client, phase="train", deadline=time.monotonic() + 0.5)
 
 
 @pytest.fixture
