@@ -49,8 +49,8 @@ class AdapterQueue:
         self._make_worker, self._num_workers, self._timeouts = make_worker, num_workers, timeouts
         self._waiting: list[tuple[int, Job]] = []  # a heap, by ticket, also of those that come back
         self._tickets = itertools.count()
-        self._workers: set[VerifierWorker] = set()  # that live
-        self._slots: list[WorkerSlot] = []
+        self._slots: list[WorkerSlot] = []  # of the workers that live
+        self._given: set[Job] = set()
         self._calls: set[asyncio.Task[None]] = set()
         self._makes: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -58,14 +58,14 @@ class AdapterQueue:
 
     def counts(self) -> dict[str, Any]:
         """Counts and seconds since the last `take_counts`, what waits now, and who serves it."""
-        return self.stats.as_dict() | {"queue_depth": len(self._waiting), "workers": len(self._workers)}
+        return self.stats.as_dict() | {"queue_depth": len(self._waiting), "workers": len(self._slots)}
 
     def take_counts(self) -> dict[str, Any]:
         """`counts`, with the sums of what its judges count (`JudgeWorker.take_stats`); all begin anew."""
         counts, of_judges = self.counts(), Counter[str]()
         self.stats.reset()
-        for worker in self._workers:
-            if take_stats := getattr(worker, "take_stats", None):
+        for slot in self._slots:
+            if take_stats := getattr(slot.worker, "take_stats", None):
                 of_judges.update(take_stats())
         return counts | of_judges
 
@@ -73,13 +73,9 @@ class AdapterQueue:
         """Make the workers that are missing; none once it is closed. Raises what the last attempt to make one raised."""
         if self._closed:
             return
-        makes = [_run(self._make(), self._makes) for _ in range(self._num_workers - len(self._workers))]
-        made = await asyncio.gather(*makes, return_exceptions=True)
-        if self._closed:
-            return
-        self._slots += [WorkerSlot(worker) for worker in made if not isinstance(worker, BaseException)]
-        for error in made:
-            if isinstance(error, BaseException):
+        makes = [_run(self._make(), self._makes) for _ in range(self._num_workers - len(self._slots))]
+        for error in filter(None, await asyncio.gather(*makes, return_exceptions=True)):
+            if not self._closed:
                 raise error
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
@@ -118,19 +114,19 @@ class AdapterQueue:
         """Cancel what runs, fail what waits, close the workers; takes a few `grace_s` at most."""
         self._closed = True
         self._break(f"the queue of verifier {self.adapter!r} was closed")
-        for job in [job for slot in self._slots for job in slot.calls]:
+        for job in self._given:
             job.end(WorkerLost(self._broken_reason))
         for make in self._makes:
             make.cancel()
         if running := self._calls | self._makes:
             await asyncio.wait(running, timeout=2 * self._timeouts.grace_s)
-        await asyncio.gather(*map(self._close_worker, tuple(self._workers)))
+        await asyncio.gather(*(self._close_worker(slot.worker) for slot in self._slots))
 
     def _enqueue(self, job: Job) -> None:
         job.queued_at = time.monotonic()
         if self._broken_reason:
             job.end(WorkerLost(self._broken_reason))
-        elif not self._slots:
+        elif not self._slots and not self._makes:
             raise RuntimeError(f"the queue of verifier {self.adapter!r} was used before its start")
         elif not job.outcome.done():
             heapq.heappush(self._waiting, (job.ticket, job))
@@ -144,6 +140,7 @@ class AdapterQueue:
                 if (slot := min(free, key=lambda slot: len(slot.calls), default=None)) is None:
                     return
                 slot.calls.append(job)
+                self._given.add(job)
                 method, timeout_s = getattr(slot.worker, job.method), self._timeouts.timeout_s
                 call = asyncio.ensure_future(method(*job.arguments, timeout_s))
                 _run(self._serve(slot, job, call), self._calls)
@@ -152,7 +149,6 @@ class AdapterQueue:
     async def _serve(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> None:
         """See a call of the slot's worker to its end, and what follows from that."""
         worker, given_at, limits = slot.worker, time.monotonic(), self._timeouts
-        assert worker is not None, "the slot has room"
         job.queue_s += given_at - job.queued_at
         answer_s = limits.answer_s + getattr(worker, "max_queue_s", 0.0)
         if slot.is_ahead(job):
@@ -170,7 +166,8 @@ class AdapterQueue:
             call.cancel()
             await asyncio.wait({call}, timeout=limits.grace_s)
         slot.calls.remove(job)
-        self.stats.busy_s += time.monotonic() - given_at
+        self._given.discard(job)
+        self.stats.sums["busy_s"] += time.monotonic() - given_at
         try:
             if not call.done():
                 lost = lost or f"it went on for {limits.grace_s:g} s after the call was cancelled"
@@ -189,9 +186,9 @@ class AdapterQueue:
         except Exception as error:
             lost = f"{type(error).__name__}: {error}"
         if lost and not self._closed:
-            if slot.worker is worker:  # no other of its calls has said so
-                slot.worker = None
-                _run(self._replace(slot, worker, lost), self._makes)
+            if slot in self._slots:  # no other of its calls has said so
+                self._slots.remove(slot)
+                _run(self._replace(worker, lost), self._makes)
             self._retry(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {lost}")
         self._dispatch()
 
@@ -209,25 +206,23 @@ class AdapterQueue:
             job.end(WorkerLost(self._broken_reason))
         self._waiting.clear()
 
-    async def _replace(self, slot: WorkerSlot, worker: VerifierWorker, reason: str) -> None:
+    async def _replace(self, worker: VerifierWorker, reason: str) -> None:
         """Make another worker, however long it takes: what broke them may pass."""
         logger.warning("a verifier worker of %r is replaced: %s", self.adapter, reason)
-        self.stats.workers_lost += 1
+        self.stats.sums["workers_lost"] += 1
         await self._close_worker(worker)
-        while slot.worker is None:
+        while True:
             try:
-                slot.worker, slot.service_s = await self._make(), math.inf
+                return await self._make()
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
-                logger.error("a verifier of %r less, %d left: %s", self.adapter, len(self._workers), said)
-                if not self._workers:
+                logger.error("a verifier of %r less, %d left: %s", self.adapter, len(self._slots), said)
+                if not self._slots:
                     self._break(f"no worker of {self.adapter!r} can be made any more: {said}")
                 await asyncio.sleep(self._timeouts.regrow_s)
-        self._broken_reason = ""
-        self._dispatch()
 
-    async def _make(self) -> VerifierWorker:
-        """A new worker; it is tried a few times. Raises what the last attempt raised; a ConfigurationError at once."""
+    async def _make(self) -> None:
+        """Make a worker; it is tried a few times. Raises what the last attempt raised; a ConfigurationError at once."""
         error: Exception = WorkerLost(f"no attempt was made to make a worker of {self.adapter!r}")
         limit_s = self._timeouts.make_timeout_s
         for delay_s in self._timeouts.backoff_s:
@@ -235,9 +230,11 @@ class AdapterQueue:
             try:
                 async with asyncio.timeout(limit_s):
                     worker = await self._make_worker(self.adapter)
-                self._workers.add(worker)
+                self._slots.append(WorkerSlot(worker))
                 self.stats.has_hook |= getattr(worker, "has_post_process", False)
-                return worker
+                if not self._closed:
+                    self._broken_reason = ""
+                return self._dispatch()
             except ConfigurationError:
                 raise
             except TimeoutError:
@@ -248,7 +245,6 @@ class AdapterQueue:
 
     async def _close_worker(self, worker: VerifierWorker) -> None:
         """One that cannot be closed in time is given up."""
-        self._workers.discard(worker)
         try:
             async with asyncio.timeout(self._timeouts.grace_s):
                 await worker.close()

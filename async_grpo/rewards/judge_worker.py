@@ -59,9 +59,7 @@ class JudgeWorker:
         except JudgeError as error:
             status = RewardStatus.TIMED_OUT if isinstance(error, JudgeTimeout) else RewardStatus.FAILED
             answer = failure(str(error), status.value)
-            answer["extra"] = getattr(
-                error, "spent", {}
-            )  # a call that failed has cost something all the same
+            answer["extra"] = getattr(error, "spent", {})  # it has cost something all the same
         except Exception as error:  # of code of many hands; none may cost the run
             answer = failure(describe(error))
         latency_s = time.monotonic() - started

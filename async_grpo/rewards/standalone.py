@@ -51,8 +51,7 @@ class LocalWorkers:
     async def make(self, adapter: str) -> VerifierWorker:
         # The registry file is first imported in a process of its own, whatever it does
         process = AdapterProcess(self.source, adapter, self._options, environment=self.environment)
-        await process.start()
-        if not process.traits.is_judge:
+        if not (await process.start()).traits.is_judge:
             return process
         await process.close()
         self.judges.add(adapter)

@@ -84,17 +84,17 @@ class Job:
 
 
 class WorkerSlot:
-    """A place for a worker: who has it, if anybody, and what that one is given."""
+    """A worker, and what it is given."""
 
     def __init__(self, worker: VerifierWorker) -> None:
-        self.worker: VerifierWorker | None = worker
+        self.worker = worker
         self.calls: list[Job] = []  # in the order in which they were given
         self.service_s = math.inf  # recent mean of one sample; so long, and nothing is given ahead
         self._free_at = 0.0  # when the last call ended
 
     def has_room_for(self, job: Job) -> bool:
-        if self.worker is None or job.alone or any(other.alone for other in self.calls[:1]):
-            return self.worker is not None and not self.calls
+        if job.alone or any(other.alone for other in self.calls[:1]):
+            return not self.calls
         prefetch = 0
         if getattr(self.worker, "prefetch", False):
             prefetch = min(MAX_PREFETCH, int(PREFETCH_S / max(self.service_s, 1e-9)))
@@ -102,7 +102,7 @@ class WorkerSlot:
 
     def is_ahead(self, job: Job) -> bool:
         """Whether the job waits for those before it: they are served in order."""
-        return self.worker is not None and job not in self.calls[: self.worker.capacity]
+        return job not in self.calls[: self.worker.capacity]
 
     def served(self, given_at: float) -> None:
         """Note how long the call took."""
@@ -142,16 +142,15 @@ class QueueStats:
         self._statuses: Counter[RewardStatus] = Counter()
         self._latencies_s: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._queue_s: deque[float] = deque(maxlen=MAX_LATENCIES)
-        self.retries = self.workers_lost = 0
-        self.busy_s = 0.0
-        self.first_reason = ""  # of a failure or a time-out
+        self.sums = {"retries": 0, "workers_lost": 0, "busy_s": 0.0}
+        self._first_reason = ""  # of a failure or a time-out
 
     def add(self, result: AdapterResult) -> None:
         """A worker's result, or that there is none."""
         self._statuses[result.status] += 1
         self._latencies_s.append(result.latency_s)
         self._queue_s.append(result.queue_s)
-        self.retries += max(0, result.attempts - 1)
+        self.sums["retries"] += max(0, result.attempts - 1)
         self._note(result, is_final=not self.has_hook)
 
     def revise(self, before: AdapterResult, after: AdapterResult) -> None:
@@ -164,7 +163,7 @@ class QueueStats:
 
     def _note(self, result: AdapterResult, is_final: bool) -> None:
         if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
-            self.first_reason = self.first_reason or result.reason
+            self._first_reason = self._first_reason or result.reason
         if is_final and result.reward is not None:
             self._rewards += 1
             if len(self._values) < 2:
@@ -175,10 +174,8 @@ class QueueStats:
         latencies_s, queue_s = self._latencies_s, self._queue_s
         return {
             **{status.value: self._statuses[status] for status in RewardStatus},
-            "retries": self.retries,
-            "workers_lost": self.workers_lost,
-            "busy_s": self.busy_s,
-            "first_reason": self.first_reason,
+            **self.sums,
+            "first_reason": self._first_reason,
             "rewards_so_far": self._rewards,
             "only_reward_so_far": next(iter(self._values)) if len(self._values) == 1 else None,
             "latency_p50_s": quantile(latencies_s, 0.5),

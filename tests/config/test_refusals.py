@@ -77,7 +77,7 @@ VALUES = [  # refused by the configuration itself
     ({"clip_low": 1.5}, "a share between 0 and 1"),
     ({"reward_weights": "a=x"}, "no finite number"),
     ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
-    ({"on_reward_failure": "judge=constant:much"}, "constant:much: it must be a finite number"),
+    ({"on_reward_failure": "judge=constant:much"}, "judge=much is no finite number"),
     ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
     ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
     ({"judge_budget": -1.0}, "--judge-budget cannot be negative, not -1"),

@@ -19,8 +19,7 @@ class OneWorker:
         self.start, self.close = self.queue.start, self.queue.close
 
     async def _make(self, _: str) -> AdapterProcess:
-        await self.process.start()
-        return self.process
+        return await self.process.start()
 
     @property
     def pid(self) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
@@ -21,10 +21,7 @@ from async_grpo.types import AdapterResult, RewardStatus
 
 CLOSE_S = 2.0  # for the `close` of a reward
 FORWARDED_VARIABLES = "PATH PYTHONPATH LD_LIBRARY_PATH HOME TMPDIR LANG LC_ALL LC_CTYPE TZ".split()
-FIXED_VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+FIXED_VARIABLES = dict.fromkeys("OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS".split(), "1") | {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONHASHSEED": "0",  # the same text gets the same reward in every process
     "CUDA_VISIBLE_DEVICES": "",  # the accelerators belong to the trainers and the engines
@@ -77,8 +74,8 @@ class AdapterProcess:
         self._starting = asyncio.Lock()
         self._closed = False
 
-    async def start(self) -> None:
-        """Start the process now, so that no sample waits for it.
+    async def start(self) -> Self:
+        """Start the process now, so that no sample waits for it; returns this worker.
 
         Raises:
             ConfigurationError: the registry file or the reward in it cannot be used.
@@ -89,9 +86,9 @@ class AdapterProcess:
             if self._closed:
                 raise WorkerLost(f"the worker of {self.adapter!r} is closed")
             if self._child is not None and not self._child.lost:
-                return
+                return self
             child = self._child = self._spawn()
-            await child.connect()
+            await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=child.channel)
             try:
                 reply = await child.ask("greeting", encode(self._greeting), self._start_timeout_s, 0.0)
             except TimeoutError:
@@ -103,6 +100,7 @@ class AdapterProcess:
             self.traits = traits = child.traits = AdapterTraits(**reply["traits"])
             self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
             self.prefetch = not (traits.is_async or traits.is_batch)  # others wait in the process's pipe
+            return self
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """Score one sample. What the reward raises, or that it is late, is a result; see also `VerifierWorker`."""
@@ -150,9 +148,7 @@ def process_maker(
     """`make_worker` of a VerifierPool with child processes; `limits` are the keywords of AdapterProcess."""
 
     async def make_worker(adapter: str) -> AdapterProcess:
-        worker = AdapterProcess(source, adapter, options, **limits)
-        await worker.start()
-        return worker
+        return await AdapterProcess(source, adapter, options, **limits).start()
 
     return make_worker
 

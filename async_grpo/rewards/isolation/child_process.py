@@ -35,7 +35,7 @@ class Request:
 
 class ChildProcess(asyncio.Protocol):
     """A process that answers each request once (see `child`). Arguments are those of `AdapterProcess`, but for the
-    environment, which is all of its variables. `connect` comes first.
+    environment, which is all of its variables. Its `channel` must be connected first.
 
     It serves what it gets in order, one at a time; an async reward, all at once; a batched one says which requests it
     begins together. Their time runs from then on. It dies with the thread that made it.
@@ -54,7 +54,7 @@ class ChildProcess(asyncio.Protocol):
         self._burial: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()  # it was collected, and all that it started
         self._max_processes = max_processes
-        self._channel, theirs = socket.socketpair()
+        self.channel, theirs = socket.socketpair()
         arguments = [theirs.fileno(), os.getpid(), max_processes]
         try:
             with theirs:
@@ -67,13 +67,9 @@ class ChildProcess(asyncio.Protocol):
                     env=environment,
                 )
         except BaseException:
-            self._channel.close()
+            self.channel.close()
             raise
         self.pid = self._process.pid  # of the guardian (see `process_tree`): all others end with it
-
-    async def connect(self) -> None:
-        """Listen to the process."""
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._channel)
 
     async def ask(self, what: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
         """The reply to the `greeting`, which comes first, a `sample` or a `group`, given as JSON.
@@ -131,7 +127,7 @@ class ChildProcess(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         with contextlib.suppress(OSError):  # after an error in writing, its last answers may lie unread
-            while error is not None and (data := self._channel.recv(2**16, socket.MSG_DONTWAIT)):
+            while error is not None and (data := self.channel.recv(2**16, socket.MSG_DONTWAIT)):
                 self.data_received(data)
         wait_s = 0.0 if self.lost else EXIT_WAIT_S  # a kill while it ends would hide what it died of
         self.lost = True
@@ -182,12 +178,6 @@ class ChildProcess(asyncio.Protocol):
         if self.lost:
             await self._gone.wait()
 
-    def _kill(self, error: WorkerLost) -> None:
-        """The replies to come raise the error; the rest follows from the end of the connection."""
-        self._fail(error, error)
-        if self._transport is not None:
-            self._transport.abort()
-
     async def _bury(self, wait_s: float) -> None:
         """Kill and collect the process and all that it started, unless it ends by itself within so many seconds."""
         await self._ends_within(wait_s)
@@ -196,16 +186,18 @@ class ChildProcess(asyncio.Protocol):
         if not await self._ends_within(REAP_S):
             self._process.kill()  # whatever ails the guardian, the reward's process dies with it
         error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
-        self._fail(error, CallInterrupted(f"{error}, before it began this sample"))
+        self._kill(error, CallInterrupted(f"{error}, before it began this sample"))
         self._gone.set()
 
-    def _fail(self, error: WorkerLost, before_its_turn: WorkerLost) -> None:
+    def _kill(self, error: WorkerLost, before_its_turn: WorkerLost | None = None) -> None:
+        """The replies to come raise the error; the process ends with the connection."""
         self.lost = True
         requests, self._requests = self._requests, {}
         for request in requests.values():
-            if not request.reply.done():
-                request.reply.set_exception(error if request.together else before_its_turn)
-                request.reply.exception()  # a caller that still waits gets it all the same; none need wait
+            request.reply.set_exception(error if request.together else before_its_turn or error)
+            request.reply.exception()  # a caller that still waits gets it all the same; none need wait
+        if self._transport is not None:
+            self._transport.abort()
 
     def _cause_of_death(self) -> str:
         if (code := self._process.poll()) is None:
