@@ -230,17 +230,18 @@ class AdapterQueue:
             try:
                 async with asyncio.timeout(limit_s):
                     worker = await self._make_worker(self.adapter)
-                self._slots.append(WorkerSlot(worker))
-                self.stats.has_hook |= getattr(worker, "has_post_process", False)
-                if not self._closed:
-                    self._broken_reason = ""
-                return self._dispatch()
             except ConfigurationError:
                 raise
             except TimeoutError:
                 error = WorkerLost(f"no worker of {self.adapter!r} was ready within {limit_s:g} s")
             except Exception as latest:  # whatever the transport raises
                 error = latest
+            else:
+                self._slots.append(WorkerSlot(worker))
+                self.stats.has_hook |= getattr(worker, "has_post_process", False)
+                if not self._closed:
+                    self._broken_reason = ""
+                return self._dispatch()
         raise error
 
     async def _close_worker(self, worker: VerifierWorker) -> None:
@@ -258,7 +259,6 @@ async def _either(call: asyncio.Future[Any], outcome: asyncio.Future[Any], timeo
 
 
 def _run(work: Coroutine[Any, Any, Any], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[Any]:
-    """A task that is kept in the set as long as it runs."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

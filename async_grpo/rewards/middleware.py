@@ -127,8 +127,7 @@ class Budget:
                 if cost > rest:  # whatever those in flight will cost
                     self._refuse_or_pause(judge, cost)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_INTERVAL_S):
-                        await self._changed.wait()
+                    await asyncio.wait_for(self._changed.wait(), POLL_INTERVAL_S)
         finally:
             if self._paused:
                 self._paused = False

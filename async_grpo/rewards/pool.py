@@ -140,9 +140,7 @@ class VerifierPool:
         if evaluation:  # the verdicts may be of a pool before this one
             await self._started(EVALUATION)
         queues = self._queues[EVALUATION if evaluation else TRAINING]
-        changed: list[dict[str, AdapterResult]] = [
-            {result.adapter: result for result in verdict.results} for verdict in verdicts
-        ]
+        changed = [{result.adapter: result for result in verdict.results} for verdict in verdicts]
         for name in [name for name in self._combination.adapters if queues[name].stats.has_hook]:
             if members := [number for number, results in enumerate(changed) if name in results]:
                 asked = [samples[number] for number in members]
@@ -166,11 +164,10 @@ class VerifierPool:
 
     def _named_queues(self) -> list[tuple[str, AdapterQueue]]:
         """Those of training, and of evaluation, if there is any."""
-        started = [phase for phase in self._queues if phase == TRAINING or phase in self._starting]
-        names = {TRAINING: "{}", EVALUATION: "{} (evaluation)"}
-        return [
-            (names[phase].format(name), q) for phase in started for name, q in self._queues[phase].items()
-        ]
+        named = list(self._queues[TRAINING].items())
+        if EVALUATION in self._starting:
+            named += [(f"{name} (evaluation)", queue) for name, queue in self._queues[EVALUATION].items()]
+        return named
 
     async def _started(self, phase: str) -> None:
         """Start the queues of a phase once, for all who ask meanwhile; anew where it has failed: it may work by now."""

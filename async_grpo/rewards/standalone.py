@@ -3,8 +3,9 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.data import registry_file
 from async_grpo.rewards.adapter.decorators import check_options
@@ -59,7 +60,7 @@ class LocalWorkers:
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")
 
 
-class TRLReward:
+class TRLReward(AbstractContextManager["TRLReward"]):
     """`reward_funcs` of a TRL trainer: `f(prompts, completions, completion_ids=None, **columns) -> [1.0, None, ...]`.
 
     None stands for a sample that could not be scored, which TRL leaves out of the reward. The completions of one prompt
@@ -115,9 +116,6 @@ class TRLReward:
                 runner.run(self._pool.close())
             self._runner = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -166,17 +164,14 @@ def _samples(
         if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == len(completions)
     }
     group_ids: dict[str, int] = {}
-    samples = []
-    for place, pair in enumerate(zip(prompts, completions, strict=True)):
-        prompt, completion = map(_text, pair)
-        tokens = [] if completion_ids is None else list(map(int, completion_ids[place]))
-        samples.append(
-            {name: values[place] for name, values in of_samples.items()}
-            | {"input": prompt, "completion": completion, "sample_text": prompt + completion}
-            | {"completion_token_ids": tokens, "truncated": False}
-            | {"group_id": group_ids.setdefault(prompt, len(group_ids))}
-        )
-    return samples
+    texts = zip(map(_text, prompts), map(_text, completions), strict=True)
+    return [
+        {name: values[place] for name, values in of_samples.items()}
+        | {"input": prompt, "completion": completion, "sample_text": prompt + completion}
+        | {"completion_token_ids": [] if completion_ids is None else list(map(int, completion_ids[place]))}
+        | {"group_id": group_ids.setdefault(prompt, len(group_ids)), "truncated": False}
+        for place, (prompt, completion) in enumerate(texts)
+    ]
 
 
 def _text(text: Text) -> str:

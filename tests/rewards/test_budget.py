@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -143,53 +142,49 @@ async def test_a_record_that_cannot_be_written_is_said_once_and_does_not_stop_th
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from(["pause", "fallback"]), st.booleans())
 def test_no_limit_is_exceeded_by_more_than_the_calls_in_flight_and_no_call_is_lost(seed, policy, honest):
-    """Random calls, cancellations and raises, recomputed in fractions at every moment of a grant."""
+    """Random calls, cancellations and raises, recomputed in whole thousandths at every moment of a grant."""
     chance = random.Random(seed)  # drawn from in the order of events, which is not hypothesis' to know
-    limit, spent = Fraction(1), Fraction(0)
-    reserved: dict[int, Fraction] = {}
+    limit, spent, reserved = 1000, 0, 0
     budget = Budget(1.0, policy=policy)
 
-    def thousandths(low: int, high: int) -> Fraction:
-        return Fraction(chance.randrange(low, high), 1000)
-
-    async def call(number: int) -> str:
-        nonlocal spent
+    async def call() -> str:
+        nonlocal spent, reserved
         await turns(chance.randrange(30))
-        estimate = thousandths(1, 400)
+        estimate = chance.randrange(1, 400)
         try:
-            await budget.reserve("judge", float(estimate))
+            await budget.reserve("judge", estimate / 1000)
         except BudgetExhausted:
             assert spent + estimate > limit
             return "refused"
-        reserved[number] = estimate
-        assert honest is False or spent + sum(reserved.values()) <= limit
-        real = estimate * thousandths(0, 1000) if honest else estimate + thousandths(0, 100)
+        reserved += estimate
+        assert not honest or spent + reserved <= limit
+        real = chance.randrange(estimate + 1) if honest else estimate + chance.randrange(100)
         try:
             await turns(chance.randrange(30))
         finally:
-            del reserved[number]
+            reserved -= estimate
             spent += real
-            budget.settle("judge", float(estimate), float(real))
+            budget.settle("judge", estimate / 1000, real / 1000)
         return "made"
 
     async def main() -> None:
         nonlocal limit
-        tasks = [asyncio.create_task(call(number)) for number in range(25)]
+        tasks = [asyncio.create_task(call()) for _ in range(25)]
         for task in chance.sample(tasks, 4):
             await turns(chance.randrange(10))
             task.cancel()
         await turns(200)  # until nothing goes on by itself
         # All could have been granted on the strength of their estimates, each 0.1 dearer at most
-        assert spent <= limit + (0 if honest else Fraction(1, 10) * len(tasks))
+        assert spent <= limit + (0 if honest else 100 * len(tasks))
         while not all(task.done() for task in tasks):
             assert policy == "pause" and not reserved
-            limit += Fraction(1, 2)
-            budget.set_limit(float(limit))
+            limit += 500
+            budget.set_limit(limit / 1000)
             await turns(200)
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         assert policy == "fallback" or outcomes.count("made") >= 21
-        assert budget.spent == pytest.approx(float(spent))
+        assert budget.spent == pytest.approx(spent / 1000)
         assert (budget.stats()["reserved"], budget.stats()["waiting"]) == (pytest.approx(0.0), 0)
 
     asyncio.run(asyncio.wait_for(main(), 30))

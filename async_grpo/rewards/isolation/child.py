@@ -166,8 +166,7 @@ class Server:
 
             self._woken.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._woken.wait()
+                await asyncio.wait_for(self._woken.wait(), wait_s)
             wait_s = 0.0
         return bool(self._poll.poll(None if wait_s is None else 1000 * wait_s))
 

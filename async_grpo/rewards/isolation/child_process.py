@@ -103,8 +103,7 @@ class ChildProcess(asyncio.Protocol):
         if self._transport is not None and not self.lost and not self._requests:
             self._transport.write_eof()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._gone.wait()
+                await asyncio.wait_for(self._gone.wait(), grace_s)
         self._kill(error)
         await self._gone.wait()
 
