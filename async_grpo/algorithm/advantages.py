@@ -101,7 +101,7 @@ class Estimator:
         """The tensors that it cannot do without, beside rewards and mask."""
         return tuple(name for name, value in self.keywords.items() if value is inspect.Parameter.empty)
 
-    @cached_property  # it is asked for several times for each group, and a signature costs as much as a verdict
+    @cached_property  # asked for several times per group, and a signature is slow
     def keywords(self) -> dict[str, Any]:
         """Options and inputs, and their defaults."""
         return keywords(self.function)

@@ -1,10 +1,10 @@
 """From per-token losses to one number: a sum, divided by a count that belongs to the whole minibatch.
 
-A sum is additive over micro-batches and ranks; a mean per micro-batch would give the tokens of a small one more weight. So
-training accumulates `Aggregation.total` and divides by the global count of `Aggregation.unit` once, at the end of the step.
+A mean per micro-batch would give the tokens of a small one more weight. So training accumulates the sums
+(`Aggregation.total`) and divides by the global count of `Aggregation.unit` once, at the end of the step.
 
-A group, the sequences of one prompt, may be spread over micro-batches. They carry `group_tokens`, at every token the number
-of unmasked tokens of its group in the whole minibatch: it stands for 1 / group_tokens of a group.
+A group, the sequences of one prompt, may be spread over micro-batches. They carry `group_tokens`: at every token
+the number of unmasked tokens of its group in the minibatch.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from async_grpo.options.fields import refuse
 
 @dataclass(frozen=True)
 class Aggregation:
-    """Each token's loss divided by what `per` says, then all of them by the number of `unit`s with an unmasked token."""
+    """Each token's loss over what `per` says, then all over the number of `unit`s with an unmasked token."""
 
     unit: str | None  # "tokens", "sequences" or "groups"; None: divided by 1
     per: str | None = None  # tokens of its "sequence" or its "group"; the "scale" that all have in common

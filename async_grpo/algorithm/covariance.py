@@ -1,8 +1,8 @@
 """Losses that treat a few tokens of the whole minibatch apart: those that drive the entropy down.
 
 Cui et al. 2025 ("The Entropy Mechanism of RL for Reasoning Language Models"): the entropy falls by the covariance
-(A - mean A)(log pi - mean log pi), and a handful of tokens carries most of it. Means, ranking and quota belong to the
-whole minibatch (`training.whole_step` chooses there): per micro-batch, the quota of one token each grows with their number.
+(A - mean A)(log pi - mean log pi), and a handful of tokens carries most of it. Means, ranking and quota belong to
+the whole minibatch; `training.whole_step` chooses there.
 Without `selected`, (B, T) bool, the losses take the tensors they are given for the whole minibatch.
 """
 
@@ -74,7 +74,7 @@ def top_scores(scores: Tensor, count: int) -> Tensor:
 
 
 def select(scores: Tensor, threshold: Tensor | float) -> Tensor:
-    """(B, T) bool: at or above the threshold, and a candidate (not -inf). Tokens that tie are treated alike."""
+    """(B, T) bool: candidates (not -inf) at or above the threshold. Tokens that tie are treated alike."""
     return (scores >= threshold) & (scores > -math.inf)
 
 

@@ -96,7 +96,7 @@ def importance_weights(
 def weight_totals(
     weights: Tensor, mask: Tensor, *, level: str = "token", sequence_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(sum, count) of `importance_weights`, not normalised, over tokens or over sequences, 0-dim float64; additive."""
+    """(sum, count) of weights that are not normalised, over tokens or sequences, 0-dim float64; additive."""
     mask = mask.bool()
     weights = torch.where(mask, weights.detach().double(), 0)
     if level == "token":
@@ -226,7 +226,7 @@ def _sizes(steps: Tensor) -> Tensor:
 def histogram_quantiles(counts: Tensor, qs: list[float]) -> Tensor:
     """(len(qs),) float64: quantiles of the ratio e^x from summed histograms; NaN if nothing was counted.
 
-    Linear between two order statistics, as torch.quantile; every x of a bin reads as the geometric mean of its edges.
+    Linear between order statistics, as torch.quantile; a bin reads as the geometric mean of its edges.
 
     >>> logprobs = torch.tensor([[0., 0., .7]])
     >>> counts = ratio_histogram(logprobs, torch.zeros(1, 3), torch.ones(1, 3))

@@ -127,8 +127,7 @@ def grpo_process(
 
     Shao et al. 2024, "DeepSeekMath", 4.1.3. `step_mask` (B, T) says which tokens carry a step reward, all unmasked ones
     if it is not given; the others have z = 0 and stay out of the statistics, or each of them would get -mean / std. A
-    group with fewer than two step rewards gets zeros. The advantage of a first token is (sum r - L_i * mean) / std for
-    L_i steps, so that steps cost where the mean is positive and pay where it is negative.
+    group with fewer than two step rewards gets zeros. Steps cost where the mean is positive.
 
     >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]

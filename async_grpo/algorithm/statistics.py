@@ -1,8 +1,8 @@
 """What estimators share: sums over groups, a pool made zero-mean and unit-variance, discounted sums.
 
 Rows are samples: a quantity per sample is (B, 1), one per token (B, T); everything is float64. Means are taken after the
-pool's lowest value is subtracted, so that a pool of equal values gives exact zeros. (Seven times 0.1 has a mean that is not
-0.1, and the rounding noise, divided by an equally small deviation, would become a full-sized advantage.)
+pool's lowest value is subtracted, so that a pool of equal values gives exact zeros. (The mean of seven times 0.1 is
+not 0.1; that noise, divided by as small a deviation, would be a full-sized advantage.)
 """
 
 from dataclasses import dataclass
@@ -85,8 +85,8 @@ def whitening_moments(values: Tensor, used: Tensor) -> Tensor:
 def merge_moments(moments: Tensor) -> Tensor:
     """The (3,) moments of the union of several pools, from theirs (R, 3): of a batch that is spread over R ranks.
 
-    Chan, Golub and LeVeque 1983: the squared deviations, plus those of the pools' means. A sum of squares minus a
-    squared sum would lose all digits where the mean is large against the deviation.
+    Chan, Golub and LeVeque 1983: the squared deviations, plus those of the pools' means: no digits are lost where the
+    mean is large against the deviation.
     """
     moments = moments[moments[:, 0] > 0]  # an empty pool has no mean
     if not len(moments):
@@ -112,8 +112,7 @@ def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Ten
 def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
     """x_t = terms_t + decay_t * x_{t+1} along the tokens (B, T), with x = 0 past the end.
 
-    Doubling windows (Hillis and Steele 1986): log2(T) rounds over the whole batch instead of T steps, and no division
-    by a vanishing power of the decay, as a cumulative sum would need.
+    Doubling windows (Hillis and Steele 1986): log2(T) rounds, and no division by a vanishing power of the decay.
     """
     width = 1
     while width < terms.shape[1]:

@@ -188,7 +188,7 @@ class ExperienceBatcher:
         return replace(group, samples=samples)
 
     async def _offer(self, group: Group) -> None:
-        """Hand out what follows from a finished group. A step's end is put in its place at once, and filled in later."""
+        """Hand out what follows from a finished group. A step's end is put in place at once, filled in later."""
         async with self._offering:  # a minibatch may be in a thread: no other group may come in between
             if self.advantages.group_local:
                 events = self.steps.offer(group)
@@ -235,6 +235,6 @@ class ExperienceBatcher:
             self._failure.set_result(error)
 
     def _generating(self, change: int) -> None:
-        """So many more sequences are under way, or slots have changed; the engines may be allowed less or more."""
+        """So many more sequences are under way, or slots have changed."""
         self._sequences += change
         self.utilization.set(sequences=self._sequences, free_slots=self.budget.free)

@@ -25,8 +25,8 @@ from async_grpo.types import Completion, Group, RewardStatus, Sample, Verdict
 class RewardTensors:
     """Groups as padded tensors: rows are samples, columns tokens, (B, T) float64.
 
-    With `one_column` a single column stands for all tokens of its row: enough where each sample has one reward, on its
-    last token. (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
+    With `one_column` a single column stands for all tokens of its row: enough where each sample has one reward.
+    (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RewardTensors:
 
     @property
     def sources(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(rewards, the tokens that they stand on) of each process reward, and of the best outcome if there is any."""
+        """(rewards, their tokens) of each process reward, and of the best outcome if there is any."""
         sources = {name: self._steps(name) for name in self.facts.process}
         outcome, judged = self._outcome()
         return sources | ({OUTCOME: (outcome, judged)} if judged.any() else {})
@@ -95,7 +95,7 @@ class RewardTensors:
         return pad_sequence(values, batch_first=True)
 
     def _outcome(self) -> tuple[Tensor, Tensor]:
-        """(the best reward that is not a process reward, where it stands); who abstained has said nothing, and no 0."""
+        """(the best reward that is no process reward, its place); who abstained has not said 0."""
         found = [self._best_outcome(sample) for sample in self._samples]
         judged = [reward is not None or bool(self._config.overlong_buffer) for reward in found]
         return self._on_last(_numbers(found) - self._overlong), self._on_last(torch.tensor(judged))
@@ -160,12 +160,12 @@ class GroupAdvantages:
     def __init__(self, config: BatchConfig, facts: RunFacts = NO_FACTS) -> None:
         self.config, self.facts = config, facts
         self.entry, self._options = config.estimator, config.estimator_settings
-        # Whether a group's advantages depend on that group alone, so that it need not wait for the others. A critic's are
-        # computed by the trainer, over its whole step; the samples carry token rewards there.
+        # Whether a group need not wait for the others. A critic's advantages are computed by the trainer, over its whole
+        # step; the samples carry token rewards there.
         self.group_local = self.entry.group_local or self.entry.needs_critic
 
     def has_signal(self, group: Group) -> bool:
-        """Whether the estimator finds a difference between the group's samples, or to the greedy completion."""
+        """Whether the estimator finds a difference in the group, or to the greedy completion."""
         readable = [sample.verdict for sample in group.samples if self._readable(sample)]
         if len(readable) < 2:
             return False

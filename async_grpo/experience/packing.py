@@ -10,7 +10,7 @@ from async_grpo.types import PROMPT_TOKEN, MicroBatch, Sample, dummy_micro_batch
 
 
 class Packer:
-    """Fills one open micro-batch per rank; hands out one for every rank at the same time, dummies where empty."""
+    """Fills one open micro-batch per rank; hands out all at the same time, dummies where empty."""
 
     def __init__(self, num_ranks: int, max_tokens: int) -> None:
         self.max_tokens = max_tokens

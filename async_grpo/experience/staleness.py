@@ -58,7 +58,7 @@ Event = list[MicroBatch] | StepComplete  # a micro-batch for each rank, or the e
 
 
 class StepAssembler:
-    """Turns finished groups into optimizer steps; each group is in exactly one, and each has `groups_per_step`.
+    """Turns finished groups into optimizer steps of `groups_per_step` each.
 
     Groups of the current step are packed as they arrive, in any order, or all at once for a batch-coupled estimator.
     """

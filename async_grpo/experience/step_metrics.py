@@ -152,7 +152,7 @@ class StepAlarms:
 
 
 class EngineUtilization:
-    """Notes when the engines may work: the budget has a free slot, or admitted sequences are unfinished."""
+    """Notes when the engines may work: a slot is free, or admitted sequences are unfinished."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._since, self._is_allowed = clock, clock(), True

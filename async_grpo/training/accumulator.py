@@ -25,7 +25,7 @@ ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "
 
 
 class GradientAccumulator:
-    """`add` micro-batches, as many on every rank (dummies where it has none), then `finish` the step: collectives."""
+    """`add` micro-batches, as many on every rank, then `finish` the step: collectives."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class GradientAccumulator:
         self._steps = 0
 
     def add(self, batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch; or keep it, if the objective must see its whole step first."""
+        """Forward and backward of one micro-batch; or keep it for the end of its step."""
         self._objective.check_inputs(batch)
         row = BatchTensors(batch, self._policy.device)
         if self._objective.needs_whole_step:
@@ -139,7 +139,7 @@ class GradientAccumulator:
 
 
 def tensor_norms(tensors: Sequence[Tensor], ranks: Ranks) -> Tensor:
-    """(len(tensors),) float64 on the CPU: the L2 norm of each full tensor, of which every rank has a part."""
+    """(len(tensors),) float64 on the CPU: the L2 norm of each full tensor. A collective."""
     local = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
     squares = torch.stack(local).double().square()
     return torch.tensor(ranks.sum(squares.tolist()), dtype=torch.float64).sqrt()

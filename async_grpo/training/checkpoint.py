@@ -82,8 +82,8 @@ class CheckpointWriter:
         for leftover in self._folder.glob(".samples_*"):
             shutil.rmtree(leftover)
         partial, replaced = (self._folder / f".{target.name}.{suffix}" for suffix in ("partial", "replaced"))
-        # The same architecture without memory: save_pretrained reads class, dtype and tied names off it. Its generation
-        # settings are defaults: transformers refuses to save some that it loads; those of the source are copied below
+        # The same architecture without memory: save_pretrained reads class, dtype and tied names off it. Its
+        # generation settings are defaults (transformers refuses to save some); the source's are copied
         with torch.device("meta"):
             twin = AutoModelForCausalLM.from_config(
                 copy.deepcopy(model.config), dtype=self._dtype, attn_implementation="eager"

@@ -51,7 +51,7 @@ def build_policy_optimizer(
 ) -> tuple[Optimizer, LambdaLR]:
     """AdamW over the policy, sharded or not (decay on all weights), and the schedule that scales its learning rates.
 
-    The model is group 0, a value head group 1. total_steps: of the whole run, for the schedules that decay to its end.
+    The model is group 0, a value head group 1. total_steps: of the run, to whose end some schedules decay.
     """
     groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
     if policy.value_head is not None:

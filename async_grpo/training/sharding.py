@@ -43,7 +43,7 @@ def shard_policy(
 
 
 def release_gathered(policy: PolicyModel) -> None:
-    """Let go of the root weights that a forward without a backward left gathered; nothing if not sharded."""
+    """Let go of the root weights that a forward without a backward left gathered."""
     if isinstance(policy, FSDPModule):
         policy.reshard()
 

@@ -74,9 +74,9 @@ def _gathered(own: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:
-    """At every token the tokens of its group that are not rejected, over all micro-batches of all ranks."""
+    """At every token the tokens of its group that are not rejected, over all ranks."""
     kept = torch.cat([row.group_ids[row.kept] for row in rows])
-    # The groups of a step are neighbours in the order of prompts, so a table from the first to the last is short
+    # The groups of a step are neighbours, so a table from the first to the last is short
     bounds = [float(-kept.min()), float(kept.max())] if len(kept) else [-math.inf, -math.inf]
     lowest, highest = ranks.max(bounds)
     if highest == -math.inf:  # every token of the step was rejected
@@ -123,11 +123,11 @@ def _select(rows: Sequence[BatchTensors], objective: Objective, ranks: Ranks, st
 
 
 def _token_keys(row: BatchTensors) -> Tensor:
-    """(1, N) int64: a number of each token's own, whatever it is packed with: its group, place and engine log-prob."""
+    """(1, N) int64: a number of each token's own: of its group, place and engine log-prob."""
     ids = row.sequence_ids[0]  # ascending
     place = torch.arange(len(ids), device=ids.device) - torch.searchsorted(ids, ids)
     bits = torch.where(row.mask[0], row.behaviour_logprobs[0].float(), 0).view(torch.int32).long()
-    # Members of a group may begin with the same tokens; what tells them apart is the whole of their log-probs
+    # Members of a group may begin with the same tokens: their log-probs tell them apart
     contents = torch.zeros(int(ids[-1]) + 1, dtype=torch.int64, device=ids.device)
     contents = contents.index_add(0, ids, bits * (2 * place + 1))
     return (contents[ids] * MIXER + row.group_ids[0] * MIXER**2 + place)[None]
