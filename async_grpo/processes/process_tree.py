@@ -1,7 +1,7 @@
 """Process trees that die with their owner and leave nothing behind.
 
-It relies on two requests to Linux that need no right which only some machines grant. Only the standard library is
-imported, for the guardian of every reward's process starts with it.
+It relies on two requests to Linux that need no right. Only the standard library is imported: the guardian of every
+reward's process starts with it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """From now on an orphan below this process becomes its child. RuntimeError: the kernel lists no children."""
+    """Make each orphan below this process its child from now on. RuntimeError: the kernel lists none."""
     if not os.path.exists("/proc/thread-self/children"):
         raise RuntimeError("processes cannot be ended here: the kernel lacks CONFIG_PROC_CHILDREN")
     prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
@@ -60,8 +60,8 @@ def descendants(root: int) -> list[int]:
 def end_descendants(grace_s: float = 0.0, deadline_s: float = math.inf) -> dict[int, int]:
     """End every process below this one with SIGKILL, and with SIGTERM `grace_s` before, unless that is 0.
 
-    Returns the exit codes of its children by their ids, negative where a signal ended one. TimeoutError names those that
-    survive SIGKILL for `deadline_s`.
+    Returns the exit codes of its children by their ids, negative for signals. TimeoutError names what survives
+    SIGKILL for `deadline_s`.
     """
     codes: dict[int, int] = {}
     if grace_s > 0:

@@ -48,7 +48,7 @@ class Supervisor:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, console: bool = False
     ) -> Program:
-        """Start `command`; its output goes to `<folder>/<name>.log`, or with `console` only its stderr does."""
+        """Start `command`; its output goes to `<folder>/<name>.log`, with `console` its stderr alone."""
         output = self._folder / f"{name.replace(' ', '-')}.log"
         with output.open("wb") as sink:
             process = subprocess.Popen(
@@ -64,7 +64,7 @@ class Supervisor:
         return self._programs[-1]
 
     def wait_for_text(self, program: Program, text: str, deadline_s: float) -> None:
-        """Wait until the program has written `text`. Raises DeadlineExceeded, or WorkerLost if a program dies first."""
+        """Wait until the program has written `text`. Raises DeadlineExceeded, or as `check` does."""
         give_up = time.monotonic() + deadline_s
         while text not in program.output.read_text(errors="replace"):
             self.check()
@@ -93,7 +93,7 @@ class Supervisor:
     def check(self, except_for: Program | None = None) -> None:
         """See that no program has died. (One that ends with 0 was told that the run is over.)
 
-        Raises WorkerLost with how it died and its last words, or ConfigurationError if it refused its settings.
+        Raises WorkerLost: how it died, its last words; ConfigurationError: it refused its settings.
         """
         if any(program.process.poll() for program in self._programs if program is not except_for):
             time.sleep(ECHO_S)  # the first to be noticed need not be the first to have died
@@ -103,7 +103,7 @@ class Supervisor:
             raise (ConfigurationError if refused else WorkerLost)(message)
 
     def stop(self) -> None:
-        """End everything: the last started program first, then the others, then whatever descends from this process."""
+        """End the last started program, then the others, then whatever descends from this process."""
         with ExitStack() as stack:  # a second Ctrl-C must not leave half of it running
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))

@@ -1,11 +1,6 @@
-"""Runs code that came from a model. See `run` for what it does, `unit_test_runner` for why tests cannot be fooled.
+"""Runs code that came from a model: see `run`.
 
-    run                 Sandbox: a program with its input, or a module with tests against it, within limits
-    fork_server         the process from which sandboxed ones are forked, and what each does first
-    confine, seccomp    what it gives up before it looks at the code, level by level
-    unit_test_runner    in one: runs the tests, asks the other for what the code defines; `rpc`: the data between the two
-
-What each level stops where it can be had (each is tried, none needs a privilege, and only the last needs the first):
+What each level stops where it can be had (each is tried, and none but the last needs a privilege):
 
     level       where                                 what it stops
     rlimits     everywhere                            too much processor time, memory, output; content of files

@@ -1,4 +1,4 @@
-"""Gives up, in the process that calls it, everything that computing an answer does not need: see the package's table."""
+"""Gives up, in the process that calls it, what computing an answer does not need: see the package's table."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.processes.process_tree import die_with, prctl
@@ -33,7 +33,7 @@ _BIND_AND_CONNECT_TCP = _FOREIGN_SOCKETS_AND_SIGNALS = 0b11
 
 
 def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection[str]) -> frozenset[str]:
-    """Confine this process for good, which dies with its parent. Returns the levels that stand, of those asked for.
+    """Confine this process for good, which dies with its parent. Returns those of the levels that stand.
 
     SIGKILL ends it after `cpu_s` of processor time from now; `memory_bytes` are of address space.
     """
@@ -57,7 +57,7 @@ def confine(parent_pid: int, cpu_s: float, memory_bytes: int, levels: Collection
 
 
 def _become_nobody() -> bool:
-    """Change to a user id that nobody else has, if this is root and that user can read the interpreter's library."""
+    """Change to a user id that nobody else has, if root can and that user can read Python's library."""
     if os.geteuid() != 0:
         return False
     for uid in (_FIRST_OWN_UID + os.getpid(), _NOBODY):  # a container may not map the first
@@ -73,7 +73,7 @@ def _become_nobody() -> bool:
 
 
 def ruleset(version: int) -> bytes:
-    """The kernel's `struct landlock_ruleset_attr` that forbids all it can, as long as that version knows it."""
+    """The kernel's `struct landlock_ruleset_attr`, as long as that version knows it: forbids all it can."""
     rights = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     num_fields = 1 + (version >= 4) + (version >= 6)
     fields = (rights, _BIND_AND_CONNECT_TCP, _FOREIGN_SOCKETS_AND_SIGNALS)[:num_fields]
@@ -81,7 +81,7 @@ def ruleset(version: int) -> bytes:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> bool:
-    """Forbid all files but to read the interpreter's library, the system's, a few devices, and the (empty) folder."""
+    """Forbid all files but to read the system's libraries, Python's, a few devices, and the (empty) folder."""
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     if version < 1:
         return False
@@ -90,15 +90,16 @@ def _restrict_files(libc: ctypes.CDLL) -> bool:
     if rules < 0:
         return False
     own = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib")))
-    with ExitStack() as stack:
-        stack.callback(os.close, rules)
-        for path in filter(os.path.exists, (*own, *_READABLE)):
-            rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
-            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            stack.callback(os.close, handle)
-            if libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0) != 0:
-                return False
-        return bool(libc.syscall(_RESTRICT_SELF, rules, 0) == 0)
+    for path in filter(os.path.exists, (*own, *_READABLE)):
+        rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        libc.syscall(
+            _ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0
+        )  # else it stays forbidden
+        os.close(handle)
+    restricted = libc.syscall(_RESTRICT_SELF, rules, 0) == 0
+    os.close(rules)
+    return bool(restricted)
 
 
 def _limit_resources(cpu_s: float, memory_bytes: int, forbid_processes: bool) -> None:

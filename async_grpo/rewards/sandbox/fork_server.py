@@ -1,13 +1,12 @@
-"""The process from which sandboxed ones are forked: an interpreter takes 50 ms of processor time to start, a fork 2.
+"""The process from which sandboxed ones are forked: an interpreter takes 50 ms to start, a fork 2.
 
     owner -> fork server -> a guardian of each sandboxed process -> that process
 
-Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of what else the new
-process is to have. The server never reads an order itself, and has an empty environment: what it leaves in the memory of
-its children gives nothing away. It ends when its owner closes the socket.
+Each packet on the socket is a request: the descriptors of the channel for reports, of the order, and of what else the
+new process is to have. The server never reads an order: so its children's memory holds no other's.
 
-An order is JSON in a file without a name, and holds the text to run. A report is a packet of JSON. A process sends its
-first, the levels of its confinement, before it looks at the text; after it only one that runs tests can report.
+An order is JSON, with the text to run; a report is a packet of JSON. A process sends its first, the levels of its
+confinement, before it looks at the text; after it only one that runs tests can report.
 """
 
 import builtins
@@ -19,7 +18,6 @@ import select
 import signal
 import socket
 import sys
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -29,19 +27,16 @@ from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, PR_SET_DUMPABLE, 
 from async_grpo.rewards.sandbox.rpc import Channel, decode, encode
 
 PROGRAM, SOLUTION, TESTS = "__main__", "solution", "tests"  # the modules that texts become
-
 MAX_DESCRIPTORS = 8
 MAX_THREADS = 64  # of a sandboxed process (RLIMIT_NPROC would count all of the user)
 WATCH_S = 0.05  # between two looks at them
-_PRELOADED = "bisect copy heapq math random re string typing".split()  # beside what `rpc` needs
 _MUTABLE = (list, dict, set, bytearray)
 _PLAIN = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
 def main(socket_fd: int) -> None:
-    """Serve until the other end of the socket is closed. Returns in each new process, too, when that has ended."""
-    for name in _PRELOADED:
-        import_module(name)
+    """Serve until the other end of the socket is closed. Returns in each new process, too."""
+    sys.path.remove(os.environ["PYTHONPATH"])
     os.environ.clear()
     sys.argv[:] = ["solution.py"]
     prctl(PR_SET_DUMPABLE, 0)  # inherited: sandboxed processes of one user must not read each other's memory
@@ -62,7 +57,7 @@ def main(socket_fd: int) -> None:
 
 
 def _guard(channel: int, *descriptors: int) -> None:
-    """Fork the sandboxed process, end it if its owner asks or dies or it has too many threads, report how it ended."""
+    """End the sandboxed process if its owner asks or dies, or it has too many threads; report how it ended."""
     adopt_orphans()  # without the filter of system calls it may start processes
     own_pid = os.getpid()
     pid = os.fork()
@@ -72,23 +67,18 @@ def _guard(channel: int, *descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     ends = [os.pidfd_open(pid), channel]  # the owner writes nothing there, but may close it
-    while not select.select(ends, [], [], WATCH_S)[0] and _num_threads(pid) <= MAX_THREADS:
-        pass
+    while not select.select(ends, [], [], WATCH_S)[0]:
+        with contextlib.suppress(OSError):  # a host may hide the processes of others (hidepid)
+            if len(os.listdir(f"/proc/{pid}/task")) > MAX_THREADS:
+                break
     exit_code = end_descendants()[pid]
     with contextlib.suppress(OSError):  # the owner is gone
         _report(channel, exit_code=exit_code)
     os._exit(0)  # taking an interpreter down in good order takes 10 ms
 
 
-def _num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:  # a host may hide the processes of others (hidepid)
-        return 0
-
-
 def _be_sandboxed(parent_pid: int, channel: int, order_fd: int, *descriptors: int) -> None:
-    """Do as ordered, with a program's input and output, or the channel between solution and tests; then it ends."""
+    """Do as ordered, with a program's input and output, or the channel between solution and tests."""
     os.setsid()
     with open(order_fd, "rb") as file:
         order: dict[str, Any] = json.loads(file.read())
@@ -118,9 +108,9 @@ def _report(channel: int, **report: Any) -> None:
 def _answer(code: str, module: ModuleType, channel: Channel) -> NoReturn:
     """Execute the code as a module, then answer the tests' questions until the channel ends (WireError).
 
-    A question is [operation, [arguments], {keywords}], the operation one of Python's: of `operator`, else a built-in
-    function. The answer is ["value", value, {position: changed argument}] or ["raised", [names of the exception's
-    classes], message]. If the code raises, sys.exit() included, so does every question. Object 0 is the module.
+    A question is [operation, [arguments], {keywords}], the operation of `operator` or a built-in function. The answer is
+    ["value", value, {position: changed argument}] or ["raised", [names of the exception's classes], message].
+    If the code raises, sys.exit() included, so does every question.
     """
     objects: dict[int, Any] = {0: module}  # by id: this keeps them alive, and so their ids
     failure: BaseException | None = None
@@ -154,14 +144,10 @@ def _answer(code: str, module: ModuleType, channel: Channel) -> NoReturn:
         try:
             answer = value_of(*question)
         except BaseException as error:  # whatever the tested code raises is an answer, too
-            answer = ["raised", [kind.__name__ for kind in type(error).__mro__], _text(error)]
+            answer = ["raised", [kind.__name__ for kind in type(error).__mro__], ""]
+            with contextlib.suppress(Exception):  # a class of the tested code may raise in turn
+                answer[2] = str(error)[:1000]
         channel.send(answer)
-
-
-def _text(error: BaseException) -> str:
-    with contextlib.suppress(Exception):  # the tested code's own may raise in turn
-        return str(error)[:1000]
-    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Values as data: how the process of the tested code and the process of its tests talk.
 
-Plain values travel as JSON and arrive as what they were; any other object stays where it is and travels as a number.
-Decoding builds nothing but the values of one table, whatever the bytes say: they may come from hostile code.
+Plain values travel as JSON and arrive as what they were; any other object stays and travels as a number. Decoding
+builds nothing but the values of one table, whatever the bytes say: they may come from hostile code.
 """
 
 import json
@@ -80,7 +80,7 @@ def decode(data: Any, resolve: Callable[[Any], Any]) -> Any:
 
 
 class Channel:
-    """Messages over a descriptor, each a line of JSON. Both methods raise WireError, also at the end of the channel."""
+    """Messages over a descriptor, each a line of JSON. Both methods raise WireError, also at its end."""
 
     def __init__(self, descriptor: int) -> None:
         self._reader = open(descriptor, "rb", closefd=False)

@@ -23,13 +23,7 @@ from async_grpo.rewards.sandbox.fork_server import PROGRAM, SOLUTION, TESTS
 START_S = 60.0  # for an interpreter to start, on a busy machine
 END_S = 10.0  # for a killed process to end
 MAX_PART_BYTES = 2**16  # of output or of a report
-_BOOTSTRAP = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from async_grpo.rewards.sandbox.fork_server import main
-del sys.path[0]
-main(int(sys.argv[2]))
-"""
+_MAIN = "import sys; from async_grpo.rewards.sandbox.fork_server import main; main(int(sys.argv[1]))"
 
 
 class SandboxError(RuntimeError):
@@ -90,7 +84,7 @@ class Sandbox:
         return Run(exit_code == 0, exit_code == -signal.SIGKILL, process.levels, bytes(output))
 
     def run_tests(self, code: str, tests: str) -> Run:
-        """Run the code as a module, and the tests (assertions, or any statements) against it in a second process.
+        """Run the code as a module, and the tests (assertions, or any statements) in a second process.
 
         Raises:
             ValueError: the tests cannot be run, whatever the code.
@@ -138,7 +132,7 @@ class _Process:
             )
 
     def report(self, name: str, deadline: float) -> Any:
-        """What the process reports under that name; None if it ended without. Raises TimeoutError, SandboxError."""
+        """What the process reports under that name; None if it ended without. TimeoutError: not by then."""
         while name not in self._reports and "exit_code" not in self._reports:
             packet = _receive(self._channel, deadline)
             if not packet:
@@ -157,22 +151,21 @@ _of_thread = threading.local()
 
 
 def _start(descriptors: list[int]) -> None:
-    """Start a process with these descriptors, by this thread's fork server: a new one if the last has died."""
+    """Start a process with these descriptors, by this thread's fork server or, if that has died, a new one."""
     last: tuple[Any, Any] = getattr(_of_thread, "server", (None, None))
     server, requests = last
     if server is None or server.poll() is not None:  # also after a fork(): no child of this process
         requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         package_root = str(Path(async_grpo.__file__).parents[1])
-        arguments = [*"-s -P -S -B -X utf8 -c".split(), _BOOTSTRAP, package_root, str(theirs.fileno())]
         with theirs:
             server = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, *"-s -P -S -B -X utf8 -c".split(), _MAIN, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
-                env={"PYTHONHASHSEED": "0"},  # the same text gets the same reward
+                env={"PYTHONHASHSEED": "0", "PYTHONPATH": package_root},  # the same text gets the same reward
                 start_new_session=True,
             )
         _of_thread.server = server, requests

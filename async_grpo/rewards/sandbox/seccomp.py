@@ -1,7 +1,7 @@
 """A system-call filter (seccomp, Linux on x86-64 and aarch64): what confined code may ask of the kernel.
 
-Allowed is what an interpreter needs to compute, to read files, to use its own pipes and to start threads. All else
-fails with EPERM, and calls newer than this list with ENOSYS, so that libraries fall back.
+Allowed is what it takes to compute, to read files, to use own pipes and to start threads. All else fails with EPERM,
+calls newer than this list with ENOSYS, so that libraries fall back.
 """
 
 import ctypes
@@ -64,14 +64,19 @@ def numbers(table: str, machine: str) -> dict[str, int]:
 
 
 def _check(argument: int, *values: int, test: int = _EQUAL, found: int = _ALLOW) -> list[Instruction]:
-    """Look for the values in one argument: 32 bits of it, which is all that the kernel takes of these."""
+    """Look for the values in one argument: in 32 bits, all that the kernel takes of these."""
     tests = [part for value in values for part in ((test, 0, 1, value), (_RETURN, 0, 0, found))]
     else_ = _EPERM if found == _ALLOW else _ALLOW
     return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, (_RETURN, 0, 0, else_)]
 
 
-def _checks(pid: int) -> dict[str, list[Instruction]]:
-    return {
+def program(machine: str, pid: int) -> list[Instruction]:
+    """The filter of the process `pid`. KeyError for an unknown machine."""
+    own = (_EQUAL, 1, 0, _ARCHITECTURES[machine][1])
+    code = [(_LOAD, 0, 0, _ARCHITECTURE), own, (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
+    for number in numbers(_PLAIN, machine).values():
+        code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    checks = {
         "open": _check(1, _WRITING, test=_ANY_BIT, found=_EPERM),
         "openat": _check(2, _WRITING, test=_ANY_BIT, found=_EPERM),
         "clone": _check(0, _CLONE_THREAD, test=_ANY_BIT),  # a thread, no process
@@ -83,23 +88,10 @@ def _checks(pid: int) -> dict[str, list[Instruction]]:
         "sendto": _check(5, 0),  # an address, of any length, would take a datagram to other programs
         "socketpair": _check(0, _AF_UNIX),
     }
-
-
-def program(machine: str, pid: int) -> list[Instruction]:
-    """The filter of the process `pid`. KeyError for an unknown machine."""
-    own = (_EQUAL, 1, 0, _ARCHITECTURES[machine][1])
-    code = [(_LOAD, 0, 0, _ARCHITECTURE), own, (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
-    for number in numbers(_PLAIN, machine).values():
-        code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    checks = _checks(pid)
     for name, number in numbers(_CHECKED, machine).items():
         code += [(_EQUAL, 0, len(checks[name]), number), *checks[name]]
     # The second set of numbers that x86-64 has (x32) begins at 2**30, so that it ends here, too
     return [*code, (_AT_LEAST, 0, 1, _FIRST_COMMON_NUMBER), (_RETURN, 0, 0, _ENOSYS), (_RETURN, 0, 0, _EPERM)]
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
 def install() -> bool:
@@ -109,5 +101,5 @@ def install() -> bool:
         return False
     code = program(machine, os.getpid())
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
-    libc = ctypes.CDLL(None)
-    return libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(code), packed)), 0, 0) == 0
+    head = struct.pack("HP", len(code), ctypes.cast(packed, ctypes.c_void_p).value)  # a struct sock_fprog
+    return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, head, 0, 0) == 0

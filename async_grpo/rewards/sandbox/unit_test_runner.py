@@ -1,8 +1,7 @@
 """Runs a row's tests, in an interpreter that the tested code never enters.
 
 What they name and neither they nor Python define is asked of the code's process: plain values arrive as data, other
-objects as a `Proxy`. So code can neither end, patch nor read its examination. To pass, it must send the values that the
-tests demand, which it never sees.
+objects as a `Proxy`. So code can neither end, patch nor read its examination, and never sees the values demanded.
 """
 
 import ast
@@ -17,17 +16,12 @@ from typing import Any
 from async_grpo.rewards.sandbox.rpc import Channel, Unsendable, WireError, decode, encode
 
 
-class RemoteError(Exception):
-    """The tested code raised something that is no built-in exception."""
-
-
 class Proxy:
     """An object of the tested code, as the tests see it: each attribute, call or item is a question to its process.
 
-    No method of the tested code decides what it equals among plain values, and none turns it into one in arithmetic: else
-    a class with an `__eq__` (or a `__sub__`) that pleases every test would pass it. Only if it is a kind of number, text or
-    collection, a named tuple say, it is compared by that `_value`, sent as data (and once: `1 < x < 3` must not see two of
-    them). Operators on other objects may give an object, and compare two of them.
+    No method of the tested code decides what it equals among plain values, else one that pleases every test would pass.
+    A kind of number, text or collection, a named tuple say, is compared by its `_value`, sent as data once: `1 < x < 3`
+    must not see two. Operators on other objects may give an object, and compare two of them.
     """
 
     __slots__ = ("_ask", "_number", "_value")
@@ -85,10 +79,7 @@ for _name in "neg pos abs invert add sub mul truediv floordiv mod pow matmul and
 
 
 class Solution(dict[str, Any]):
-    """The built-in names of the tests: Python's, and behind them what the tested code defines, over the channel.
-
-    Python goes first: were `abs` or `math` taken from the tested code, it could make `abs(f(2) - 0.5) < 1e-6` true.
-    """
+    """The built-in names of the tests: Python's, which the tested code cannot replace, and what that code defines."""
 
     def __init__(self, channel: Channel, tree: ast.Module) -> None:
         super().__init__(vars(builtins))
@@ -113,7 +104,7 @@ class Solution(dict[str, Any]):
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """The answer; a list, dict or set among `args` becomes what the tested code made of it.
 
-        Raises the built-in exception next to what the tested code raised; WireError: it is gone, or talks nonsense.
+        Raises the built-in exception next to the code's own, or WireError: it is gone, or talks nonsense.
         """
         try:
             keywords = {name: encode(value, _reference_to) for name, value in kwargs.items()}
@@ -122,8 +113,8 @@ class Solution(dict[str, Any]):
             match answer:
                 case ["value", value, dict(changed)]:
                     for position, data in changed.items():
-                        _overwrite(args, position, decode(data, self._resolve))
-                    return decode(value, self._resolve)
+                        _overwrite(args, position, decode(data, self._object))
+                    return decode(value, self._object)
                 case ["raised", list(names), str(message)]:
                     self.error = error = _exception(names, message)
                 case _:
@@ -133,10 +124,8 @@ class Solution(dict[str, Any]):
             raise
         raise error
 
-    def _resolve(self, reference: Any) -> Proxy:
-        if type(reference) is not int:
-            raise WireError(f"no object: {reference!r:.100}")
-        return Proxy(self.ask, reference)
+    def _object(self, number: Any) -> Proxy:
+        return Proxy(self.ask, int(number))  # what is no number becomes a WireError
 
 
 def run(tests: str, channel: Channel) -> bool | str:
@@ -165,7 +154,7 @@ def run(tests: str, channel: Channel) -> bool | str:
 
 
 def _reference_to(value: Any) -> int | str:
-    """What stands for an object on the way to the tested code: its number there, or the name of a built-in."""
+    """An object's number in the other process, or a built-in's name."""
     if isinstance(value, Proxy):
         return value._number
     name = getattr(value, "__name__", None)
@@ -190,4 +179,4 @@ def _exception(names: list[Any], message: str) -> Exception:
         if isinstance(kind, type) and issubclass(kind, Exception):
             with contextlib.suppress(TypeError):  # a few want more arguments: then the next
                 return kind(message)
-    return RemoteError(message)
+    return Exception(message)
