@@ -100,6 +100,6 @@ def install() -> bool:
     if machine not in _ARCHITECTURES:
         return False
     code = program(machine, os.getpid())
-    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
-    head = struct.pack("HP", len(code), ctypes.cast(packed, ctypes.c_void_p).value)  # a struct sock_fprog
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
+    head = struct.pack("HP", len(code), ctypes.addressof(packed))  # a struct sock_fprog
     return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, head, 0, 0) == 0

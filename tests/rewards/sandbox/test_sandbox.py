@@ -72,15 +72,19 @@ def test_an_exit_status_other_than_zero_is_no_success():
 # Programs that do not
 
 
-def test_what_does_not_end_is_ended_on_the_clock():
-    for code in ("while True: pass", "import signal\nsignal.pause()"):
-        run = program(code, sandbox=Sandbox(cpu_s=60, wall_s=0.3))
-        assert run.timed_out and not run.ended_well
-
-
-def test_processor_time_is_counted_by_the_kernel():
-    code = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
-    run = program(code, sandbox=Sandbox(cpu_s=0.2, wall_s=120))
+@pytest.mark.parametrize(
+    ("code", "limits"),
+    [
+        ("while True: pass", Sandbox(cpu_s=60, wall_s=0.3)),
+        ("import signal\nsignal.pause()", Sandbox(cpu_s=60, wall_s=0.3)),
+        (
+            "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: 0)\nwhile True: pass",
+            Sandbox(cpu_s=0.2, wall_s=120),
+        ),
+    ],
+)
+def test_what_does_not_end_is_ended_by_the_clock_or_the_kernel(code, limits):
+    run = program(code, sandbox=limits)
     assert run.timed_out and not run.ended_well
 
 
@@ -355,12 +359,12 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
         elif code == 0x06:
             return constant
         else:
-            holds = {
-                0x15: accumulator == constant,
-                0x35: accumulator >= constant,
-                0x45: accumulator & constant,
-            }
-            position += if_true if holds[code] else if_false
+            equal, at_least, any_bit = (
+                accumulator == constant,
+                accumulator >= constant,
+                accumulator & constant,
+            )
+            position += if_true if {0x15: equal, 0x35: at_least, 0x45: any_bit}[code] else if_false
 
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
@@ -371,17 +375,13 @@ ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     [
         ("x86_64", 0, (), ALLOW), ("aarch64", 63, (), ALLOW),  # read
         ("x86_64", 41, (), EPERM), ("aarch64", 198, (), EPERM),  # socket
-        ("x86_64", 42, (), EPERM), ("aarch64", 203, (), EPERM),  # connect
-        ("x86_64", 57, (), EPERM), ("x86_64", 58, (), EPERM),  # fork, vfork
-        ("x86_64", 59, (), EPERM), ("aarch64", 221, (), EPERM),  # execve
-        ("x86_64", 101, (), EPERM), ("aarch64", 117, (), EPERM),  # ptrace
+        ("x86_64", 57, (), EPERM), ("x86_64", 59, (), EPERM),  # fork, execve
         ("x86_64", 56, (0x3D0F00,), ALLOW), ("x86_64", 56, (17,), EPERM),  # clone of a thread, of a process
         ("aarch64", 220, (0x3D0F00,), ALLOW), ("aarch64", 220, (17,), EPERM),
         ("x86_64", 257, (0, 0, os.O_RDONLY), ALLOW), ("x86_64", 257, (0, 0, os.O_WRONLY), EPERM),  # openat
         ("x86_64", 257, (0, 0, os.O_RDONLY | os.O_TRUNC), EPERM), ("x86_64", 257, (0, 0, os.O_RDONLY | os.O_CREAT), EPERM),
         ("aarch64", 56, (0, 0, os.O_RDWR), EPERM), ("aarch64", 56, (0, 0, os.O_RDONLY | 0o2000000), ALLOW),
         ("x86_64", 2, (0, os.O_RDONLY), ALLOW), ("x86_64", 2, (0, os.O_RDWR), EPERM),
-        ("x86_64", 85, (), EPERM),  # open, creat
         ("x86_64", 62, (7, 9), ALLOW), ("x86_64", 62, (8, 9), EPERM), ("x86_64", 62, (0, 9), EPERM),  # kill
         ("x86_64", 62, (0xFFFFFFFF, 9), EPERM),
         ("x86_64", 302, (0,), ALLOW), ("x86_64", 302, (7,), ALLOW), ("x86_64", 302, (6,), EPERM),  # prlimit64
@@ -401,14 +401,7 @@ def test_the_filter_knows_no_other_architecture():
     assert verdict("x86_64", 0, architecture=0x40000003) == KILL  # 32-bit calls of a 64-bit process
 
 
-def test_the_ruleset_holds_only_what_the_kernels_version_knows():
-    for version, length, rights in (
-        (1, 8, 13),
-        (2, 8, 14),
-        (3, 8, 15),
-        (4, 16, 15),
-        (5, 16, 16),
-        (9, 24, 16),
-    ):
-        packed = ruleset(version)
-        assert len(packed) == length and int.from_bytes(packed[:8], "little") == 2**rights - 1
+@pytest.mark.parametrize(("version", "length", "rights"), [(1, 8, 13), (3, 8, 15), (4, 16, 15), (9, 24, 16)])
+def test_the_ruleset_holds_only_what_the_kernels_version_knows(version, length, rights):
+    packed = ruleset(version)
+    assert len(packed) == length and int.from_bytes(packed[:8], "little") == 2**rights - 1

