@@ -20,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments, required
-from async_grpo.rewards.bench.adapter_check import check_adapter
-from async_grpo.rewards.bench.completions import CompletionRow, read_rows, score_rows
+from async_grpo.rewards.bench.completions import CompletionRow, check_adapter, read_rows, score_rows
 from async_grpo.rewards.bench.report import Report, one_line
 from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses

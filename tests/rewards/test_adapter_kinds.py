@@ -31,7 +31,7 @@ from async_grpo.rewards.adapter.registry_source import (
     resolve,
 )
 from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
-from async_grpo.rewards.bench.adapter_check import POOR_COMPLETIONS, check_adapter
+from async_grpo.rewards.bench.completions import POOR_COMPLETIONS, check_adapter
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
 from async_grpo.types import AdapterResult, RewardStatus
 from tests.helpers.answers import answer_of

@@ -91,8 +91,7 @@ class Report:
         """What came out, what went wrong, and which rewards disagree; examples by their line in the file."""
         calls, per_s = len(rows) * repeat * len(self.scorecards), len(rows) / max(self.seconds, 1e-9)
         console.print(f"{len(rows)} rows, {calls} calls in {self.seconds:.1f} s: {per_s:.1f} rows/s")
-        without_tokens = sum(row.columns.get("completion_token_ids") is None for row in rows)
-        if without_tokens:
+        if without_tokens := sum(row.columns.get("completion_token_ids") is None for row in rows):
             console.print(f"rows without completion_token_ids, where characters count: {without_tokens}")
         console.print(self._overview(repeat))
         if repeat < 2:

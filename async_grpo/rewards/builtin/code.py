@@ -24,7 +24,6 @@ from async_grpo.rewards.sandbox.run import Sandbox
 MAX_CHARACTERS = 100_000
 _PYTHON = ("python", "python3", "py")
 _KINDS = ({"assert"}, {"input", "output"})  # of tests, by their keys
-_MIN_S = 0.01
 
 
 def code_of(text: str) -> str:
@@ -79,12 +78,12 @@ def score(
     tests = tests_of(sample)
     code = f"{sample.get('prelude') or ''}\n{code_of(completion_text(sample))}"
     passed = timed_out = 0
-    levels: frozenset[str] | None = None
+    levels = frozenset[str]()
     deadline = time.monotonic() + total_seconds
     for position, test in enumerate(tests):
         if len(code) > MAX_CHARACTERS or (all_or_nothing and passed < position):
             break
-        if (remaining_s := deadline - time.monotonic()) <= _MIN_S:
+        if (remaining_s := deadline - time.monotonic()) <= 0.01:
             timed_out += len(tests) - position
             break
         sandbox = Sandbox(
@@ -101,8 +100,7 @@ def score(
             output = run.output.decode(errors="replace")
             passed += run.ended_well and same_output(output, test["output"])
         timed_out += run.timed_out
-        levels = run.levels if levels is None else levels & run.levels
-    levels = levels or frozenset()
+        levels = levels & run.levels if position else run.levels
     return {
         "reward": float(passed == len(tests)) if all_or_nothing else passed / len(tests),
         "passed": float(passed),

@@ -29,13 +29,12 @@ MAX_CHARACTERS = 300  # these also bound the depth of the tree and the digits of
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]+")
 _TEXT = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[+\-*/() ])+")
-# The last two: too deep
 NOT_ARITHMETIC = (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError)
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def parse(expression: str) -> ast.expr:
-    """The syntax tree of `expression`, surrounding white space aside. Raises one of `NOT_ARITHMETIC`."""
+    """The syntax tree of the stripped `expression`. Raises one of `NOT_ARITHMETIC`, the last two for depth."""
     text = expression.strip()
     if len(text) > MAX_CHARACTERS or not _TEXT.fullmatch(text):
         raise ValueError(f"not {MAX_CHARACTERS} characters of + - * / ( ), blanks and plain numbers at most")
@@ -92,12 +91,8 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     completion = completion_text(sample)
     answer = answer_block(completion)
     answer_reward = float(answer is not None and solves(answer, nums, target))
-    format_reward = well_formedness(completion)
-    return {
-        "reward": FORMAT_WEIGHT * format_reward + answer_reward,
-        "format_reward": format_reward,
-        "answer_reward": answer_reward,
-    }
+    parts = {"format_reward": well_formedness(completion), "answer_reward": answer_reward}
+    return {"reward": FORMAT_WEIGHT * parts["format_reward"] + answer_reward, **parts}
 
 
 def score_steps(sample: dict[str, Any]) -> dict[str, Any]:

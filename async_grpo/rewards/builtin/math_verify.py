@@ -1,10 +1,8 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-If there is a \boxed{}, the last one counts and nothing else (several that only commas, "and" or "or" divide are one
-set, in the row's answer too). Without one it is what follows "####" as in GSM8K, else "the answer is ...", else the
-last formula or number. Of an equation the right side counts, and numbers agree to six decimals. LaTeX is read by a
-grammar; the only text that the library hands to sympy's parser is made of digits and + - * / ^ ( ).
-
+If there is a \boxed{}, it counts and nothing else (see `boxed_answer`). Without one it is what follows "####" as in GSM8K,
+else "the answer is ...", else the last formula or number. Of an equation the right side counts, and numbers agree to six
+decimals. LaTeX is read by a grammar; the library hands to sympy's parser nothing but digits and + - * / ^ ( ).
 The library guards itself with `signal.alarm`: outside a main thread this adapter raises.
 """
 

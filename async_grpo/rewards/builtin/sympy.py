@@ -19,7 +19,6 @@ from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 SECONDS = 5.0  # for one comparison, then the answers count as different
 RELATIVE_TOLERANCE = 1e-12
 MAX_DIGITS, MAX_NODES = 10_000, 500  # of an expression that is computed
-_MAX_EXPONENT_DIGITS = 9.0
 
 _NORMALISATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _INTEGER = re.compile(r"-?\d+")
@@ -114,7 +113,7 @@ def digits_of(node: sympy.Basic) -> float:
 
 def _size_of(node: sympy.Basic, digits: float) -> float:
     """|node| for a number of so many digits; 1 for a symbol, infinite when it is too long to look at."""
-    if digits > _MAX_EXPONENT_DIGITS:
+    if digits > 9:
         return math.inf
     size = abs(node.evalf(15))
     return max(1.0, float(size)) if size.is_number and size.is_finite else 1.0

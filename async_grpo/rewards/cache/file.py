@@ -53,11 +53,8 @@ class CacheFile:
     """Keys `ADAPTER:DIGEST` -> answers as text. For one thread at a time; every method blocks.
 
     Each may raise ConfigurationError (the file is no verdict cache, of another version, damaged, or cannot be made) and
-    `STORAGE_ERRORS`; the next call then opens the file anew.
-
-    Args:
-        path: made if missing, with its folder.
-        busy_s: how long another process's lock is waited for.
+    `STORAGE_ERRORS`; the next call then opens the file anew. A missing file is made, with its folder; another process's
+    lock is waited for `busy_s`.
     """
 
     def __init__(self, path: str | Path, *, busy_s: float = 2.0) -> None:
