@@ -1,7 +1,4 @@
-"""The rules between two settings: what is refused, what is warned about, and the way out.
-
-Those of the values alone, of the methods, and in `config.rewards` of the run's rewards.
-"""
+"""The rules between two settings: what is refused, what is warned about, and the way out."""
 
 import math
 import os

@@ -107,8 +107,8 @@ class MetricsWriter:
         if self._samples:
             _append(self._samples, [{"step": line["step"], **sample} for sample in samples])
         _append(self._metrics, [line])
-        known, alarms = self._alarms, line.get("alarms", [])
-        self._alarms = {re.sub(r"\d[\d.,]*", "#", alarm): alarm for alarm in alarms}
+        known = self._alarms
+        self._alarms = {re.sub(r"\d[\d.,]*", "#", alarm): alarm for alarm in line.get("alarms", [])}
         new = [alarm for kind, alarm in self._alarms.items() if kind not in known]
         num_known = len(self._alarms) - len(new)
         said = line | {"alarms": new + [f"({num_known} as before)"] * bool(num_known)}

@@ -40,7 +40,6 @@ def run_command(
 
     Args:
         retired: option name (with underscores) -> what replaced it. All of them took a value.
-        program: what the help calls it.
         foreign: keys of other programs that a `--config` file may hold as well; they are passed over.
     """
     fields = fields_in_order(config_class)
@@ -155,8 +154,7 @@ def field_name(spelling: str, fields: Fields) -> str:
 def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]) -> list[str]:
     """What a TOML file or a run's `training_params.json` says, as arguments; lists and tables as the text of options.
 
-    Raises:
-        ConfigurationError: the file cannot be read, or holds a key that no program knows.
+    ConfigurationError: the file cannot be read, or holds a key that no program knows.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -181,8 +179,7 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
     """One readable line per event on stderr, in a file whole lines with a date; `more` handlers get the same events.
 
-    Raises:
-        ConfigurationError: an unknown level.
+    ConfigurationError: an unknown level.
     """
     if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigurationError(f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")

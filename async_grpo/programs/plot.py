@@ -53,9 +53,7 @@ def info(file: Annotated[Path, typer.Argument(metavar="FILE", help="Metrics file
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     """Run the command line; exit code 2 for the user's mistakes, 1 if a remote file could not be fetched.
 
-    Args:
-        argv: default the program's own. `plot` may be left out: a file's name alone asks for a picture.
-        program: what the help calls it.
+    `argv`: default the program's own. `plot` may be left out: a file's name alone asks for a picture.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] not in ("plot", "info", "--help"):

@@ -70,9 +70,7 @@ class VerifyConfig(Section):
         super().__post_init__()
         both = (self.output or "", self.file)
         if all(map(os.path.exists, both)) and os.path.samefile(*both):
-            raise ConfigurationError(
-                f"--output {self.output} is the file of completions itself: name another one"
-            )
+            raise ConfigurationError(f"--output {self.output} is the file of completions itself: use another")
 
 
 def verify(config: VerifyConfig, console: Console | None = None) -> Report:

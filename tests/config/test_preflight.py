@@ -65,10 +65,3 @@ def test_lengths_go_by_the_completion_that_even_the_longest_prompt_has_room_for(
 def test_a_buffer_of_less_than_a_token_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"--overlong-buffer 0.01 of 24 tokens.*less than one token"):
         prepare(config(tmp_path, overlong_buffer=0.01))
-
-
-def test_a_judge_that_has_no_address_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.delenv("JUDGE_URLS", raising=False)
-    with pytest.raises(ConfigurationError, match="LLMJudge has no address: give --judge-urls"):
-        prepare(config(tmp_path, reward_fns="llm_judge"))
-    prepare(config(tmp_path, reward_fns="llm_judge", judge_urls="http://127.0.0.1:9"))

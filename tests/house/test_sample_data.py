@@ -96,8 +96,6 @@ def test_a_full_prompt_is_the_known_one_with_the_assistant_prefilled():
     ("options", "message"),
     [
         (["--min-nums", 1], "need 2 <= min-nums <= max-nums <= 6, got 1 and 4"),
-        (["--max-nums", 7], "got 3 and 7"),
-        (["--min-number", 5, "--max-number", 4], "got 5 and 4"),
         (["--min-target", -1], "need 0 <= min-target <= max-target <= inf, got -1 and 99"),
         (["--operators", "+^"], "operators must be some of '+-*/', got '+^'"),
         (["--tokenizer", "/no/such/folder"], "no tokenizer at '/no/such/folder'"),
