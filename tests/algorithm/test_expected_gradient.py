@@ -11,12 +11,12 @@ import torch
 
 from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 
-# A policy: logits (8,) -> (log-probs (C, T), rewards (C, T), mask (C, T)) of each completion; log-probs have a gradient
+# A policy: logits (8,) -> (log-probs, rewards, mask), (C, T) each, of every completion
 LOGITS = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
 def two_tokens(logits, early=(0.0, 0.0)):
-    """Two choices, then three that depend on the first; the reward is on the last token, or `early` on the first too."""
+    """Two choices, then three that depend on the first; rewards on the last token, and `early` ones."""
     first, second = logits[:2].log_softmax(0), logits[2:].reshape(2, 3).log_softmax(1)
     logprobs = torch.stack([torch.stack([first[i], second[i, j]]) for i in (0, 1) for j in (0, 1, 2)])
     last = torch.tensor([0.3, -1.0, 2.5, 0.1, 0.7, 0.0]).double()
@@ -46,7 +46,7 @@ def all_groups(policy, logits, group_size):
 
 
 def expected_estimate(policy, name, group_size, **options):
-    """The gradient with respect to the logits that the estimator expects; tensors in `options` are per completion."""
+    """The gradient that the estimator expects; tensors in `options` are per completion."""
     logits = LOGITS.clone().requires_grad_()
     logprobs, rewards, mask = policy(logits)
     groups, chance = all_groups(policy, logits, group_size)

@@ -1,8 +1,7 @@
 """Every policy loss against loops over sequences and tokens, one scalar at a time, written from the formulas.
 
-The reference shares nothing with the library: plain numbers for what carries no gradient, a scalar tensor of its
-own for every log-prob. `c_t` are random coefficients of the per-token losses, so that the gradient of each single
-token's loss shows, also where it reaches other tokens of its sequence.
+The reference shares nothing with the library: plain numbers, and a scalar tensor for every log-prob. The losses of
+tokens have random coefficients: each one's gradient shows, also at other tokens of its sequence.
 """
 
 import math
@@ -45,7 +44,7 @@ CASES = [
 
 
 def random_inputs(seed, dtype=torch.float64, *, spread=0.3, rows=6, tokens=9, with_proximal=False):
-    """Ragged rows with holes, one empty row; ratios around 1 with that spread in log space, above 10 some far ones."""
+    """Ragged rows with holes, one empty; log-ratios around 0 with that spread, above 10 some far ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal():

@@ -1,8 +1,7 @@
 """However a minibatch is cut into micro-batches and dealt to ranks, loss and gradient are those of the whole.
 
-Every loss, and every aggregation, each with two of the others, drawn by name. Sequences stay whole (the unit that cannot
-be cut), groups do not. The choice of clip_cov and kl_cov is made over the whole minibatch first, from the micro-batches,
-as a sharded trainer does it; covariance, candidates, quota, ties and the random draw are held here, too.
+Every loss, and every aggregation, each with two of the others, drawn by name. Sequences stay whole, groups do not.
+clip_cov and kl_cov choose over the whole minibatch first, from the micro-batches, as a sharded trainer does.
 """
 
 import math
@@ -40,7 +39,7 @@ GROUP_IDS = torch.tensor([3, 10**9, 3, 7, 7, 10**9, 3, 0, 0, 7, 42, 10**9, 7, 3]
 
 
 def deal(seed, world_size):
-    """Row numbers [rank][micro-batch], at random; a rank may go empty-handed, a micro-batch may be one row."""
+    """Row numbers [rank][micro-batch], at random; a rank may go empty-handed."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(ROWS, generator=generator)
     cuts = torch.randint(0, ROWS, (5,), generator=generator).sort().values
@@ -59,7 +58,7 @@ def micro_batch(inputs, rows, *, packed):
 
 
 def sharded_selection(name, inputs, hands):
-    """(B, T) bool, each rank looking at its own micro-batches; what crosses ranks are sums and top scores."""
+    """(B, T) bool; what crosses ranks are sums and top scores."""
     loss, options = POLICY_LOSSES[name], SELECTION[name]
     keys = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     parts = {rows: micro_batch(inputs | {"keys": keys}, rows, packed=True) for hand in hands for rows in hand}

@@ -21,7 +21,7 @@ def questions(count: int = 8) -> list[Question]:
 
 
 def engine(**script) -> FakeGeneration:
-    """Members of a group have 1, 2, 3, ... tokens, so that rewards (lengths) differ, unless the script says otherwise."""
+    """Members of a group have 1, 2, 3, ... tokens, so that rewards (lengths) differ."""
     return FakeGeneration(**{"length": lambda ordinal, member: 1 + member, **script})
 
 
@@ -64,7 +64,7 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
 
 
 async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_is_overtaken_by_none():
-    """Two steps finish while an engine is silent about the first: their messages come in order all the same."""
+    """Two steps finish while an engine is silent about the first."""
 
     class Silent(FakeGeneration):
         async def take_stats(self):

@@ -1,4 +1,4 @@
-"""Process rewards: from the adapter's answer to rewards of tokens, through its process and the pool, and by example."""
+"""Process rewards: from the adapter's answer to rewards of tokens, and through its process and the pool."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Alarms: evidence of several steps, and none from a reward that everybody earns. And what engines were allowed to do."""
+"""Alarms: evidence of several steps, and none from a reward that everybody earns. What engines were allowed."""
 
 import pytest
 

@@ -108,7 +108,7 @@ def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, ver
 def test_the_budget_alone_keeps_every_group_fresh_and_in_its_step_under_random_finishing_times(
     groups_per_step, max_staleness, seed
 ):
-    """Groups start when admitted, end at random; steps train at once. No token may be older than the bound."""
+    """Groups start when admitted, end at random; steps train at once."""
 
     async def scenario() -> None:
         draw, ages = random.Random(seed), []

@@ -48,7 +48,7 @@ def random_batch(seed):
 
 
 def deal(sequences, seed, world_size):
-    """Shuffled, cut and dealt to ranks at random, filled up with dummies: micro-batches [rank][round]."""
+    """Micro-batches [rank][round], cut and dealt at random, filled up with dummies."""
     rng = np.random.default_rng(1000 + seed)
     order = rng.permutation(len(sequences))
     cuts = np.sort(rng.integers(0, len(order), rng.integers(0, 6)))
@@ -137,13 +137,13 @@ def adamw_update(ranks):
 
 
 def skipped_step(ranks):
-    """A step of which every sample was truncated; the gradients that the optimizer saw: none; the schedule's steps."""
+    """(metrics, gradients, the schedule's steps) where every sample was truncated."""
     accumulator, optimizer = accumulator_of(ranks, {})
     return accumulator.finish(), optimizer.gradients, accumulator._scheduler.last_epoch
 
 
 def non_finite_step(ranks):
-    """What a NaN log-prob on one rank raises on both, and the gradients that the optimizer saw: none."""
+    """What a NaN log-prob on one rank raises on both, and the gradients."""
     accumulator, optimizer = accumulator_of(ranks, {})
     broken = {"mask": np.arange(4) > 1, "advantages": np.ones(4), "behaviour": np.full(4, np.nan)}
     hands = [dummy_micro_batch(token_id=5), pack([{"ids": np.arange(4), **broken}])]
