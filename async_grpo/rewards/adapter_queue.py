@@ -254,7 +254,6 @@ class AdapterQueue:
 
 
 async def _either(call: asyncio.Future[Any], outcome: asyncio.Future[Any], timeout_s: float) -> None:
-    """Until the call has ended, its caller has gone, or the time is over."""
     await asyncio.wait({call, outcome}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 

@@ -159,7 +159,7 @@ class Counting:
         self.most = max(self.most, self.held)
         try:
             async with self._turn:
-                await asyncio.sleep(sample.get("seconds", self.seconds))
+                await asyncio.sleep(sample["seconds"])
         finally:
             self.held -= 1
         self.ids.append(sample["id"])
@@ -169,21 +169,17 @@ class Counting:
 
 
 async def verify_all(workers: list[Counting], count: int, slow: dict[int, float] | None = None):
-    """The results of samples, some of which are slow, how long each took in seconds, and the statistics."""
+    """The results of samples, some of which are slow, and the statistics."""
     made = iter(workers)
 
     async def make(_: str) -> Counting:
         return next(made)
 
-    async def timed(number: int) -> tuple[AdapterResult, float]:
-        began = time.monotonic()
-        own = {"seconds": slow[number]} if slow and number in slow else {}
-        verdict = await pool.verify({"completion": "", "id": number} | own)
-        return verdict.results[0], time.monotonic() - began
-
+    usual_s = workers[0].seconds
+    samples = [{"id": number, "seconds": (slow or {}).get(number, usual_s)} for number in range(count)]
     async with VerifierPool(["a"], make, workers=len(workers)) as pool:
-        results, took_s = zip(*await asyncio.gather(*map(timed, range(count))), strict=True)
-        return results, took_s, pool.stats()["a"]
+        verdicts = await asyncio.gather(*map(pool.verify, samples))
+        return [verdict.results[0] for verdict in verdicts], pool.stats()["a"]
 
 
 async def test_only_quick_workers_that_want_it_are_given_samples_ahead():
@@ -205,8 +201,8 @@ async def test_an_idle_worker_comes_before_a_place_in_another_ones_line():
 
 async def test_what_waits_behind_a_slow_sample_is_taken_back_and_scored_once_by_another_worker():
     workers = [Counting(0.001) for _ in range(3)]
-    results, took_s, stats = await verify_all(workers, 400, {200: 2.0})
-    *others, slowest = sorted(took_s)
+    results, stats = await verify_all(workers, 400, {200: 2.0})
+    *others, slowest = sorted(result.latency_s for result in results)
     assert slowest >= 2.0 and others[-1] < 1.5
     assert set(outcomes(results)) == {(OK, 1)} and (stats["ok"], stats["retries"]) == (400, 0)
     assert max(result.queue_s for result in results) > TAKE_BACK_S  # it was waiting all the same

@@ -184,7 +184,13 @@ class ChildProcess(asyncio.Protocol):
         self._process.send_signal(signal.SIGCONT)  # the reward may have stopped its guardian
         if not await self._ends_within(REAP_S):
             self._process.kill()  # whatever ails the guardian, the reward's process dies with it
-        error = ProcessDied(f"the process of {self._adapter!r} {self._cause_of_death()}")
+        if (code := self._process.poll()) is None:
+            cause = f"survives SIGKILL for {REAP_S:g} s"
+        elif code == TOO_MANY:
+            cause = f"was ended, for it had started more than {self._max_processes} processes"
+        else:
+            cause = f"died ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
+        error = ProcessDied(f"the process of {self._adapter!r} {cause}")
         self._kill(error, CallInterrupted(f"{error}, before it began this sample"))
         self._gone.set()
 
@@ -197,13 +203,6 @@ class ChildProcess(asyncio.Protocol):
             request.reply.exception()  # a caller that still waits gets it all the same; none need wait
         if self._transport is not None:
             self._transport.abort()
-
-    def _cause_of_death(self) -> str:
-        if (code := self._process.poll()) is None:
-            return f"survives SIGKILL for {REAP_S:g} s"
-        if code == TOO_MANY:
-            return f"was ended, for it had started more than {self._max_processes} processes"
-        return f"died ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
 
     async def _ends_within(self, timeout_s: float) -> bool:
         """Whether the process ends in time. Polled: waiting would take a thread."""
