@@ -1,4 +1,4 @@
-"""`Endpoint`: where a remote judge answers, within which `Limits`, until which `Deadline`; and the errors of asking it.
+"""`Endpoint`: where a remote judge answers, within which `Limits`; `Deadline`; and the errors of asking it.
 
 No error, and no text of one, holds the API key.
 """
@@ -89,7 +89,7 @@ class Limits:
 
 
 class Deadline:
-    """In so many seconds, put off by waits in a queue, `queue_s` at most; concurrent requests of a call share it.
+    """In so many seconds, put off by waits in a queue, `queue_s` at most; the requests of a call share it.
 
     `latest` is a moment of `time.monotonic`.
     """
@@ -176,12 +176,13 @@ class Endpoint:
         require_all((fine, f"hedge_quantile must lie between 0 and 1: {share}"))
 
     def api_key(self) -> str | None:
-        """The key, from the environment. Raises ConfigurationError if it is not there, or cannot stand in a header."""
+        """The key, from the environment. Raises ConfigurationError if it is missing, or fits no header."""
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env, "").strip()
-        wanted = f"the variable {self.api_key_env} must hold the key of {', '.join(self.urls)}, in plain characters"
-        require_all((key and key.isascii() and key.isprintable(), wanted))
+        wanted = f"must hold the key of {', '.join(self.urls)}, in plain characters"
+        fine = key and key.isascii() and key.isprintable()
+        require_all((fine, f"the variable {self.api_key_env} {wanted}"))
         return key
 
 

@@ -1,4 +1,4 @@
-"""`Exchange`: one HTTP request and its reply, where every way to fail is a `RequestFailed` with the name of its kind.
+"""`Exchange`: one HTTP request and its reply; every way to fail is a `RequestFailed` of some kind.
 
 The library is aiohttp: it knows when a connection holds data that no request asked for (`should_close`), which httpx
 0.28 does not tell, so that such a connection would give the next sample the reply to another one.
@@ -46,8 +46,8 @@ class RequestFailed(Exception):
 
 
 class Exchange:
-    """A pool of connections, for one event loop. Follows no redirect, keeps no cookie, and has no limit on connections:
-    permits are one. In every message, also of a server that repeats it, the key reads ***."""
+    """A pool of connections, for one event loop. Follows no redirect, keeps no cookie, limits no connections.
+    In every message, also of a server that repeats it, the key reads ***."""
 
     def __init__(self, key: str | None, max_body_bytes: int) -> None:
         self._key, self._max_body_bytes = key, max_body_bytes
@@ -108,7 +108,7 @@ class Exchange:
         return RequestFailed(outcome, message, pause_s, worked=outcome not in ("429", "refused"))
 
     async def _body_of(self, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        """The body, a chunk at a time; raises ValueError if it is larger, or encoded in a way that was not asked for."""
+        """The body, a chunk at a time; raises ValueError if it is larger, or in an unknown encoding."""
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
             raise ValueError("the reply is encoded in a way that was not asked for")
@@ -120,7 +120,7 @@ class Exchange:
         return bytes(body)
 
     def _excerpt(self, said: bytes) -> str:
-        """The beginning, fit for a message. The key is gone before anything is cut, which could leave half of it."""
+        """The beginning, fit for a message. The key goes first: a cut could leave half of it."""
         said = said.replace(self._key.encode(), b"***") if self._key else said
         text = said[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
         text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
@@ -128,7 +128,7 @@ class Exchange:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Never uses a connection again on which something came after the reply: aiohttp looks only when it is put back."""
+    """Uses no connection again on which something came after the reply, at any later time."""
 
     async def connect(self, *arguments: Any, **options: Any) -> Any:
         while True:
@@ -139,7 +139,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def retry_after_s(value: str | None, now: float | None = None) -> float:
-    """Seconds that a `Retry-After` header asks for (RFC 9110, 10.2.3): a number or a date; 0 if it says nothing.
+    """Seconds that a `Retry-After` header asks for (RFC 9110, 10.2.3), by number or date; or 0.
 
     >>> retry_after_s("120"), retry_after_s("Thu, 01 Jan 1970 00:01:40 GMT", now=70.0), retry_after_s("soon")
     (120.0, 30.0, 0.0)
@@ -157,7 +157,7 @@ def retry_after_s(value: str | None, now: float | None = None) -> float:
 
 
 def _proxy_for(url: str) -> str | None:
-    """The environment's proxy for the address; aiohttp would read it in a thread for each request, and .netrc with it."""
+    """The environment's proxy for the address; aiohttp would read .netrc, too."""
     parts = urlsplit(url)
     bypassed = urllib.request.proxy_bypass(parts.netloc)
     return None if bypassed else urllib.request.getproxies().get(parts.scheme)

@@ -105,8 +105,7 @@ class EndpointClient:
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline - time.monotonic(), 0.0)
         call = _Call(path, content, tokens, lane or phase, until, unanswered)
-        # Exponential pauses with full jitter (Brooker, "Exponential Backoff and Jitter", 2015): callers that failed
-        # together must not come back together
+        # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), or callers come back together
         retrying = AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),
             wait=wait_random_exponential(self._endpoint.backoff_s, self._endpoint.backoff_max_s),
@@ -150,8 +149,8 @@ class EndpointClient:
             raise
 
     async def _hedged(self, call: _Call, patience_s: float) -> dict[str, Any]:
-        """Dean and Barroso, "The Tail at Scale", 2013: what takes longer gets a rival on another replica, and the first
-        answer wins. One that fails leaves it to the other; if both fail, the error is that of the first."""
+        """What takes longer gets a rival elsewhere (Dean and Barroso, "The Tail at Scale", 2013); the first answer wins.
+        One that fails leaves it to the other; if both fail, the error is that of the first."""
         call.sent = asyncio.get_running_loop().create_future()
         first: asyncio.Future[Any] = asyncio.ensure_future(self._request(call))
         tasks: list[asyncio.Future[Any]] = [first]

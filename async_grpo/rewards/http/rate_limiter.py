@@ -1,4 +1,4 @@
-"""Limits on the calls of remote judges: how many calls at once, how many per minute, how many tokens per minute.
+"""Limits on the calls of remote judges: calls at once, calls per minute, tokens per minute.
 
     permit = await limiter.acquire("judge", limits, tokens=800)     # waits its turn
     try: ...
@@ -12,9 +12,9 @@ What holds for one key, over all its callers, as long as a call starts within `s
 - in every shorter window of W seconds at most rate * (W + burst_s + slack_s) + 1 calls start (tokens: + one call); while
   time is caught up that was lost to late timers or busy slots, 1.1 times that.
 
-Tokens are an estimate until the release: what was too much may be used at once, what was too little is waited for.
-Slot and rate are taken in the same moment: a queue behind busy slots that took its rate beforehand would start all at
-once. Within a phase calls start in their order; phases take turns. (Neither aiolimiter nor pyrate-limiter does this.)
+Tokens are an estimate until the release: too much may be used at once, too little is waited for.
+Slot and rate are taken in the same moment, or a queue behind busy slots would start all at once.
+Within a phase calls start in their order; phases take turns. (Neither aiolimiter nor pyrate-limiter does this.)
 """
 
 import asyncio
@@ -58,8 +58,7 @@ class Limiter:
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """See `RateLimiter`. Cancelling it gives back the slot and the tokens.
 
-        Raises ConfigurationError for other limits than those under which the key is in use now, ValueError for a senseless
-        number of tokens.
+        Raises ConfigurationError if the key is in use under other limits, ValueError for senseless tokens.
         """
         if not 0 <= tokens < math.inf:
             raise ValueError(f"a call for {key!r} cannot use {tokens} tokens")
@@ -166,7 +165,7 @@ class Start:
 
 
 class Meter:
-    """One rate, for a caller that asks `may_start` and then calls `start` in the same moment. Moments are seconds.
+    """One rate, for a caller that asks `may_start` and then calls `start` in the same moment (in seconds).
 
     The law is the exact record of the last window. The pace spreads calls over it (the generic cell rate algorithm, ITU-T
     I.371): each call moves a virtual clock on by cost / rate, which may run `burst_s` ahead. What comes after the first in

@@ -1,7 +1,7 @@
 """`Replicas`: which of several equal addresses gets the next request.
 
-Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it. (aiobreaker
-and purgatory neither choose among several addresses, nor let callers wait for a probe, nor obey a `Retry-After`.)
+Each has a circuit breaker: failures in a row take it out of service, and then one request at a time probes it.
+(aiobreaker and purgatory neither choose among addresses, nor let callers wait, nor obey a `Retry-After`.)
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Replicas:
         return sum(replica.open_until is not None for replica in self._replicas)
 
     async def ready(self, deadline: Deadline) -> None:
-        """Wait until a request may be sent to some replica, be it a probe. Raises JudgeUnavailable if none may be in time.
+        """Wait until some replica may be asked, be it by a probe. Raises JudgeUnavailable if none may in time.
 
         Where a replica asked to be left alone (`Retry-After`), the wait puts the deadline off; where all are out of order
         it does not, or a judge that is gone would be heard of too late.

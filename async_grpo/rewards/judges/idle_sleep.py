@@ -1,4 +1,4 @@
-"""`IdleSleep`: vLLM servers sleep while they have no call, so that the programs on the same GPUs get the memory."""
+"""`IdleSleep`: vLLM servers sleep while they have no call, and others on their GPUs get the memory."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def ask(url: str, key: str | None = None, method: str = "GET") -> dict[str, Any]
 
 
 def set_sleeping(url: str, asleep: bool, key: str | None = None) -> None:
-    """Let the server sleep (level 1: the weights wait in main memory) or wake; blocks. Raises one of UNABLE."""
+    """Let it sleep (level 1: the weights wait in main memory) or wake; blocks. Raises one of UNABLE."""
     if ask(f"{url}/is_sleeping", key)["is_sleeping"] is not asleep:
         ask(url + ("/sleep?level=1" if asleep else "/wake_up"), key, "POST")
         if ask(f"{url}/is_sleeping", key)["is_sleeping"] is not asleep:
@@ -44,13 +44,13 @@ class IdleSleep:
     def __init__(self, urls: Sequence[str], after_s: float) -> None:
         self._urls, self._after_s = tuple(urls), after_s
         self._callers, self._last_call = 0, 0.0
-        # From waking to sleeping: a task of its own, or a caller that gives up leaves servers behind that are half awake
+        # From waking to sleeping: a task, or a caller that gives up would leave servers half awake
         self._day: asyncio.Task[None] | None = None
         self._awake: asyncio.Future[None]
 
     @asynccontextmanager
     async def keep_awake(self, deadline: Deadline) -> AsyncIterator[None]:
-        """The servers are awake inside; waking them is not on the caller's time. Raises JudgeUnavailable if it fails."""
+        """The servers are awake inside; waking puts the deadline off. Raises JudgeUnavailable if it fails."""
         self._callers += 1
         try:
             if self._day is None or self._day.done():
@@ -70,7 +70,7 @@ class IdleSleep:
             self._awake.cancel()
 
     async def _live(self) -> None:
-        """Wake, stay awake as long as somebody calls now and then, sleep; and again if somebody came meanwhile."""
+        """Wake, stay awake while somebody calls now and then, sleep; again if somebody came meanwhile."""
         try:
             while self._callers:
                 await self._set(asleep=False)

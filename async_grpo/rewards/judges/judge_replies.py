@@ -54,7 +54,7 @@ def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
 
 
 def by_pattern(text: str, pattern: str) -> Vote:
-    """The number in the group of the pattern's last match, be it infinite. Raises BadReply if there is none."""
+    """The number in the group of the pattern's last match. Raises BadReply if there is none."""
     try:
         return Vote(float([match[1] for match in re.finditer(pattern, text)][-1]))
     except (IndexError, TypeError, ValueError):  # no match, one without the group, or no number in it
@@ -84,7 +84,7 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
 
 
 def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str) -> None:
-    """Raise ConfigurationError for a pattern without its one group, or a JSON schema that does not hold the score."""
+    """Raise ConfigurationError for a pattern without its one group, or a schema without the score."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -104,7 +104,7 @@ def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str
 
 
 def _json_of(text: str) -> Any:
-    """The JSON value that a reply is, or the only JSON object in it. Raises ValueError where it is not clear which."""
+    """The JSON value that a reply is, or the only JSON object in it. Raises ValueError if it is not clear."""
     text = _THOUGHT.sub("", text).strip()
     if block := _CODE_BLOCK.fullmatch(text):
         text = block[1].strip()

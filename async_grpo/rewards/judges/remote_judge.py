@@ -52,7 +52,7 @@ class JudgeAddresses:
         return cls(found[0], found[1] or (SCORER_URL,), **known)
 
     def give(self, adapter: Any) -> Any:
-        """The adapter, with an address if it is a judge that has none. Raises ConfigurationError if none is known."""
+        """The adapter; if a judge without address, with one. Raises ConfigurationError if none is known."""
         if not isinstance(adapter, RemoteJudge) or adapter.url is not None:
             return adapter
         return replace(adapter, url=adapter.run_urls(self))
@@ -107,7 +107,7 @@ class RemoteJudge:
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
         """Where a run asks this judge if it has no `url`."""
         if not addresses.judge_urls:
-            ways = "give --judge-urls, or --judge-model to `async-grpo run`, or write its url into the registry file"
+            ways = "give --judge-urls, or `async-grpo run` --judge-model, or a url in the registry file"
             raise ConfigurationError(f"{type(self).__name__} has no address: {ways}")
         return addresses.judge_urls
 
@@ -116,7 +116,7 @@ class RemoteJudge:
         raise NotImplementedError
 
     def endpoint(self) -> Endpoint:
-        """Where the judge's requests go. Raises ConfigurationError if it has no `url`, and no run has given it one."""
+        """Where the judge's requests go. Raises ConfigurationError if it has no `url`, be it of a run."""
         return self._endpoint_at(self.urls or self.run_urls(JudgeAddresses()))
 
     async def score(

@@ -19,7 +19,7 @@ a reply can be run. `examples/http_scorer_server.py` is a server to begin with.
 import base64
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
@@ -61,12 +61,11 @@ class RewardModelJudge(ModelJudge):
     task: str = "classify"
     activation: bool | None = False
     template: str | None = None
-    _template: Template | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_all((self.task in FIELDS, f"task={self.task!r} is unknown: choose of {', '.join(FIELDS)}"))
         super().__post_init__()
-        object.__setattr__(self, "_template", None if self.template is None else Template(self.template))
+        Template(self.template or "")  # can be read
         self._check_model("input", "use_activation")
 
     def default_path(self) -> str:
@@ -85,17 +84,17 @@ class RewardModelJudge(ModelJudge):
 
     def _body(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model}
-        if self._template is None:
+        if self.template is None:
             body["messages"] = conversation(sample)
         else:
-            body["input"] = self._template.render(sample, fence=False)
+            body["input"] = Template(self.template).render(sample, fence=False)
         if self.activation is not None:
             body["use_activation"] = self.activation
         return body | dict(self.extra_body)
 
 
 def last_number(reply: Mapping[str, Any], name: str) -> float:
-    """The last number of the only item's field, however deep it lies. Raises BadReply if there is none, or another item."""
+    """The last number of the only item's field, however deep. Raises BadReply if there is none."""
     item = only_item(reply, "data")
     if item.get("index", 0) != 0:
         raise BadReply(f"the reward model's reply is of the item {quote(item['index'])}, not 0")

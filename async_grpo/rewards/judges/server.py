@@ -166,7 +166,7 @@ class JudgeServer:
             keeper.wait(CLOSE_S)
 
     def _listen(self) -> list[int]:
-        """The ports, free at the moment. The owner of one that is taken would be asked in place of our server."""
+        """The ports. They must be free: the owner of one would be asked in place of our server."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         addresses = [(self.host, self.port + n if self.port else 0) for n in range(self.replicas)]
         try:
@@ -207,7 +207,7 @@ class JudgeServer:
         return start
 
     def _environment(self, number: int) -> dict[str, str]:
-        """The allow-listed variables of this process (a server has no need of its secrets), and what it needs."""
+        """The allow-listed variables of this process, none of its secrets; and what a server needs."""
         wanted = (name for name in os.environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
         inherited = {name: os.environ[name] for name in wanted if name != SECRET}
         ours = ON_THE_CPU | inherited if on_the_cpu() else inherited
