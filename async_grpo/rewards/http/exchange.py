@@ -1,7 +1,7 @@
 """`Exchange`: one HTTP request and its reply; every way to fail is a `RequestFailed` of some kind.
 
-The library is aiohttp: it knows when a connection holds data that no request asked for (`should_close`), which httpx
-0.28 does not tell, so that such a connection would give the next sample the reply to another one.
+The library is aiohttp: it knows when a connection holds data that nothing asked for (`should_close`).
+With httpx 0.28 the next sample would get the reply to another one.
 """
 
 import asyncio

@@ -167,9 +167,9 @@ class Start:
 class Meter:
     """One rate, for a caller that asks `may_start` and then calls `start` in the same moment (in seconds).
 
-    The law is the exact record of the last window. The pace spreads calls over it (the generic cell rate algorithm, ITU-T
-    I.371): each call moves a virtual clock on by cost / rate, which may run `burst_s` ahead. What comes after the first in
-    line waits for its cost, so that a call larger than a burst waits no longer than any other.
+    The law is the exact record of the last window. The pace spreads calls over it (generic cell rate algorithm,
+    ITU-T I.371): each call moves a virtual clock on by cost / rate, which may run `burst_s` ahead.
+    The next in line waits for that cost: a call larger than a burst waits no longer than any other.
 
     Args:
         resumed: what started before is not known: begin with an interval and no burst.

@@ -65,8 +65,8 @@ class Replicas:
     async def ready(self, deadline: Deadline) -> None:
         """Wait until some replica may be asked, be it by a probe. Raises JudgeUnavailable if none may in time.
 
-        Where a replica asked to be left alone (`Retry-After`), the wait puts the deadline off; where all are out of order
-        it does not, or a judge that is gone would be heard of too late.
+        Where a replica asked for time (`Retry-After`), the wait puts the deadline off; where all are out of
+        order it does not, or one heard too late of a judge that is gone.
         """
         while not self.usable():
             now, first = time.monotonic(), min(self._replicas, key=Replica.ready_at)
@@ -89,8 +89,8 @@ class Replicas:
         return [replica for replica in self._replicas if replica.ready_at() <= now and replica.url != never]
 
     def take(self, tried: Collection[str], never: str | None = None) -> Replica | None:
-        """One to send a request to now; then `settle` it. One that is out of order and due gets it as its probe (it is
-        `probing` then), else the least busy one in service, rather one that was not tried. None if there is none."""
+        """One to send a request to now; then `settle` it. One that is out of order and due is `probing` then;
+        else the least busy one in service, rather one that was not tried. None if there is none."""
         usable = self.usable(never)
         if not usable:
             return None

@@ -11,8 +11,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
-# What servers call a reply that is whole. Others are cut off ("length"), censored ("content_filter") or something else
-# than an answer ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
+# What servers call a whole reply. Others are cut off ("length"), censored ("content_filter") or no answer
+# ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
 # A thought's beginning may stand in the chat template; and the verdict may stand in a block of code
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?.*</think>", re.DOTALL)

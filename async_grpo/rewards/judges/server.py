@@ -5,8 +5,8 @@
 
     owner -> keeper (`keep`, one for each replica) -> vLLM's server -> its engines
 
-A keeper starts a server again that died, and ends it with its engines (a killed API server of vLLM leaves them behind) when
-the JudgeServer is closed or its process is gone. It is a process because a `Supervisor` ends all that descends from it.
+A keeper starts a server again that died, and ends it with its engines (a killed server leaves them behind) when the
+JudgeServer is closed or its process gone. It is a process: a `Supervisor` ends all that descends from it.
 """
 
 import contextlib
