@@ -51,11 +51,7 @@ def test_the_end_of_the_main_program_is_the_end(supervisor, other, main, code):
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
-        (
-            "exit('error: out of luck')",
-            WorkerLost,
-            r"ended with exit code 1\n    \| error: out",
-        ),
+        ("exit('error: out of luck')", WorkerLost, r"ended with exit code 1\n    \| error: out"),
         ("import os; os.kill(os.getpid(), 9)", WorkerLost, "other was killed by SIGKILL"),
         ("raise SystemExit(2)", ConfigurationError, "other ended with exit code 2"),  # the user's mistake
     ],

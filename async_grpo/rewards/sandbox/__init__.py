@@ -14,7 +14,7 @@ What each level stops where it can be had (each is tried, and none but the last 
     uid         root, if the interpreter can be       what belongs to root or to any other user
                 read by all
 
-Without landlock, code can read what the account can read: the data set, and with it perhaps the expected answers. Keep
-those where the account cannot read, or watch the metric `files_hidden`. Not stopped anywhere: a covert channel, and a
-bug of the kernel; code from an adversary, not just from a model in training, belongs in a virtual machine.
+Without landlock, code can read what the account can: the data set, and with it perhaps the expected answers. Keep them
+elsewhere, or watch the metric `files_hidden`. Not stopped anywhere: a covert channel, and a bug of the kernel; code from
+an adversary belongs in a virtual machine.
 """

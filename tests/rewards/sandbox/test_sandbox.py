@@ -15,7 +15,7 @@ from sandboxes import STANDING, needs_landlock, needs_network_off, needs_seccomp
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.sandbox import run as sandbox_run
 from async_grpo.rewards.sandbox import seccomp
-from async_grpo.rewards.sandbox.confine import NETWORK_LEVELS, ruleset
+from async_grpo.rewards.sandbox.confine import LEVELS, NETWORK_LEVELS, ruleset
 from async_grpo.rewards.sandbox.run import Sandbox, SandboxError
 
 ROOT = Path(__file__).parents[3]
@@ -151,9 +151,7 @@ def listener():
         yield server
 
 
-@pytest.mark.parametrize(
-    "levels", [("seccomp",), ("namespaces",), ("uid", "namespaces", "landlock", "seccomp")]
-)
+@pytest.mark.parametrize("levels", [("seccomp",), ("namespaces",), LEVELS])
 def test_code_cannot_connect_to_a_listener_on_this_machine(listener, levels):
     if not set(levels) & NETWORK_LEVELS & STANDING:
         pytest.skip(f"no {levels} here")

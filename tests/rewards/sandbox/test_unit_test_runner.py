@@ -214,11 +214,6 @@ ATTACKS = {
                     setattr(module, name, lambda *args, **kwargs: True)
         def f(x): return 3
         """,
-    "patches the protocol": """
-        import json
-        json.dumps = lambda *args, **kwargs: '["value", true, {}]'
-        def f(x): return 3
-        """,
     "answers before it is asked and reports its own success": """
         import json, os
         for message in (["value", True, {}], {"verdict": True, "exit_code": 0}, ["value", 3, {"0": 2}]) * 4:
@@ -328,10 +323,8 @@ def test_what_takes_too_long_is_a_time_out_wherever_it_does():
 
 def test_tests_see_nothing_of_this_process_either():
     assert not passes("def f(): return 1", "import os\nassert f() and 'PATH' in os.environ")
-    assert (
-        passes("def f(): return 1", "import os\ntry:\n    os.fork()\nexcept OSError:\n    assert f()")
-        or "seccomp" not in STANDING
-    )
+    if "seccomp" in STANDING:
+        assert passes("def f(): return 1", "import os\ntry: os.fork()\nexcept OSError: assert f()")
 
 
 # The data between the two
