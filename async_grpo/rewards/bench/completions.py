@@ -196,9 +196,8 @@ async def _check_sample(
     return [
         f"{where}, it {_said(answer)}, while at first it {_said(first)}"
         for where, answer in answers.items()
-        if any(
-            getattr(answer, name) != getattr(first, name) for name in ("status", "reward", "extra", "steps")
-        )
+        if (answer.status, answer.reward, answer.extra, answer.steps)
+        != (first.status, first.reward, first.extra, first.steps)
     ]
 
 

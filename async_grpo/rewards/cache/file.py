@@ -91,13 +91,11 @@ class CacheFile:
         `max_bytes`; returns how many. The file shrinks.
         """
         age_s = unused_for_s if unused_for_s is not None else math.inf if adapter is None else -math.inf
-        old = "last_used <= ? AND (? IS NULL OR adapter = ?)"
+        old = "DELETE FROM verdicts WHERE last_used <= ? AND (? IS NULL OR adapter = ?) RETURNING 1"
         so_far = "sum(size) OVER (ORDER BY last_used DESC, key DESC) AS so_far"
         too_many = f"key IN (SELECT key FROM (SELECT key, {so_far} FROM verdicts) WHERE so_far > ?)"
         limit = math.inf if max_bytes is None else max_bytes
-        deleted = self._execute(
-            f"DELETE FROM verdicts WHERE {old} RETURNING 1", time.time() - age_s, adapter, adapter
-        )
+        deleted = self._execute(old, time.time() - age_s, adapter, adapter)
         deleted += self._execute(f"DELETE FROM verdicts WHERE {too_many} RETURNING 1", limit)
         return len(deleted)
 
