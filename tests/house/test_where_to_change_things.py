@@ -46,13 +46,6 @@ def own(tmp_path):
     return write
 
 
-def run_config(**changes) -> RunConfig:
-    settings = {"model_name_or_path": "m", "data_path": "d", "batch_size": 2, "samples_per_question": 3}
-    return RunConfig(
-        **settings, num_training_batches=1, max_generation_tokens=16, num_warmup_steps=0, **changes
-    )
-
-
 async def messages_of_one_step(config: RunConfig) -> list:
     """Two prompts of difficulty 1 and 3, three completions each of 2, 3 and 4 tokens; longer is better."""
     questions = [
@@ -71,7 +64,8 @@ async def messages_of_one_step(config: RunConfig) -> list:
 
 def test_an_estimator_with_an_input_of_its_own_is_one_file(own):
     name = own(ESTIMATOR, "by_difficulty")
-    config = run_config(advantage_estimator=name, estimator_options="power=2")
+    settings = {"advantage_estimator": name, "estimator_options": "power=2"}
+    config = chain_config(samples_per_question=3, num_training_batches=1, **settings)
     *batches, _ = asyncio.run(messages_of_one_step(config))
     advantages = sorted({float(a) for b in batches for a in b.advantages[b.loss_mask]})
     assert advantages == [-9.0, -1.0, 0.0, 1.0, 9.0]  # -1 0 1 times the difficulty squared
@@ -137,6 +131,6 @@ def test_a_run_knows_its_own_code_by_an_absolute_path_and_a_digest(own, monkeypa
     """Other processes of a run have other working folders."""
     name = own(LOSS, "reinforce")
     monkeypatch.chdir(tmp_path)
-    config = run_config(policy_loss="own.py:reinforce")
+    config = chain_config(policy_loss="own.py:reinforce")
     assert config.policy_loss == name
     assert list(digests([config.policy_loss, config.advantage_estimator])) == [name]
