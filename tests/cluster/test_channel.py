@@ -48,15 +48,10 @@ class Echo(ChannelServer):
         finally:
             self.running -= 1
 
-    async def items(self, count: int, last_after_s: float = 0.0):
-        self.running += 1
-        try:
-            for number in range(count):
-                await asyncio.sleep(last_after_s * (number == count - 1))
-                yield number
-            raise ConfigurationError("no more")
-        finally:
-            self.running -= 1
+    async def items(self, last_after_s: float):
+        yield 0
+        yield await self.sleep(last_after_s)
+        raise ConfigurationError("no more")
 
     async def fail(self, portable: bool) -> None:
         raise ConfigurationError("as asked") if portable else NotPortable("as asked")
@@ -84,10 +79,7 @@ async def test_a_burst_of_calls_is_answered_in_full_and_travels_in_one_message(e
 
 async def test_answers_come_to_their_callers_as_they_are_ready_not_in_the_order_of_asking(echo):
     one, other = Channel(echo, "echo"), Channel(echo, "echo")
-    slow, quick = (
-        asyncio.ensure_future(one.call("sleep", 1.0)),
-        asyncio.ensure_future(one.call("echo", 1)),
-    )
+    slow, quick = map(asyncio.ensure_future, (one.call("sleep", 1.0), one.call("echo", 1)))
     assert await other.call("echo", 2) == 2
     done, _ = await asyncio.wait({slow, quick}, return_when="FIRST_COMPLETED")
     assert done == {quick} and quick.result() == 1 and await slow == "slept"
@@ -117,19 +109,19 @@ async def test_a_cancelled_call_and_a_stream_that_is_closed_are_cancelled_in_the
     await asyncio.gather(call, return_exceptions=True)
     await until_running(0)
     assert (await channel.call("counts"))[2] == 1
-    async with contextlib.aclosing(channel.stream("items", 2, 600.0)) as items:
+    async with contextlib.aclosing(channel.stream("items", 600.0)) as items:
         assert await anext(items) == 0
         await until_running(1)
     await until_running(0)
 
 
 async def test_items_come_as_they_are_ready_and_then_what_the_handler_raised(echo):
-    channel, items = Channel(echo, "echo"), []
+    items = Channel(echo, "echo").stream("items", 1.0)
+    assert await anext(items) == 0
     started = time.monotonic()
+    assert await anext(items) == "slept" and time.monotonic() - started > 0.5
     with pytest.raises(ConfigurationError, match="no more"):
-        async for item in channel.stream("items", 3, 1.0):
-            items.append((item, time.monotonic() - started))
-    assert [item for item, _ in items] == [0, 1, 2] and items[2][1] - items[1][1] > 0.5
+        await anext(items)
 
 
 async def test_the_death_of_an_actor_fails_every_call_in_flight_and_every_later_one(echo):

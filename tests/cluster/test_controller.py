@@ -25,50 +25,40 @@ SETTINGS = replace(
 )
 
 
-class Links:
-    """`Connect` that only keeps what it is given: a test loses a worker by `lost[name]`."""
-
-    def __init__(self):
-        self.lost, self.closed, self.silent_s = {}, [], {}
-        self.completing = asyncio.Event()  # until it is set, no completion ends
-        self.asked = []  # worker, completions, greedy
-        self.dying = ""  # name of the one that dies at its third completion
-
-    def __call__(self, handle, name, on_lost):
-        self.lost[name] = on_lost
-        return Link(self, name)
+ASKED = []  # worker, completions, greedy
 
 
 class Link:
-    """`WorkerLink`."""
+    """`WorkerLink` to a worker whose completions do not end before `completing` is set."""
 
-    def __init__(self, links, name):
-        self._links, self._name = links, name
+    silent_s, is_closed, is_dying = 0.0, False, False  # a dying one is lost at its third completion
+
+    def __init__(self, handle, name, on_lost):
+        self.name, self.lose, self.completing = name, on_lost, asyncio.Event()
 
     async def call(self, method):
-        await asyncio.sleep(self._links.silent_s.get(self._name, 0.0))
+        await asyncio.sleep(self.silent_s)
         return {"token_timeline": [], "paused_s": 1.0, "busy": []}
 
     async def stream(self, method, token_ids, count, greedy):
-        self._links.asked.append((self._name[-2:], count, greedy))
-        await self._links.completing.wait()
+        ASKED.append((self.name, count, greedy))
+        await self.completing.wait()
         for number in range(count):
-            if number == 2 and self._name == self._links.dying:
+            if number == 2 and self.is_dying:
                 raise WorkerLost("killed in a test")
             yield completion(3)
 
     def close(self):
-        self._links.closed.append(self._name)
+        self.is_closed = True
 
 
 @pytest.fixture
-def links() -> Links:
-    return Links()
+def controller() -> RunController:
+    return RunController(SETTINGS, 5.0, Link, "least_loaded")
 
 
-@pytest.fixture
-def controller(links) -> RunController:
-    return RunController(SETTINGS, 5.0, links, "least_loaded")
+def link_to(controller: RunController, name: str) -> Link:
+    return controller._generation.by_id[name].link
 
 
 def worker(worker_id="g0", kind="generation", rewards="") -> WorkerInfo:
@@ -166,14 +156,15 @@ async def test_the_reference_is_never_sent_weights_and_works_at_once(controller)
     assert lease.worker_id == "r0"
 
 
-async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller, links):
+async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller):
     """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
     await controller.end_sync(package(SELF_TEST), [])
     await at_work(controller, "early")
     await controller.register(worker("late"), "handle")
-    links.lost["generation worker late"](WorkerLost("late died: killed"))
+    link = link_to(controller, "late")
+    link.lose(WorkerLost("late died: killed"))
     members = controller._generation.registry.members()
-    assert [info.worker_id for info in members] == ["early"] and links.closed == ["generation worker late"]
+    assert [info.worker_id for info in members] == ["early"] and link.is_closed
     with pytest.raises(WorkerLost, match="late was given up"):
         await controller.activate(worker("late"), 0)
     assert await controller.register(worker("late"), "handle") != []  # and it may come again
@@ -184,27 +175,25 @@ async def generate(controller: RunController, count: int = 8, **options: Any) ->
     return [c async for c in controller._generation.generate(prompt, count, **options)]
 
 
-async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_lost_one_is_fenced(
-    controller, links
-):
+async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_lost_one_is_fenced(controller):
     workers = controller._generation
     await at_work(controller, "g0", "g1")
-    links.dying = "generation worker g0"
-    links.completing.set()
-    assert len(await generate(controller)) == 8
-    assert links.asked == [("g0", 8, False), ("g1", 6, False)] and links.closed == ["generation worker g0"]
+    dying, other = link_to(controller, "g0"), link_to(controller, "g1")
+    dying.is_dying = True
+    dying.completing.set()
+    other.completing.set()
+    assert len(await generate(controller)) == 8 and dying.is_closed
+    assert ASKED[-2:] == [(dying.name, 8, False), (other.name, 6, False)]
     assert [info.worker_id for info in workers.registry.members()] == ["g1"]
     assert workers.registry.outstanding() == (0, 0) and await synced_to(controller) == {"g1"}
     await generate(controller, 1, greedy=True)
-    assert links.asked[-1] == ("g1", 1, True)
+    assert ASKED[-1] == (other.name, 1, True)
 
 
-async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(
-    controller, links, monkeypatch
-):
+async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, monkeypatch):
     monkeypatch.setattr("async_grpo.cluster.registered_workers.PROGRESS_TIMEOUT_S", 0.05)
     await at_work(controller, "g0", "g1")
-    links.silent_s["generation worker g1"] = 0.2
+    link_to(controller, "g1").silent_s = 0.2
     started, paused_s = time.monotonic(), "wait_generation_weights_s"
     assert (await controller._generation.take_stats())[paused_s] == 1.0
     assert time.monotonic() - started < 0.15

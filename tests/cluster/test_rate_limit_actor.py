@@ -6,6 +6,7 @@ import random
 import signal
 import time
 import uuid
+from functools import partial
 
 import pytest
 
@@ -26,8 +27,7 @@ def name() -> str:
     return f"traffic-{uuid.uuid4().hex[:8]}"
 
 
-def traffic_of(name: str) -> RemoteRateLimiter:
-    return RemoteRateLimiter(name, silence_s=1.5)
+traffic_of = partial(RemoteRateLimiter, silence_s=1.5)
 
 
 @pytest.fixture

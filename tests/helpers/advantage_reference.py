@@ -146,7 +146,7 @@ def scores(rows, which="a"):
 
 def grpo(row, t, peers, members, which="a"):
     mean, variance = moments(scores(peers, which))
-    if min(scores(peers, which)) == max(scores(peers, which)):
+    if len(set(scores(peers, which))) == 1:
         return 0.0
     return (score(row, which) - mean) / (math.sqrt(variance) + 1e-6)
 
@@ -192,7 +192,7 @@ def reinforce_plus_plus(row, t, peers, members, gamma):
 
 
 def remax(row, t, peers, members):
-    return math.fsum(row.a[u] for u in row.used if u >= t) - row.baseline
+    return reinforce_plus_plus(row, t, peers, members, gamma=1.0) - row.baseline
 
 
 def gdpo(row, t, peers, members):
@@ -211,9 +211,8 @@ def grpo_process(row, t, peers, members):
     if len(pool) < 2 or min(pool) == max(pool):
         return 0.0
     mean, variance = moments(pool)
-    return math.fsum(
-        (row.a[u] - mean) / (math.sqrt(variance) + 1e-6) for u in row.used if u >= t and row.steps_a[u]
-    )
+    later = [row.a[u] for u in row.used if u >= t and row.steps_a[u]]
+    return math.fsum((reward - mean) / (math.sqrt(variance) + 1e-6) for reward in later)
 
 
 def prime_rloo(row, t, peers, members):
@@ -228,13 +227,10 @@ def prime_rloo(row, t, peers, members):
     return total
 
 
-FORMULAS = {
-    formula.__name__: formula
-    for formula in (
-        *(grpo, dr_grpo, rloo, opo, gpg, grpo_passk, grpo_batch_std),
-        *(reinforce_plus_plus, remax, gdpo, gae, grpo_process, prime_rloo),
-    )
-} | {"reinforce_plus_plus_baseline": dr_grpo}
+OUTCOME = (grpo, dr_grpo, rloo, opo, gpg, grpo_passk, grpo_batch_std)
+OTHERS = (reinforce_plus_plus, remax, gdpo, gae, grpo_process, prime_rloo)
+FORMULAS = {formula.__name__: formula for formula in OUTCOME + OTHERS}
+FORMULAS["reinforce_plus_plus_baseline"] = dr_grpo
 NAMES = tuple(FORMULAS)
 WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "prime_rloo", "gae"}
 

@@ -5,12 +5,13 @@ import copy
 import threading
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
-from tiny_policy import VOCAB, save_tiny_model, tiny_model
+from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.logprob.logprob_worker import LogprobWorker
@@ -139,16 +140,14 @@ async def test_a_caller_that_gives_up_is_not_computed_for_and_the_loop_stays_res
     assert policy.batches == [[4], [2]]
 
 
-async def test_new_weights_are_loaded_between_batches_and_change_the_answers():
-    ids = np.arange(1, 20, dtype=np.int32)
-    new = PolicyModel(tiny_model(seed=2))
-    async with serving(PolicyModel(tiny_model(seed=1))) as server, serving(new) as fresh:
-        before = (await server.logprobs([ids], [1]))[0]
-        await server.update(0, images(named_full_tensors(PolicyModel(tiny_model(seed=2)))))
-        after = (await server.logprobs([ids], [1]))[0]
-        expected = (await fresh.logprobs([ids], [1]))[0]
+async def test_new_weights_change_the_answers():
+    ids, new = np.arange(1, 20, dtype=np.int32), PolicyModel(tiny_model(seed=2))
+    async with serving(PolicyModel(tiny_model(seed=1))) as server:
+        before = await server.canary(ids)
+        await server.update(0, images(named_full_tensors(new)))
+        after = await server.canary(ids)
     assert np.abs(before - after).max() > 0.1
-    np.testing.assert_allclose(after, expected, atol=1e-6)
+    np.testing.assert_allclose(after, canary_logprobs(new, ids), atol=1e-6)
 
 
 async def test_weights_wait_for_the_forward_under_way():
@@ -183,27 +182,22 @@ async def test_tensors_that_are_not_sent_keep_their_values():
 
 async def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_more():
     policy = FakePolicy(held_up=True)
-    async with serving(policy, max_tokens=4, max_wait_s=0.0) as server:
-        waiting = [asking(server, 4) for _ in range(3)]
+    async with serving(policy, max_tokens=4, max_wait_s=3600) as server:
+        waiting = [asking(server, 4), asking(server, 4), asking(server, 2)]
         await asyncio.sleep(0.05)
         server.close()
         policy.free.set()
         assert {type(answer) for answer in await settled(*waiting, asking(server, 1))} == {WorkerLost}
 
 
-async def test_closing_fails_a_batch_that_still_waits_for_company():
-    async with serving(FakePolicy(), max_wait_s=3600) as server:
-        waiting = asking(server, 4)
-        await asyncio.sleep(0.05)
-        server.close()
-        assert isinstance((await settled(waiting))[0], WorkerLost)
-
-
-async def test_a_server_starts_from_a_model_folder(tmp_path):
-    save_tiny_model(tmp_path)
-    server = LogprobWorker.from_folder(tmp_path, dtype="float32", max_tokens=100, max_wait_s=0.0)
-    assert (await server.logprobs([np.arange(5, dtype=np.int32)], [2]))[0].shape == (3,)
+async def test_a_run_s_server_starts_from_a_folder_and_closing_fails_a_batch_that_waits_for_company(tmp_path):
+    config = SimpleNamespace(model_path=save_tiny_model(tmp_path), max_tokens_per_gpu=10, max_wait_s=3600)
+    server = LogprobWorker.start(config, SETTINGS)
+    assert (await asking(server, 10))[0].shape == (9,)
+    waiting = asking(server, 4)
+    await asyncio.sleep(0.05)
     server.close()
+    assert isinstance((await settled(waiting))[0], WorkerLost)
 
 
 async def test_a_landing_check_is_answered_at_temperature_1_whatever_the_server_samples_at():

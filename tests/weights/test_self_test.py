@@ -63,17 +63,12 @@ class Engine(WatchedLink):
         return np.concatenate([np.zeros(1, np.float32), chosen]) + np.float32(self.bias)
 
 
-def publisher(engine: Engine, tolerance: float | None = None) -> Publisher:
-    canary = Canary(Canary.text(VOCAB, TOKENS), canary_logprobs)
+def synced(layers=2, hidden=256, watched=(), tolerance=None) -> tuple[Engine, Publisher, PolicyModel]:
+    """An engine, its trainer's publisher and policy."""
+    engine, canary = Engine(layers, hidden, watched), Canary(Canary.text(VOCAB, TOKENS), canary_logprobs)
     config = WeightConfig(canary_tolerance=tolerance)
-    return Publisher(engine, named_weights, canary, torch.bfloat16, 0, config)
-
-
-@pytest.fixture
-def synced():
-    """A small engine, its trainer's publisher and policy."""
-    engine = Engine(2, 256)
-    return engine, publisher(engine), PolicyModel(fresh_model(2, 256))
+    sender = Publisher(engine, named_weights, canary, torch.bfloat16, 0, config)
+    return engine, sender, PolicyModel(fresh_model(layers, hidden))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +77,8 @@ def synced():
 )
 def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(layers, hidden, watched):
     """Group 0 lies outside the layers. Before, all tensors were changed at once by noise of at least 0.1."""
-    engine = Engine(layers, hidden, watched)
-    metrics = publisher(engine).publish(PolicyModel(fresh_model(layers, hidden)), 0, self_test=True)
+    engine, sender, policy = synced(layers, hidden, watched)
+    metrics = sender.publish(policy, 0, self_test=True)
     assert len(engine.healthy) == layers + 1 and max(engine.healthy) < 0.75
     assert len(engine.lost) == sum(2 + (hidden >= 2048) if group == 0 else 12 for group in watched)
     assert min(engine.lost.values()) > 1.5
@@ -97,8 +92,8 @@ def change(model: PolicyModel, size: float) -> None:
             parameter.add_(size * torch.randn(parameter.shape).to(parameter.dtype))
 
 
-def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_measured(synced):
-    engine, sender, policy = synced
+def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_measured():
+    engine, sender, policy = synced()
     sender.publish(policy, 0, self_test=True)
     rounding = engine.tolerances[-1] / 3
     assert rounding < 0.01  # the tolerance was 0.3 before
@@ -109,8 +104,8 @@ def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_meas
         sender.publish(policy, 2)
 
 
-def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync(synced):
-    engine, sender, policy = synced
+def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync():
+    engine, sender, policy = synced()
     engine.bias = 0.02
     sender.publish(policy, 0)
     sender._rounding = 0.002  # 0.02 would be ten times too much
@@ -118,8 +113,8 @@ def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync(synced):
     assert sender.publish(policy, 1)["canary_error"] > 0.02
 
 
-def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved(synced):
-    engine, sender, policy = synced
+def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
+    engine, sender, policy = synced()
     sender.publish(policy, 0, self_test=True)
     engine.is_stale = True
     sender.publish(policy, 1)  # the same weights: nothing to see
@@ -129,6 +124,6 @@ def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved(synced):
 
 
 def test_a_tolerance_that_is_given_is_the_one_that_counts():
-    engine = Engine(2, 256)
-    publisher(engine, tolerance=0.5).publish(PolicyModel(fresh_model(2, 256)), 0, self_test=True)
+    engine, sender, policy = synced(tolerance=0.5)
+    sender.publish(policy, 0, self_test=True)
     assert set(engine.tolerances) == {0.5}
