@@ -119,12 +119,8 @@ class Engines(EngineLink, Protocol):
     def begin(self) -> Mapping[str, int]:
         """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
 
-    def pause(self, version: int) -> None:
-        """Hold all requests; those that come from now on belong to `version`."""
-
-    def resume(self, version: int) -> None: ...
-
-    def receipts(self, package: WeightPackage) -> Mapping[str, Receipt]: ...
+    def each(self, method: str, *args: Any) -> Mapping[str, Any]:
+        """One step of all engines, by name (`pause`, `resume` or `receipt`); returns the answers by worker."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 

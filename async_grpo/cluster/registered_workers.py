@@ -47,11 +47,8 @@ class RegisteredWorkers:
         self._settled.set()
 
     async def register(self, info: WorkerInfo, handle: Any) -> list[WeightPackage]:
-        """Let a worker in; returns what it must load, and prove, before `activate`.
-
-        Nothing before the first sync, which it then takes part in, and nothing where weights travel outside the
-        packages (NCCL): there it waits for the next sync.
-        """
+        """Let a worker in; returns what it must load, and prove, before `activate`: nothing before the first sync, nor
+        where weights travel outside the packages (NCCL). Then it takes part in the next sync."""
         await self._settled.wait()
         self.registry.register(info)
         worker_id, current = info.worker_id, self._current()
@@ -88,20 +85,16 @@ class RegisteredWorkers:
             worker.link.close()
 
     def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles.
-
-        A worker that is joining is left out: it loads the current package by itself, and again if this comes first.
-        """
+        """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles; not
+        one that is joining: it loads the current package by itself, and again if this comes first."""
         if self.is_frozen:
             return []
         self._settled.clear()
         return [(worker.info, worker.handle) for worker in self.by_id.values() if not worker.is_joining]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """`landed` hold the weights of `package`: they may work, and no other worker may.
-
-        A package of the self-test is kept, for every late worker to be tested as the first ones were.
-        """
+        """`landed` hold the weights of `package`: they may work, and no other worker may. Packages of the self-test are
+        kept, for late workers to be tested as the first ones were."""
         if package.version == SELF_TEST:
             self._self_test.append(package)
         elif not self.is_frozen:
@@ -112,10 +105,7 @@ class RegisteredWorkers:
 
     @asynccontextmanager
     async def lease(self, sequences: int, tokens_each: int) -> AsyncIterator[tuple[WorkerLink, Lease]]:
-        """The next worker that takes `sequences` at once; see `WorkerRegistry.acquire`.
-
-        `WorkerLost` in the block fences it and goes no further: the work is to be done again.
-        """
+        """The next worker that takes `sequences` at once; `WorkerLost` in the block fences it, and goes no further."""
         lease = await self.registry.acquire(sequences, tokens_each)
         try:
             yield self.by_id[lease.worker_id].link, lease

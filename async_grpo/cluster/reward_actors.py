@@ -67,9 +67,8 @@ class RunVerification:
         os.environ.update(secrets)
         self._source, self._config, self._environment = source, config, environment
         self._addresses = addresses = config.judge_addresses
-        self._adapters = {
-            name: addresses.give(one) for name, one in resolve(source, config.all_names).items()
-        }
+        rewards = resolve(source, config.all_names)
+        self._adapters = {name: addresses.give(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first
@@ -81,34 +80,27 @@ class RunVerification:
         self._open.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware(budget_path)
         self._open.push_async_callback(self._middleware.close)
-        self._pool = pool = self._make_pool()
-        self._open.push_async_callback(pool.close)
-        self.start, self.verify, self.post_process = pool.start, pool.verify, pool.post_process
-
-    async def take_stats(self) -> dict[str, Any]:
-        """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
-        return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
-
-    async def close(self) -> None:
-        """End all workers, each with its reward's `close`, and let go of files and permits; a few seconds at most."""
-        await self._open.aclose()
-
-    def _make_pool(self) -> VerifierPool:
-        config, judges = self._config, self._judges
-        return VerifierPool(
+        in_processes = self._adapters.keys() - self._judges.keys()
+        self._pool = pool = VerifierPool(
             config.adapters,
             partial(self._make_worker, phase=TRAINING),
             make_evaluator=partial(self._make_worker, phase=EVALUATION),
-            workers={n: 1 if n in judges else config.num_verifiers(n) for n in self._adapters},
-            evaluation_workers={n: 1 if n in judges else config.evaluation_verifiers for n in self._adapters},
+            workers={name: config.num_verifiers(name) for name in in_processes},
+            evaluation_workers=dict.fromkeys(in_processes, config.evaluation_verifiers),
             combination=config.combination,
             fallbacks=config.fallbacks,
             middleware=self._middleware,
             timeout_s=config.reward_timeout_s,
         )
+        self._open.push_async_callback(pool.close)
+        self.start, self.verify, self.post_process = pool.start, pool.verify, pool.post_process
+        self.close = self._open.aclose
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `verifiers`, by adapter, and the numbers of cache and budget."""
+        return {"verifiers": self._pool.take_stats(), **self._middleware.stats()}
 
     def _make_middleware(self, budget_path: str | None) -> CallMiddleware:
-        """With cache and budget, where there are any."""
         config, cache, budget = self._config, None, None
         if config.verdict_cache:
             max_mb = config.verdict_cache_mb

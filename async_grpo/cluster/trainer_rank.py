@@ -50,10 +50,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 
 
 def train(config: RunConfig, prepared: Prepared | None) -> None:
-    """Run this rank to the end of the run.
-
-    Args:
-        prepared: the run's inputs, on rank 0; the other ranks read no data and get the settings from it.
+    """Run this rank to the end of the run. `prepared`: its inputs, on rank 0, of which the others get the settings.
 
     Raises:
         AsyncGrpoError: whatever ended the run before its time.
@@ -81,11 +78,8 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     budget_path = None if config.judge_budget is None else str(config.output_path / BUDGET_FILE)
     secrets, environment = rewards.secrets(), config.reward_environment()
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
-    questions = ray.put(prepared.questions)
-    started = controller.start_batcher.remote(
-        config, prepared.facts, ranks.world_size, questions, verification
-    )
-    answer(started, config.start_timeout_s)
+    inputs = config, prepared.facts, ranks.world_size, ray.put(prepared.questions), verification
+    answer(controller.start_batcher.remote(*inputs), config.start_timeout_s)
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     await_workers(controller, config)
@@ -230,8 +224,7 @@ class RemoteExperience:
     """
 
     def __init__(self, config: RunConfig, controller: Any, rank: int, eval_questions: list[Question]) -> None:
-        self._config, self._controller, self._rank = config, controller, rank
-        self._questions = eval_questions
+        self._config, self._controller, self._rank, self._questions = config, controller, rank, eval_questions
         self._next: Any = None
 
     def start(self) -> None:
@@ -259,9 +252,8 @@ class RemoteExperience:
         log.info("evaluating %d held-out questions at step %d", len(self._questions), step)
         evaluation = self._controller.evaluate.remote(self._questions, 1)
         result = answer(evaluation, self._config.experience_timeout_s)
-        samples = result.pop("samples")
+        samples, folder = result.pop("samples"), self._config.output_path
         numbers = {f"eval_{key}": value for key, value in result.items()}
-        folder = self._config.output_path
         with (folder / EVAL_FILE).open("a", encoding="utf-8") as lines:
             lines.write(as_json({"step": step, "seconds": time.monotonic() - started, **numbers}))
         (folder / f"eval_samples_{step}.jsonl").write_text("".join(map(as_json, samples)), encoding="utf-8")

@@ -60,9 +60,7 @@ class RayEngines:
                 log.error("a worker did not load version %s and is fenced: %s", package.version, losses[-1])
                 answer(self._controller.deregister.remote(info.kind, info.worker_id, losses[-1]))
         if not generates:
-            raise WorkerLost(
-                f"no generation worker took the weights of version {package.version}: {'; '.join(losses)}"
-            )
+            raise WorkerLost(f"no engine took the weights of version {package.version}: {'; '.join(losses)}")
         return receipts
 
     def begin(self) -> dict[str, int]:
@@ -70,35 +68,24 @@ class RayEngines:
         self._members = [member for member in members if member[0].kind == GENERATION]
         return {info.worker_id: info.world_size for info, _ in self._members}
 
-    def pause(self, version: int) -> None:
-        self._each("pause", version)
-
-    def resume(self, version: int) -> None:
-        self._each("resume", version)
-
-    def receipts(self, package: WeightPackage) -> dict[str, Receipt]:
-        return self._each("receipt", package.canary_ids)
-
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every engine joins the group after the ones before it: rank 0 is the trainer."""
-        joining, offset = [], init_info["rank_offset"]
+        joining, own = [], dict(init_info)
         for info, handle in self._members:
-            joining.append(
-                handle.transfer.remote("init_weight_transfer", {**init_info, "rank_offset": offset})
-            )
-            offset += info.world_size
+            joining.append(handle.transfer.remote("init_weight_transfer", dict(own)))
+            own["rank_offset"] += info.world_size
         self._get(joining)
 
     def start_weight_update(self) -> None:
-        self._each("start_weight_update")
+        self.each("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._each("receive_weights", update_info)
+        self.each("receive_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._each("finish_weight_update")
+        self.each("finish_weight_update")
 
-    def _each(self, method: str, *args: Any) -> dict[str, Any]:
+    def each(self, method: str, *args: Any) -> dict[str, Any]:
         answers = self._get([handle.transfer.remote(method, *args) for _, handle in self._members])
         return {info.worker_id: one for (info, _), one in zip(self._members, answers, strict=True)}
 
@@ -106,6 +93,4 @@ class RayEngines:
         try:
             return ray.get(references, timeout=self._timeout_s)
         except LOST as error:
-            raise WorkerLost(
-                f"a generation worker was lost in an NCCL weight sync: {cause_of(error)}"
-            ) from error
+            raise WorkerLost(f"an engine was lost in an NCCL weight sync: {cause_of(error)}") from error

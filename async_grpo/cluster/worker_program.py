@@ -98,13 +98,12 @@ class GenerationActor(WorkerActor):
         Raises:
             ConfigurationError: the engine has no such steps.
         """
-        step = getattr(self._engine, method, None)
-        if step is None:
+        if not hasattr(self._engine, method):
             raise ConfigurationError(
                 f"{type(self._engine).__name__} can only be given weights in packages: choose another "
                 "--weight-transport, or an --engine with the steps that GenerationWorker has"
             )
-        return await step(*args)
+        return await getattr(self._engine, method)(*args)
 
 
 class LogprobActor(WorkerActor):
@@ -125,8 +124,8 @@ def dispatch(config: WorkerConfig) -> None:
     controller = find_controller(config.run_name, config.start_timeout_s)
     closed = controller.closed.remote()
     try:
-        settings: SharedRunSettings = _unless_closed(controller.settings.remote(), closed, CONTROL_TIMEOUT_S)
-        kind = GENERATION if config.mode == "generation" else config.role
+        settings = _unless_closed(controller.settings.remote(), closed, CONTROL_TIMEOUT_S)
+        kind = GENERATION if config.mode == GENERATION else config.role
         try:
             check_model(config.model_path, settings)
         except ConfigurationError as refusal:
@@ -134,8 +133,8 @@ def dispatch(config: WorkerConfig) -> None:
             raise
         if kind not in (GENERATION, *settings.logprob_roles):
             raise ConfigurationError(
-                f"the loss of run {settings.run_name!r} uses no {kind} log-probs: this worker would have nothing to do "
-                "(a reference is used with --kl-coef above 0, a proximal one with --old-policy proximal)"
+                f"the loss of run {settings.run_name!r} uses no {kind} log-probs (a reference is used with --kl-coef "
+                "above 0, a proximal one with --old-policy proximal)"
             )
         _work(config, settings, kind, controller, closed)
     except _RunIsOver as over:

@@ -1,7 +1,4 @@
-"""The options of one engine, and which engines there are.
-
-What must be equal everywhere comes from `SharedRunSettings` instead.
-"""
+"""The options of one engine, and which engines there are. What all must share comes from `SharedRunSettings`."""
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -42,7 +39,7 @@ def engine_class(name: str) -> type[Engine]:
         found = resolve_name(found)
     if missing := [method for method in _METHODS if not callable(getattr(found, method, None))]:
         raise ConfigurationError(
-            f"--engine {name}: {found!r} lacks {', '.join(missing)} (see async_grpo.protocols.Engine)"
+            f"--engine {name}: lacks {', '.join(missing)} (see async_grpo.protocols.Engine)"
         )
     return found
 

@@ -93,7 +93,20 @@ class GenerationWorker:
 
     async def _complete(self, prompt_token_ids: np.ndarray, greedy: bool) -> Completion:
         self._check_fit()
-        params = self._sampling_params(len(prompt_token_ids), greedy)
+        room = self.settings.max_total_tokens - len(prompt_token_ids)
+        if room < 1:
+            raise ConfigurationError(
+                f"a prompt of {len(prompt_token_ids)} tokens leaves no room in {self.settings.max_total_tokens} tokens: "
+                "shorten it or raise --max-generation-tokens"
+            )
+        params = SamplingParams(
+            temperature=0.0 if greedy else self.settings.temperature,
+            max_tokens=min(self.settings.max_completion_tokens, room),
+            stop_token_ids=list(self.settings.stop_token_ids),
+            logprobs=0,  # the sampled token's own
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
         prompt = {"prompt_token_ids": prompt_token_ids.tolist(), "cache_salt": str(self.policy_version)}
         request = next(self._request_ids)
@@ -109,22 +122,6 @@ class GenerationWorker:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
 
-    def _sampling_params(self, prompt_length: int, greedy: bool = False) -> SamplingParams:
-        room = self.settings.max_total_tokens - prompt_length
-        if room < 1:
-            raise ConfigurationError(
-                f"a prompt of {prompt_length} tokens leaves no room in {self.settings.max_total_tokens} tokens: "
-                "shorten it or raise --max-generation-tokens"
-            )
-        return SamplingParams(
-            temperature=0.0 if greedy else self.settings.temperature,
-            max_tokens=min(self.settings.max_completion_tokens, room),
-            stop_token_ids=list(self.settings.stop_token_ids),
-            logprobs=0,  # the sampled token's own
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
     async def _last_output(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
         name = str(next(self._request_ids))
         try:
@@ -138,16 +135,15 @@ class GenerationWorker:
     def _completion(self, output: CompletionOutput) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int32)
         if output.finish_reason not in ("stop", "length"):
-            end = f"{output.finish_reason!r} after {len(token_ids)} tokens"
-            raise WorkerLost(f"the engine ended a request with {end}")
+            raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
         steps = zip(output.logprobs, output.token_ids, strict=True)
         stopped = output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
-        ends = char_ends(self.tokenizer, token_ids.tolist(), text) if self.settings.char_ends else None
+        ends = char_ends(self.tokenizer, output.token_ids, text) if self.settings.char_ends else None
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray([step[token].logprob for step, token in steps], np.float32),
-            versions=_versions(output, len(token_ids)),
+            versions=_versions(output),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
             char_ends=ends,
@@ -213,10 +209,7 @@ class GenerationWorker:
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
-        return {
-            name: TensorRecord(dtype, tuple(shape), digest)
-            for name, (dtype, shape, digest) in receipts[0].items()
-        }
+        return {name: TensorRecord(kind, tuple(shape), d) for name, (kind, shape, d) in receipts[0].items()}
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""
@@ -246,18 +239,16 @@ class GenerationWorker:
         self.engine.shutdown()
 
 
-def _versions(output: CompletionOutput, num_tokens: int) -> np.ndarray:
+def _versions(output: CompletionOutput) -> np.ndarray:
     """(T,) int32: the policy version of every token, from the engine's own spans."""
-    versions = np.full(num_tokens, UNSYNCED, np.int32)
+    versions = np.full(len(output.token_ids), UNSYNCED, np.int32)
     for span in output.weight_versions or ():
         if span.version.lstrip("-").isdigit():
             versions[span.start : span.end] = int(span.version)
     return versions
 
 
-def engine_arguments(
-    options: EngineConfig, settings: SharedRunSettings, worker_extension: str
-) -> AsyncEngineArgs:
+def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
     """The run's settings, the worker's options, and `--engine-options`.
 
     Raises:
@@ -276,7 +267,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
         "seed": settings.seed,
         "weight_transfer_config": WeightTransferConfig(get_transport(settings.transport).engine_backend),
-        "worker_extension_cls": worker_extension,
+        "worker_extension_cls": extension,
         "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
         "enable_log_requests": False,
     }

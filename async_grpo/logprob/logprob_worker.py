@@ -9,8 +9,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,16 +23,12 @@ from async_grpo.types import SharedRunSettings
 from async_grpo.weights.package import unpack
 
 
-@dataclass
 class _Request:
     """One sequence on its way through the queue; `answer` gets its completion's log-probs (T,)."""
 
-    token_ids: np.ndarray
-    prompt_length: int
-    answer: asyncio.Future[np.ndarray] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    arrived: float = field(default_factory=time.monotonic)
+    def __init__(self, token_ids: np.ndarray, prompt_length: int) -> None:
+        self.token_ids, self.prompt_length, self.arrived = token_ids, prompt_length, time.monotonic()
+        self.answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
 
 
 class LogprobWorker:
@@ -59,17 +53,11 @@ class LogprobWorker:
         self._closed = False
 
     @classmethod
-    def from_folder(cls, model_path: str | Path, *, dtype: str, **options: Any) -> "LogprobWorker":
-        """A server of the model in `model_path`, on the GPU if there is one; `options`: the constructor's."""
-        policy = PolicyModel(load_causal_lm(model_path, dtype))
-        return cls(policy.to("cuda" if torch.cuda.is_available() else "cpu"), **options)
-
-    @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> "LogprobWorker":
-        """A server for a run. `config`: the `WorkerConfig`."""
-        return cls.from_folder(
-            config.model_path,
-            dtype=settings.dtype,
+        """A server for a run, on the GPU if there is one. `config`: the `WorkerConfig`."""
+        policy = PolicyModel(load_causal_lm(config.model_path, settings.dtype))
+        return cls(
+            policy.to("cuda" if torch.cuda.is_available() else "cpu"),
             max_tokens=config.max_tokens_per_gpu,
             max_wait_s=config.max_wait_s,
             temperature=settings.temperature,

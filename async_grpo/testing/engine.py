@@ -36,10 +36,7 @@ class FakeEngine:
         """Load the weights of `config.model_path`, as a logprob worker would."""
         from async_grpo.logprob.logprob_worker import LogprobWorker
 
-        model = LogprobWorker.from_folder(
-            config.model_path, dtype=settings.dtype, max_tokens=settings.max_total_tokens
-        )
-        return cls(model, settings)
+        return cls(LogprobWorker.start(config, settings), settings)
 
     async def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False

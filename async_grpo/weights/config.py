@@ -1,6 +1,5 @@
-"""The options of the weight sync, and how weights travel: a registry. A new way is a file of its own, and one entry here
-(or FILE.py:NAME). Light to import: the publishers themselves are imported where they are made.
-"""
+"""The options of the weight sync, and how weights travel: a registry. A new way is a file of its own and one entry here.
+Light to import: the publishers themselves are imported where they are made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

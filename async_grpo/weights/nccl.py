@@ -47,12 +47,12 @@ class NCCLPublisher(Publisher):
                 self._sender.shutdown()
             self._sender = self._within_deadline(self.make_engine, 1 + sum(members.values()))
             self._members = dict(members)
-        self._engines.pause(draft.version)
+        self._engines.each("pause", draft.version)
         # If this fails the engines stay paused: the run is over
         self._within_deadline(self._sender.send_weights)
-        self._engines.resume(draft.version)
+        self._engines.each("resume", draft.version)
         package = replace(draft, manifest=self._source.sent)
-        return package, self._engines.receipts(package)
+        return package, self._engines.each("receipt", package.canary_ids)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run in a daemon thread with a watchdog: an NCCL broadcast whose peer is gone never returns, and can neither be

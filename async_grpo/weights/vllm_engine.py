@@ -61,11 +61,8 @@ class Receipts:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Let every LM head process its (shared) weight again, as it did after the first load.
-
-    vLLM's layers pack their weights on the CPU when loading ends, and the layerwise reload re-packs only layers that
-    received a tensor of their own. A tied head receives none: it would go on multiplying by its old packed copy.
-    """
+    """Let every LM head process its weight again. vLLM's layers pack their weights on the CPU when loading ends, and the
+    layerwise reload re-packs only those that received a tensor of their own; a tied head would keep its old copy."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
@@ -107,8 +104,7 @@ class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, O
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         with safe_open(update_info.path, framework="pt") as image:
             # Copies: the layerwise reload keeps tensors beyond the life of the shared memory.
-            names = list(image.keys())
-            self.model.load_weights((name, image.get_tensor(name).clone()) for name in names)
+            self.model.load_weights((name, image.get_tensor(name).clone()) for name in list(image.keys()))
 
     def shutdown(self) -> None:
         pass

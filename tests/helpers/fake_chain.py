@@ -74,7 +74,8 @@ class Chain:
 
     def join(self, worker_id: str, kind: Any) -> InProcessWorker:
         async def start() -> InProcessWorker:
-            worker = InProcessWorker(kind.start(SimpleNamespace(model_path=self.folder), SETTINGS))
+            config = SimpleNamespace(model_path=self.folder, max_tokens_per_gpu=256, max_wait_s=0.0)
+            worker = InProcessWorker(kind.start(config, SETTINGS))
             info = WorkerInfo(worker_id, "generation", 2 * MEMBERS, worker.engine.kv_cache_tokens)
             await self.controller.register(info, worker)
             return worker

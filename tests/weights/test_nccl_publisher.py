@@ -26,14 +26,10 @@ class Control:
     def begin(self):
         return self.members
 
-    def pause(self, version):
-        self.log.append(f"pause {version}")
-
-    def resume(self, version):
-        self.log.append(f"resume {version}")
-
-    def receipts(self, package):
-        return dict.fromkeys(self.members, (self.received, logprobs(self.model, package.canary_ids)))
+    def each(self, method, argument):
+        if method == "receipt":
+            return dict.fromkeys(self.members, (self.received, logprobs(self.model, argument)))
+        self.log.append(f"{method} {argument}")
 
     def commit(self, package, landed):
         self.log.append(f"commit {package.version} {','.join(landed)}")
