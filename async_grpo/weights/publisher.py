@@ -121,7 +121,7 @@ class Publisher:
         self._remember(self._transact(model, unchanged))
         weights, restored = dict(self._source.named_weights(model)), frozenset[str]()
         for group in self_test_groups(weights):
-            with perturbed({name: weights[name] for name in group}):
+            with perturbed({name: w for name, w in weights.items() if name in group}):  # in one order
                 changed = self._draft(model, SELF_TEST)
                 moved = rms(changed.canary_logprobs - unchanged.canary_logprobs)
                 # What an engine that lost nothing may differ by
