@@ -8,12 +8,10 @@ brings in neither torch nor Ray.
 'async_grpo.rewards.pool'
 """
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the list of the public names, which is read below: `X as X` says that X is one
+if TYPE_CHECKING:  # for type checkers; `X as X` says that the name is public
     from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from async_grpo.algorithm.aggregation import aggregate_loss as aggregate_loss
     from async_grpo.algorithm.kl import kl_penalty as kl_penalty
@@ -39,16 +37,31 @@ if TYPE_CHECKING:  # the list of the public names, which is read below: `X as X`
 
 __version__ = "0.1.0"
 
-_SOURCE = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-_IMPORTS = [node for node in _SOURCE if isinstance(node, ast.ImportFrom)]
-_HOME = {one.name: node.module for node in _IMPORTS for one in node.names if one.asname}
+_MODULES = {
+    "algorithm.advantages": ("ADVANTAGE_ESTIMATORS",),
+    "algorithm.aggregation": ("aggregate_loss",),
+    "algorithm.kl": ("kl_penalty",),
+    "algorithm.losses": ("POLICY_LOSSES",),
+    "algorithm.off_policy": ("importance_weights", "rejection_mask"),
+    "config.run": ("RunConfig", "WorkerConfig"),
+    "data.reward_registry": ("REWARD_ADAPTERS", "RewardType"),
+    "errors": ("AsyncGrpoError", "ConfigurationError"),
+    "experience.batcher": ("ExperienceBatcher",),
+    "experience.worker_registry": ("WorkerRegistry",),
+    "generation.generation_worker": ("GenerationWorker",),
+    "launch.local_run": ("LocalConfig", "run_locally"),
+    "logprob.logprob_worker": ("LogprobWorker",),
+    "rewards.pool": ("VerifierPool",),
+    "types": ("AdapterResult", "RewardStatus", "Verdict"),
+}
+_HOME = {name: f"async_grpo.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'async_grpo' has no attribute {name!r}")
-    return getattr(import_module(str(_HOME[name])), name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
