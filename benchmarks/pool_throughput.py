@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.isolation.adapter_process import process_maker
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.pool import VerifierPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,11 @@ async def pooled(
     source: RewardRegistrySource, adapter: str, rows: list[dict], processes: int, in_flight: int
 ) -> tuple[float, float]:
     """(seconds, summed rewards) of the pool, with so many samples in flight."""
-    pool = VerifierPool([adapter], process_maker(source), workers=processes)
+
+    async def make(name: str) -> AdapterProcess:
+        return await AdapterProcess(source, name).start()
+
+    pool = VerifierPool([adapter], make, workers=processes)
     await pool.start()
     gate, rewards = asyncio.Semaphore(in_flight), []
 

@@ -79,7 +79,6 @@ class RunVerification:
             self._open.push_async_callback(self._idle_sleep.close)
         self._open.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware(budget_path)
-        self._open.push_async_callback(self._middleware.close)
         in_processes = self._adapters.keys() - self._judges.keys()
         self._pool = pool = VerifierPool(
             config.adapters,
@@ -106,6 +105,7 @@ class RunVerification:
             max_mb = config.verdict_cache_mb
             max_bytes = None if max_mb is None else round(max_mb * 2**20)
             cache = VerdictCache(config.verdict_cache, max_bytes=max_bytes)
+            self._open.push_async_callback(cache.close)
         paid = {name: judge for name, judge in self._judges.items() if getattr(judge, PRICE, None)}
         if paid:
             budget = Budget(config.judge_budget, policy=config.judge_budget_policy, path=budget_path)

@@ -22,7 +22,6 @@ from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments, required
 from async_grpo.rewards.bench.completions import CompletionRow, check_adapter, read_rows, score_rows
 from async_grpo.rewards.bench.report import Report, one_line
-from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.standalone import LocalWorkers
@@ -113,8 +112,7 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
         elif not rights:
             said = "skipped, it calls no row right"
         else:
-            make_process = process_maker(workers.source, options, environment=workers.environment)
-            problems = asyncio.run(check_adapter(name, make_process, rights))
+            problems = asyncio.run(check_adapter(name, workers.make, rights))
         console.print(f"\ncheck of {name}: {'' if problems else said}", soft_wrap=True)
         for problem in problems:
             console.print(f"  {one_line(problem)}", soft_wrap=True)

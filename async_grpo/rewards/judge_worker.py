@@ -45,6 +45,7 @@ class JudgeWorker:
         self._options = {"lane" if old else "phase": phase}
         self._taken: dict[str, int] = {}
         self._client = EndpointClient(name, endpoint, rate_limiter)
+        self.close = self._client.close
         # More would only wait inside, where no statistics show the queue
         self.capacity = min(JUDGE_CAPACITY, endpoint.limits.concurrency or JUDGE_CAPACITY)
 
@@ -74,9 +75,6 @@ class JudgeWorker:
         taken = {name: count - self._taken.get(name, 0) for name, count in counts.items()}
         self._taken = counts
         return taken | {"breakers_open": stats["breakers_open"]}
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 class LimitedWorker:

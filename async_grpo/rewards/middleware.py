@@ -18,14 +18,13 @@ from typing import Any
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.adapter.result import describe
-from async_grpo.rewards.cache.verdicts import VerdictCache, key_of
+from async_grpo.rewards.cache.verdicts import COST, VerdictCache, key_of
+from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN
 from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
-COST = "judge_cost"  # of a judge's extras: what the call cost
 PRICE = "price_per_million_tokens"  # of a judge: (prompt, completion), or one price for both
 OF_THE_CALL = ("attempts", "latency_s", "queue_s")
-CHARACTERS_PER_TOKEN = 4
 POLL_INTERVAL_S = 2.0  # between two looks for a higher limit of a call that waits
 ROUNDING = 1e-9  # of the limit: sums of fractions are not exact
 _LINE = b'{"judge": '  # how every line of a record begins
@@ -134,9 +133,8 @@ class Budget:
                 log.warning("the judges go on (%g is spent)", self.spent)
 
     def _refuse_or_pause(self, judge: str, cost: float) -> None:
-        way = (
-            f"write a number to {self._path.with_suffix('.limit')}" if self._path else "see Budget.set_limit"
-        )
+        path = self._path and self._path.with_suffix(".limit")
+        way = f"write a number to {path}" if path else "see Budget.set_limit"
         spent = f"{self.spent:g} of {self._limit:g} is spent"
         reason = f"a call of {judge} needs {cost:g} and {spent}. To raise the limit: {way}"
         if self._policy == "fallback":
@@ -241,10 +239,6 @@ class CallMiddleware:
         return {f"verdict_cache_{name}": value for name, value in cache.items()} | {
             f"judge_budget_{name}": value for name, value in budget.items()
         }
-
-    async def close(self) -> None:
-        if self._cache is not None:
-            await self._cache.close()
 
 
 def most_it_costs(judge: Any, sample: dict[str, Any]) -> float:

@@ -11,10 +11,8 @@ from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.standalone import LocalWorkers, TRLReward
-from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts, VerifierWorker
+from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
-
-__all__ = ["VerifierPool", "VerifierWorker"]
 
 TRAINING, EVALUATION = "train", "eval"  # the phases of a run
 _UNKNOWN = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)

@@ -44,14 +44,14 @@ class LocalWorkers:
         if options or not named:
             check_options(resolve(self.source, named), options or {})
         self.adapters = tuple(map(display_name, named))
-        self.environment = named_environment(parse_names(reward_env))
+        self._environment = named_environment(parse_names(reward_env))
         self.judges: set[str] = set()  # of those that were made a worker
         self._options, self._rate_limiter = options, Limiter()
         self._judge_addresses = judge_addresses or JudgeAddresses()
 
     async def make(self, adapter: str) -> VerifierWorker:
         # The registry file is first imported in a process of its own, whatever it does
-        process = AdapterProcess(self.source, adapter, self._options, environment=self.environment)
+        process = AdapterProcess(self.source, adapter, self._options, environment=self._environment)
         if not (await process.start()).traits.is_judge:
             return process
         await process.close()

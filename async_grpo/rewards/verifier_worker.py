@@ -4,9 +4,12 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.types import AdapterResult, RewardStatus
@@ -119,14 +122,8 @@ def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     return decided | {"status": RewardStatus(answer["status"]), "steps": steps}
 
 
-def quantile(values: Iterable[float], q: float) -> float:
-    """The smallest value that at least a share `q` of the values does not exceed; 0 without values.
-
-    >>> quantile([3.0, 1.0, 2.0, 4.0], 0.5), quantile([3.0, 1.0], 1.0), quantile([], 0.5)
-    (2.0, 3.0, 0.0)
-    """
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
+# quantile(values, q): the smallest value that at least a share q of the values does not exceed
+quantile = partial(np.quantile, method="inverted_cdf")
 
 
 class QueueStats:
@@ -171,16 +168,16 @@ class QueueStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Counts by status; latency from request to answer and the queueing in it, both in seconds."""
-        latencies_s, queue_s = self._latencies_s, self._queue_s
+        latencies_s, queue_s = self._latencies_s or [0.0], self._queue_s or [0.0]
         return {
             **{status.value: self._statuses[status] for status in RewardStatus},
             **self.sums,
             "first_reason": self._first_reason,
             "rewards_so_far": self._rewards,
             "only_reward_so_far": next(iter(self._values)) if len(self._values) == 1 else None,
-            "latency_p50_s": quantile(latencies_s, 0.5),
-            "latency_p95_s": quantile(latencies_s, 0.95),
-            "latency_max_s": max(latencies_s, default=0.0),
-            "queue_p50_s": quantile(queue_s, 0.5),
-            "queue_p95_s": quantile(queue_s, 0.95),
+            "latency_p50_s": float(quantile(latencies_s, 0.5)),
+            "latency_p95_s": float(quantile(latencies_s, 0.95)),
+            "latency_max_s": max(latencies_s),
+            "queue_p50_s": float(quantile(queue_s, 0.5)),
+            "queue_p95_s": float(quantile(queue_s, 0.95)),
         }

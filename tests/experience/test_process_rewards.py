@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import process_maker
 from transformers import AutoTokenizer
 
 from async_grpo.generation.char_ends import char_ends
@@ -17,7 +18,6 @@ from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown
 from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
-from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import RewardStatus
 from reward_registry import REWARD_ADAPTERS, RewardType

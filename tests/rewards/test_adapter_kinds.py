@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import process_maker
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.decorators import (
@@ -32,7 +33,7 @@ from async_grpo.rewards.adapter.registry_source import (
 )
 from async_grpo.rewards.adapter.result import MAX_REASON_CHARACTERS, failure, read_answer, read_change
 from async_grpo.rewards.bench.completions import POOR_COMPLETIONS, check_adapter
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess, process_maker
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.types import AdapterResult, RewardStatus
 from tests.helpers.answers import answer_of
 from tests.helpers.one_worker import OneWorker
@@ -197,7 +198,8 @@ def test_a_reward_that_awaits_must_say_so_and_a_number_too_large_for_a_float_is_
 
     reason = answer_of(lambda sample: hidden(), {}, {})["reason"]
     assert reason.startswith("TypeError: it awaits, so it must be declared `async def`")
-    assert "OverflowError" in answer_of(lambda sample: {"reward": 10**400}, {}, {})["reason"]
+    too_large = answer_of(lambda sample: {"reward": 10**400}, {}, {})
+    assert too_large["status"] == "failed" and "only finite numbers are allowed" in too_large["reason"]
 
 
 # In their processes -----------------------------------------------------------------------------------------------

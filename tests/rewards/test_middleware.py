@@ -45,7 +45,7 @@ async def test_the_same_question_is_paid_for_once_and_a_hit_reports_its_own_time
     assert judge.calls == 1 and (first.reward, again.reward) == (1.0, 1.0)
     assert (first.latency_s, first.attempts, first.extra[COST]) == (9.0, 2, 0.5)
     assert again.latency_s < 1.0 and again.attempts == 0 and again.extra[COST] == 0.0
-    await around.close()
+    await cache.close()
 
 
 class Timed:
@@ -179,7 +179,7 @@ def test_the_configuration_of_a_pool_holds_what_the_command_line_says():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reward_fns": "voting"}, "the judge voting, which has post_process_scores"),
+        ({"reward_fns": "voting"}, "the judge voting, whose post_process_scores"),
         ({"reward_limits": "other.rpm=2"}, "--reward-limits other.rpm=2 names other"),
         ({"reward_options": "loudness=2"}, "takes the option loudness"),
         ({"reward_fallback": "rule=nobody"}, "nobody"),
@@ -220,7 +220,7 @@ async def test_the_cache_keeps_judges_and_what_is_declared_cacheable_and_nothing
     for name, judge in asked.items():
         for _ in range(2):
             await around(name, {**SAMPLE, "prompt": "2+2?"}, "train", judge)
-    await around.close()
+    await around._cache.close()
     assert {name: judge.calls for name, judge in asked.items()} == {"rule": 1, "vote": 2, "paid": 1}
 
 
@@ -228,7 +228,7 @@ async def test_the_size_of_the_cache_reaches_it(tmp_path):
     around = around_of(tmp_path, verdict_cache_mb=0.01)
     for number in range(1, 1002):  # it prunes after every thousand
         await around("rule", {"completion": "x" * 100, "n": number}, "train", Judge(delay_s=0))
-    await around.close()
+    await around._cache.close()
     (entries,) = CacheFile(tmp_path / "c.sqlite").entries()
     assert entries.num_bytes <= 0.01 * 2**20 + 1000
 

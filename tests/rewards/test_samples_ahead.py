@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from processes import process_maker
+
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter_queue import TAKE_BACK_S
-from async_grpo.rewards.isolation.adapter_process import process_maker
 from async_grpo.rewards.isolation.child_process import ChildProcess
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.verifier_worker import MAX_PREFETCH

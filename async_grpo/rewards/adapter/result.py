@@ -17,6 +17,7 @@ Ends are exclusive, as in a slice. `reward` is the sum of the steps unless it is
 """
 
 import math
+import sys
 import traceback
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -90,8 +91,17 @@ def describe(error: BaseException) -> str:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether it is a real number other than nan and the infinities."""
-    return isinstance(value, Real) and math.isfinite(value)
+    """Whether it is a real number other than nan and the infinities; whole numbers beyond a float's range are none."""
+    size: Any = abs(value) if isinstance(value, Real) else math.inf
+    return bool(size <= sys.float_info.max)
+
+
+def finite(text: str) -> float:
+    """The number that JSON writes so; ValueError for NaN, Infinity, and what is too large."""
+    number = float(text)
+    if not is_finite_number(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
@@ -107,7 +117,7 @@ def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, f
         numbers.setdefault("reward", default)
     if "reward" not in numbers:
         raise ValueError(f"the adapter's dict has no `reward`, only {sorted(numbers)}")
-    wrong = [f"{name}={value!r}" for name, value in numbers.items() if not is_finite_number(value)]
+    wrong = [f"{name}={value!r:.60}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
         raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
     return {name: float(value) for name, value in numbers.items()}

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.result import is_finite_number
 from async_grpo.rewards.adapter_queue import AdapterQueue
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.rewards.verifier_worker import Timeouts
+from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 LABEL = "label"
@@ -143,7 +142,7 @@ async def score_rows(
 
 async def check_adapter(
     adapter: str,
-    make_process: Callable[[str], Awaitable[AdapterProcess]],
+    make_worker: MakeWorker,
     rows: Sequence[Mapping[str, Any]],
     timeout_s: float = 20.0,
 ) -> list[str]:
@@ -153,7 +152,7 @@ async def check_adapter(
     that); answer those without failing; and alike when asked again, after a cancelled call, and in another process.
     """
     samples, timeouts = [sample_of(row) for row in rows], Timeouts(timeout_s, backoff_s=(0.0,))
-    one, other = (AdapterQueue(adapter, make_process, 1, timeouts) for _ in range(2))
+    one, other = (AdapterQueue(adapter, make_worker, 1, timeouts) for _ in range(2))
     try:
         await one.start()
         await other.start()

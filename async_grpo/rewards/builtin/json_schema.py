@@ -5,7 +5,6 @@ value. The value is what is behind the thought, or the last block fenced as ```j
 """
 
 import json
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -16,17 +15,11 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from async_grpo.rewards.adapter.result import finite
 from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks, time_limit
 
 MAX_CHARACTERS = 200_000
 SECONDS = 2.0
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,7 +60,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     text = fenced[-1] if fenced else text
     text = text if len(text) <= MAX_CHARACTERS else ""  # which is no JSON
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_object)
+        value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=_object)
     except (ValueError, RecursionError):
         return {"reward": 0.0, "parsed": 0.0}
     try:

@@ -6,7 +6,6 @@ No error, and no text of one, holds the API key.
 import contextlib
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
+from async_grpo.rewards.adapter.result import is_finite_number
 
 WINDOW_S = 60.0
 
@@ -205,8 +205,8 @@ def check_url(url: str) -> None:
 
 
 def fits(value: Any) -> bool:
-    """Whether it is a number of JSON that a float can hold; its integers have no end."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Whether it is a number of JSON that a float can hold."""
+    return is_finite_number(value) and not isinstance(value, bool)
 
 
 def said_tokens(reply: Mapping[str, Any], name: str) -> float | None:

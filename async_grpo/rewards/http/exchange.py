@@ -7,7 +7,6 @@ With httpx 0.28 the next sample would get the reply to another one.
 import asyncio
 import contextlib
 import json
-import math
 import os
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from async_grpo.rewards.adapter.result import finite
 from async_grpo.rewards.http.endpoint import JudgeUnavailable
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
@@ -57,6 +57,7 @@ class Exchange:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # `post` has one for all of it
         )
+        self.close = self._session.close  # requests in flight fail
 
     async def post(self, url: str, content: bytes, allowed_s: float) -> dict[str, Any]:
         """The JSON object of a reply with status 200.
@@ -88,10 +89,6 @@ class Exchange:
         except ValueError as error:
             said = f": {self._excerpt(body)}" if body else ""
             raise RequestFailed("bad_reply", f"{shown}: {error}{said}") from None
-
-    async def close(self) -> None:
-        """Close all connections; requests in flight fail."""
-        await self._session.close()
 
     async def _failure_of(self, response: aiohttp.ClientResponse, shown: str) -> RequestFailed:
         """What a status other than 200 means, with the beginning of what the server says about it."""
@@ -166,16 +163,9 @@ def _proxy_for(url: str) -> str | None:
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`, every number finite. Raises ValueError if it holds something else."""
     try:
-        value = json.loads(body, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(body, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError) as error:  # also: not UTF-8, 5000 digits, 100000 brackets
         raise ValueError(f"the reply is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"the reply is no JSON object but a {type(value).__name__}")
     return value
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError("it holds a number that is not finite")
-    return number

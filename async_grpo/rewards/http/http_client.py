@@ -142,7 +142,7 @@ class EndpointClient:
         try:
             if share is None or len(self._latencies) < ENOUGH:
                 return await self._request(call)
-            return await self._hedged(call, quantile(self._latencies, share))
+            return await self._hedged(call, float(quantile(self._latencies, share)))
         except RequestFailed as failure:
             call.last_failure = f"; before that: {failure}"
             call.bad_replies += failure.outcome == "bad_reply"

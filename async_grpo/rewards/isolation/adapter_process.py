@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -140,17 +140,6 @@ class AdapterProcess:
         except TimeoutError:
             late_or_broken = failure(f"no answer within {timeout_s:g} s", RewardStatus.TIMED_OUT.value)
         return [late_or_broken] * count
-
-
-def process_maker(
-    source: RewardRegistrySource, options: Mapping[str, Any] | None = None, **limits: Any
-) -> Callable[[str], Awaitable[AdapterProcess]]:
-    """`make_worker` of a VerifierPool with child processes; `limits` are the keywords of AdapterProcess."""
-
-    async def make_worker(adapter: str) -> AdapterProcess:
-        return await AdapterProcess(source, adapter, options, **limits).start()
-
-    return make_worker
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

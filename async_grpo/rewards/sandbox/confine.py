@@ -93,9 +93,8 @@ def _restrict_files(libc: ctypes.CDLL) -> bool:
     for path in filter(os.path.exists, (*own, *_READABLE)):
         rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        libc.syscall(
-            _ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0
-        )  # else it stays forbidden
+        # Where this fails, the path stays forbidden
+        libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0)
         os.close(handle)
     restricted = libc.syscall(_RESTRICT_SELF, rules, 0) == 0
     os.close(rules)
