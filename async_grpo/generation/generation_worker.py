@@ -93,20 +93,7 @@ class GenerationWorker:
 
     async def _complete(self, prompt_token_ids: np.ndarray, greedy: bool) -> Completion:
         self._check_fit()
-        room = self.settings.max_total_tokens - len(prompt_token_ids)
-        if room < 1:
-            raise ConfigurationError(
-                f"a prompt of {len(prompt_token_ids)} tokens leaves no room in {self.settings.max_total_tokens} tokens: "
-                "shorten it or raise --max-generation-tokens"
-            )
-        params = SamplingParams(
-            temperature=0.0 if greedy else self.settings.temperature,
-            max_tokens=min(self.settings.max_completion_tokens, room),
-            stop_token_ids=list(self.settings.stop_token_ids),
-            logprobs=0,  # the sampled token's own
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = self._sampling_params(len(prompt_token_ids), greedy)
         # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
         prompt = {"prompt_token_ids": prompt_token_ids.tolist(), "cache_salt": str(self.policy_version)}
         request = next(self._request_ids)
@@ -121,6 +108,22 @@ class GenerationWorker:
     def _check_fit(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
+
+    def _sampling_params(self, prompt_length: int, greedy: bool = False) -> SamplingParams:
+        room = self.settings.max_total_tokens - prompt_length
+        if room < 1:
+            raise ConfigurationError(
+                f"a prompt of {prompt_length} tokens leaves no room in {self.settings.max_total_tokens} tokens: "
+                "shorten it or raise --max-generation-tokens"
+            )
+        return SamplingParams(
+            temperature=0.0 if greedy else self.settings.temperature,
+            max_tokens=min(self.settings.max_completion_tokens, room),
+            stop_token_ids=list(self.settings.stop_token_ids),
+            logprobs=0,  # the sampled token's own
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     async def _last_output(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
         name = str(next(self._request_ids))
@@ -209,7 +212,10 @@ class GenerationWorker:
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
-        return {name: TensorRecord(kind, tuple(shape), d) for name, (kind, shape, d) in receipts[0].items()}
+        return {
+            name: TensorRecord(dtype, tuple(shape), digest)
+            for name, (dtype, shape, digest) in receipts[0].items()
+        }
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""

@@ -77,8 +77,9 @@ def prove_landed(
             what = "the start-up self-test" if is_test else f"policy version {package.version}"
             raise WeightsDidNotLand(
                 f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by "
-                f"{change:.3g} (root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach where the "
-                "engine uses it, or the models or dtypes differ; --canary-tolerance sets what is allowed"
+                f"{change:.3g} (root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach the place "
+                "where the engine uses it (a tied head, a packed copy), or engine and trainer disagree on the model or "
+                "its dtype; --canary-tolerance sets what is allowed"
             )
     return differences
 

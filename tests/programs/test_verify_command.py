@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -402,7 +403,9 @@ def test_ctrl_c_ends_the_bench_and_its_processes(files, tmp_path):
     path = files(*({"completion": "3", "mark": str(mark)} for _ in range(4)))
     names = rewards(tmp_path, "hangs_at_three")
     command = [sys.executable, "-m", "async_grpo", "verify", path, "--reward-fns", names]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job of a shell ignores it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes, preexec_fn=default) as bench:
         deadline = time.monotonic() + 60
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
