@@ -62,34 +62,34 @@ class RewardType(str, Enum):
 
 @cacheable
 @warmed_by({"completion": r"\boxed{1}", "answer": "1"})
-def math_verify(sample: dict, **options) -> dict:
+def math_verify(sample: dict) -> dict:
     """The answer equals `answer` for the library math-verify: the most lenient of the three."""
     from async_grpo.rewards.builtin.math_verify import score
 
     return score(sample)
 
 
-def mathd(sample: dict, **options) -> dict:
+def mathd(sample: dict) -> dict:
     r"""The last \boxed{} equals `answer` after the text normalisation of the MATH data set."""
     return mathd_rules.score(sample)
 
 
 @cacheable
 @warmed_by({"completion": r"\boxed{2x}", "answer": "x+x"})
-def sympy(sample: dict, **options) -> dict:
+def sympy(sample: dict) -> dict:
     r"""The last \boxed{} has the value of `answer`, by symbolic computation."""
     from async_grpo.rewards.builtin.sympy import score
 
     return score(sample)
 
 
-def countdown(sample: dict, **options) -> dict:
+def countdown(sample: dict) -> dict:
     """The <answer> reaches `target` with each of `nums` used once: 1, plus 0.1 for the format."""
     return countdown_rules.score(sample)
 
 
 @process_reward
-def countdown_steps(sample: dict, **options) -> dict:
+def countdown_steps(sample: dict) -> dict:
     """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
     return countdown_rules.score_steps(sample)
 
@@ -145,7 +145,7 @@ def length(
 
 
 @post_process(mathd_rules.post_process_scores)
-def majority(sample: dict, **options) -> dict:
+def majority(sample: dict) -> dict:
     """1 if the answer is the one that most completions of the prompt give: training without answers."""
     return mathd_rules.score_vote(sample)
 

@@ -134,14 +134,14 @@ class Engines(EngineLink, Protocol):
 class Engine(Protocol):
     """One inference engine: completes prompts, and changes its weights while it does so. Lives in one event loop.
 
-    `--engine` chooses it: a name of `generation.ENGINES`, or FILE.py:NAME of a class of one's own.
+    `--engine` chooses it: a name of `generation.config.ENGINES`, or FILE.py:NAME of a class of one's own.
     """
 
     kv_cache_tokens: int  # that it can hold at once: the registry balances by them
 
     @classmethod
     def start(cls, config: Any, settings: SharedRunSettings) -> Self:
-        """Load the model; it may take minutes and block the event loop. `config`: the `EngineConfig` of `generation`."""
+        """Load the model; it may take minutes and block the event loop. `config`: the worker's, an `EngineConfig`."""
 
     def complete(
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False

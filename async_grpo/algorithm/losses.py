@@ -16,6 +16,7 @@ from torch import Tensor
 from async_grpo.algorithm import covariance, policy_losses
 from async_grpo.algorithm.advantages import keywords
 from async_grpo.algorithm.policy_losses import LossAndMetrics, LossBatch
+from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
 TENSOR_INPUTS = ("proximal_logprobs", "selected")  # given per batch, (B, T), so they are no settings
@@ -57,7 +58,15 @@ class PolicyLoss:
         """ConfigurationError: a name or a value that the loss would refuse. Needs no batch."""
         empty, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
         inputs: dict[str, Any] = {"proximal_logprobs": empty} if self.needs_proximal else {}
-        self(empty, empty, empty, mask, **inputs, **options)
+        try:
+            self(empty, empty, empty, mask, **inputs, **options)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of the user's code
+            raise ConfigurationError(
+                f"the loss {self.function.__name__} fails on a batch of one token, {type(error).__name__}: {error}; it "
+                "must return (loss (B, T), metrics by name)"
+            ) from error
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from contextlib import closing
 from functools import partial
@@ -30,7 +31,7 @@ from async_grpo.experience.dataset import Question
 from async_grpo.metrics.writer import EVAL_FILE, PARAMS_FILE, MetricsWriter, as_json
 from async_grpo.modeling.load import load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
-from async_grpo.options.source_file import digests
+from async_grpo.options.source_file import absolute, digests
 from async_grpo.protocols import Engines, ExperienceSource
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
@@ -74,8 +75,10 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
         prepared = prepared.with_rewards(await_workers(controller, prepared.config))
     config, rewards = prepared.config, prepared.rewards
     assert rewards is not None
+    if config.verdict_cache:  # the controller opens it, in another folder
+        config = dataclasses.replace(config, verdict_cache=os.path.abspath(config.verdict_cache))
     _write_params(prepared, rewards, ranks)
-    budget_path = None if config.judge_budget is None else str(config.output_path / BUDGET_FILE)
+    budget_path = None if config.judge_budget is None else str(config.output_path.absolute() / BUDGET_FILE)
     secrets, environment = rewards.secrets(), config.reward_environment()
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
     inputs = config, prepared.facts, ranks.world_size, ray.put(prepared.questions), verification
@@ -98,7 +101,7 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
         actor = zero_cpu_actor(RunController, scheduling_strategy=here, name=CONTROLLER)
-        return actor.remote(settings, config.worker_grace_s, Channel, config.scheduling)
+        return actor.remote(settings, config.worker_grace_s, Channel, absolute(config.scheduling))
     except ValueError as error:
         raise ConfigurationError(
             f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"

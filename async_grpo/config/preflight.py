@@ -13,6 +13,7 @@ from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.dataset import Question, load_questions
+from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
 from async_grpo.options.source_file import absolute
 from async_grpo.types import SharedRunSettings
@@ -57,6 +58,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigurationError: the first thing that is wrong, with the way out.
     """
     check_methods(config)
+    scheduling_policy(config.scheduling)  # a file of the user's is read here first
     if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
         anywhere = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
         what = f"--weight-transport {config.weight_transport}"

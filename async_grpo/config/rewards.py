@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.config.compatibility import Broken, refuse_broken
+from async_grpo.config.compatibility import Broken, idle, refuse_broken
 from async_grpo.config.run import RunConfig
 from async_grpo.data import registry_file
 from async_grpo.errors import ConfigurationError
@@ -162,6 +162,9 @@ def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
             "reward_fns",
             f"names the judge {judges}, whose post_process_scores is never called: use a function",
         )
+    if not r.judges:
+        flags = "judge_urls judge_model_id judge_idle_sleep_s http_scorer_urls"
+        yield from idle(c, flags, f"with {', '.join(r.everyone)}, which ask no server")
     if late := ", ".join(name for name in c.fallbacks.values() if name in r.whole_groups):
         yield "reward_fallback", f"names {late}, which scores by the whole group: name another"
     if c.judge_budget is None:

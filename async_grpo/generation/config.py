@@ -14,7 +14,7 @@ from async_grpo.options.fields import (
     parse_assignments,
     required,
 )
-from async_grpo.options.source_file import find_entry
+from async_grpo.options.source_file import absolute, find_entry
 from async_grpo.protocols import Engine
 
 # name -> module:class, imported only where the engine runs; the class satisfies `protocols.Engine`
@@ -78,6 +78,7 @@ class EngineOptions(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "engine", absolute(self.engine))  # an actor reads it, in another folder
         _ = self.further_options  # read once, so that what is no assignment is refused now
 
     @property

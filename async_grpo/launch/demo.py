@@ -13,21 +13,23 @@ from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.figures import plot_runs
 from async_grpo.metrics.reader import DEFAULT_X_KEY
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
-from async_grpo.options.fields import option
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
 
 MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig:
+class DemoConfig(Section):
     """What one may vary about the demo."""
 
     seed: int = option(37, "Seed of everything random.", "Demo")
     output_dir: str = option(
         "runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo"
     )
-    steps: int = option(90, "Optimizer steps.", "Demo")
-    max_staleness: int = option(1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo")
+    steps: int = option(90, "Optimizer steps.", "Demo", range=POSITIVE)
+    max_staleness: int = option(
+        1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo", range=NOT_NEGATIVE
+    )
 
 
 def demo(config: DemoConfig) -> None:

@@ -12,12 +12,13 @@ from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.preflight import prepare
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.generation.config import EngineOptions
+from async_grpo.generation.config import EngineOptions, engine_class
 from async_grpo.launch import environment
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge, serving
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option
+from async_grpo.options.source_file import is_file
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
 
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
@@ -70,6 +71,8 @@ def check(config: LocalConfig) -> None:
         raise ConfigurationError(
             "vLLM is not installed here: pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
         )
+    if is_file(config.engine):
+        engine_class(config.engine)
     prepare(config)
     if config.ray_address:
         environment.check_reachable(config.ray_address)

@@ -53,18 +53,21 @@ def plot_runs(
         if without:
             log.warning("%s: nothing to draw in %s", key, ", ".join(without))
     legend = len(runs) > 1 or bool(names)
-    if output is None:
+    try:
         import matplotlib.pyplot as plt
         from matplotlib.backends.registry import BackendFilter, backend_registry
+        from matplotlib.figure import Figure
 
-        backend, windows = plt.get_backend(), backend_registry.list_builtin(BackendFilter.INTERACTIVE)
+        backend = plt.get_backend()
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(f"matplotlib cannot draw ({error}); unset MPLBACKEND") from error
+    if output is None:
+        windows = backend_registry.list_builtin(BackendFilter.INTERACTIVE)
         nothing = backend.lower() not in map(str.lower, windows)
         refuse(nothing, f"matplotlib's backend {backend!r} has no display; pass -o FILE")
         draw(plt.figure(), runs, variables, x_key, smooth_window, legend)
         plt.show()
         return
-    from matplotlib.figure import Figure
-
     figure = Figure()  # without pyplot: the canvas follows the file's format, no display is looked for
     draw(figure, runs, variables, x_key, smooth_window, legend)
     try:

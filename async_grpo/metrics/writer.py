@@ -34,14 +34,22 @@ def claim(folder: Path, mark: str | None = None) -> None:
     `mark`: a file's name; a folder that holds this file is emptied, one that holds anything else refused.
     ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
     """
-    flag, has_run = f"--output-dir {folder}", (folder / METRICS_FILE).exists()
+    flag = f"--output-dir {folder}"
+
+    def look() -> None:
+        has_run = (folder / METRICS_FILE).exists()
+        refuse(
+            has_run and mark is None, f"{flag} already holds a run ({METRICS_FILE}): choose another folder"
+        )
+        foreign = mark is not None and _contents(folder) and not (folder / mark).exists()
+        refuse(bool(foreign), f"{flag} is not empty and not an earlier demo: choose another folder")
+
     refuse(folder.is_file(), f"{flag} is a file: choose another name")
-    refuse(has_run and mark is None, f"{flag} already holds a run ({METRICS_FILE}): choose another folder")
-    foreign = mark is not None and _contents(folder) and not (folder / mark).exists()
-    refuse(bool(foreign), f"{flag} is not empty and not an earlier demo: choose another folder")
+    look()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
+        look()  # again: another run may have begun and ended meanwhile
         if mark is not None:
             for path in _contents(folder):
                 if path.is_dir() and not path.is_symlink():
@@ -50,7 +58,7 @@ def claim(folder: Path, mark: str | None = None) -> None:
                     path.unlink()
             (folder / mark).touch()
     except OSError as error:
-        raise ConfigurationError(f"--output-dir {folder} cannot be written to: {error.strerror}") from error
+        raise ConfigurationError(f"{flag} cannot be written to: {error.strerror}") from error
 
 
 def _contents(folder: Path) -> list[Path]:
@@ -87,9 +95,7 @@ class MetricsWriter:
         self._bar = self._progress.add_task("training", total=num_steps)
         self._progress.start()
         self._intervals: list[tuple[float, float]] = []
-        self._alarms: dict[
-            str, str
-        ] = {}  # of the step before, by their text without numbers: shown when they begin
+        self._alarms = set[str]()  # of the step before, without their numbers: each is shown when it begins
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
@@ -107,10 +113,9 @@ class MetricsWriter:
         if self._samples:
             _append(self._samples, [{"step": line["step"], **sample} for sample in samples])
         _append(self._metrics, [line])
-        known = self._alarms
-        self._alarms = {re.sub(r"\d[\d.,]*", "#", alarm): alarm for alarm in line.get("alarms", [])}
-        new = [alarm for kind, alarm in self._alarms.items() if kind not in known]
-        num_known = len(self._alarms) - len(new)
+        alarms = {alarm: re.sub(r"\d[\d.,]*", "#", alarm) for alarm in line.get("alarms", [])}
+        new = [alarm for alarm, kind in alarms.items() if kind not in self._alarms]
+        num_known, self._alarms = len(alarms) - len(new), set(alarms.values())
         said = line | {"alarms": new + [f"({num_known} as before)"] * bool(num_known)}
         _CONSOLE.print(console_line(_finite(said), self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])

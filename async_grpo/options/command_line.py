@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from async_grpo.errors import EXIT_FAILED, EXIT_USAGE, AsyncGrpoError, ConfigurationError
-from async_grpo.options.fields import choices_of, dashed, nearest
+from async_grpo.options.fields import choices_of, dashed, nearest, refuse
 
 CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -48,10 +48,14 @@ def run_command(
     try:
         arguments, files = normalized(sys.argv[1:] if argv is None else argv, fields, retired or {})
         stored = [one for file in files for one in read_file(Path(file), fields, foreign)]
+        known = {option for group in parser._actions for option in group.option_strings}
+        for word in [*stored, *arguments]:  # before argparse, which first asks for what is missing
+            name = word.partition("=")[0]
+            refuse(
+                name[:2] == "--" and name not in known, f"{name} is no option{nearest(name, sorted(known))}"
+            )
         found, unknown = parser.parse_known_args([*stored, *arguments])
-        if unknown:
-            close = nearest(unknown[0], [f"--{dashed(field.name)}" for field in fields])
-            raise ConfigurationError(f"{unknown[0]} is no option{close}")
+        refuse(bool(unknown), f"{' '.join(unknown)} is no option, and no value of one")
         run(make({field.name: field.default for field in fields} | vars(found), vars(found).keys()))
     except AsyncGrpoError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -161,6 +165,8 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:  # ValueError: what both parsers raise
         raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"--config {path} holds no table of options, but a {type(content).__name__}")
     known, arguments = {field.name: field for field in fields}, []
     for key, value in content.items():
         if (name := field_name(key, fields)) not in known:

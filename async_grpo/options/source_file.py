@@ -48,7 +48,7 @@ class ShippedModule:
         sys.modules[self.module_name] = module  # before it runs: data classes look themselves up here
         try:
             exec(compile(self.text, file, "exec"), vars(module))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[self.module_name]
             message = f"{self.title} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigurationError(message) from error

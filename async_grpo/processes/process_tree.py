@@ -13,6 +13,8 @@ import signal
 import sys
 import time
 
+from async_grpo.errors import ConfigurationError
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 WATCH_S = 0.1  # between two looks of a guardian at the number of processes
 TOO_MANY = 113  # exit status of a guardian that ended more than `max_processes`
@@ -29,9 +31,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make each orphan below this process its child from now on. RuntimeError: the kernel lists none."""
+    """Make each orphan below this process its child from now on. ConfigurationError: the kernel lists none."""
     if not os.path.exists("/proc/thread-self/children"):
-        raise RuntimeError("processes cannot be ended here: the kernel lacks CONFIG_PROC_CHILDREN")
+        raise ConfigurationError("processes cannot be ended here: the kernel lacks CONFIG_PROC_CHILDREN")
     prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 

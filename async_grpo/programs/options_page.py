@@ -36,7 +36,8 @@ def _section(program: str) -> str:
             lines.append(f"\n### {panel}\n\n| option | default | |\n|---|---|---|")
         default = "required" if field.default is dataclasses.MISSING else f"`{field.default}`"
         shown = "" if field.default in (None, "") else default
-        lines.append(f"| `--{dashed(field.name)}` | {shown} | {help_of(field).replace('|', chr(92) + '|')} |")
+        name = field.name.upper() if field.metadata["argument"] else f"--{dashed(field.name)}"
+        lines.append(f"| `{name}` | {shown} | {help_of(field).replace('|', chr(92) + '|')} |")
     return f"\n## async-grpo {program}\n" + "\n".join(lines) + "\n"
 
 

@@ -40,7 +40,7 @@ def plot(
         typer.Option("-r", "--remote", help="Host, or user@host, from which scp fetches the files."),
     ] = None,
 ) -> None:
-    """Draw one or several runs, one subplot per key."""
+    """Draw one or several runs, one subplot per key. `plot info FILE` lists the keys of a run."""
     plot_runs(files, variables, x_key, output, names, smooth_window if smooth else None, remote)
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
     `argv`: default the program's own. `plot` may be left out: a file's name alone asks for a picture.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] not in ("plot", "info", "--help"):
+    if not arguments or arguments[0] not in ("plot", "info"):
         arguments.insert(0, "plot")
     logging.basicConfig(format="note: %(message)s")
     try:

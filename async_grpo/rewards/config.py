@@ -1,5 +1,6 @@
 """The options of the rewards: who judges, how many of them, and what happens when they fail."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from async_grpo.options.fields import (
     refuse,
 )
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
+from async_grpo.rewards.adapter.result import finite
 from async_grpo.rewards.combine import MODES, Combination
 from async_grpo.rewards.http.endpoint import Limits
 from async_grpo.rewards.isolation.adapter_process import named_environment
@@ -181,8 +183,9 @@ class RewardConfig(Section):
     @property
     def failure_constants(self) -> dict[str, float]:
         """By name: the reward that stands in for a failure."""
-        policies = {name: policy.partition(":") for name, policy in self.failure_policies.items()}
-        constants = [
-            f"{name}={said or '?'}" for name, (kind, _, said) in policies.items() if kind == "constant"
-        ]
-        return parse_numbers(",".join(constants), "on-reward-failure")
+        constants: dict[str, float] = {}
+        for name, policy in self.failure_policies.items():
+            if policy.startswith("constant:"):
+                with suppress(ValueError):  # what is no number is refused with the unknown policies
+                    constants[name] = finite(policy.removeprefix("constant:"))
+        return constants

@@ -19,7 +19,7 @@ from typing import Any
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.adapter.result import describe
 from async_grpo.rewards.cache.verdicts import COST, VerdictCache, key_of
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN
+from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN
 from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 

@@ -96,7 +96,7 @@ class VerifierPool:
             judge_addresses: of the judges whose entry says no `url`.
             settings: further arguments of this class.
 
-        ConfigurationError: a file cannot be used, no reward is named, a name or option is unknown, a variable is not set.
+        ConfigurationError, or by `start`: a file, a reward's name, an option or a variable cannot be used.
         """
         workers = LocalWorkers(adapters, registry, reward_options, reward_env, judge_addresses)
         return cls(workers.adapters, workers.make, **settings)

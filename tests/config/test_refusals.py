@@ -71,7 +71,7 @@ VALUES = [  # refused by the configuration itself
     ({"clip_low": 1.5}, "a share between 0 and 1"),
     ({"reward_weights": "a=x"}, "no finite number"),
     ({"on_reward_failure": "judge=zero"}, "known are mask, group_mean, refill, constant:VALUE"),
-    ({"on_reward_failure": "judge=constant:much"}, "judge=much is no finite number"),
+    ({"on_reward_failure": "judge=constant:much"}, "judge=constant:much: known are"),
     ({"reward_limits": "judge=5"}, "write NAME.concurrency"),
     ({"reward_fallback": "mathd=mathd"}, "mathd=mathd: it would be asked again; name another"),
     ({"verifiers": "code=1.5"}, "a whole number"),

@@ -62,13 +62,15 @@ async def messages_of_one_step(config: RunConfig) -> list:
     return messages
 
 
-def test_an_estimator_with_an_input_of_its_own_is_one_file(own):
+def test_an_estimator_with_an_input_of_its_own_is_one_file(own, tmp_path):
     name = own(ESTIMATOR, "by_difficulty")
     settings = {"advantage_estimator": name, "estimator_options": "power=2"}
     config = chain_config(samples_per_question=3, num_training_batches=1, **settings)
     *batches, _ = asyncio.run(messages_of_one_step(config))
     advantages = sorted({float(a) for b in batches for a in b.advantages[b.loss_mask]})
     assert advantages == [-9.0, -1.0, 0.0, 1.0, 9.0]  # -1 0 1 times the difficulty squared
+    (line,) = trained(tmp_path, **settings)
+    assert line["grad_norm"] > 0
 
 
 def test_a_bare_function_is_an_estimator_that_waits_for_its_whole_minibatch(own, tmp_path):

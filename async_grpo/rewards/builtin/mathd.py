@@ -13,7 +13,6 @@ from collections import Counter
 from typing import Any
 
 from async_grpo.rewards.builtin import answers
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
 
 MAX_CHARACTERS = 1000
 
@@ -64,17 +63,17 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     >>> score({"completion": r"so \boxed{\frac{1}{2}}", "answer": 0.5})
     {'reward': 1.0}
     """
-    gold = normalise(gold_answer(sample))
+    gold = normalise(answers.gold_answer(sample))
     if not gold:
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
-    boxed = boxed_answer(completion_text(sample)) or ""
+    boxed = answers.boxed_answer(answers.completion_text(sample)) or ""
     return {"reward": float(len(boxed) <= MAX_CHARACTERS and normalise(boxed) == gold)}
 
 
 def vote_of(sample: dict[str, Any]) -> str | None:
     r"""The last \boxed{}, else the one <answer>, normalised; None without one: an abstention."""
-    text = completion_text(sample)
-    boxed = boxed_answer(text)
+    text = answers.completion_text(sample)
+    boxed = answers.boxed_answer(text)
     answer = answers.answer_block(text) or "" if boxed is None else boxed
     return normalise(answer) or None if len(answer) <= MAX_CHARACTERS else None
 
@@ -84,7 +83,7 @@ def score_vote(sample: dict[str, Any]) -> dict[str, float]:
     vote = vote_of(sample)
     found = {"reward": 0.0, "voted": float(vote is not None)}
     if sample.get("answer") is not None:
-        found["true_reward"] = float(vote == normalise(gold_answer(sample)))
+        found["true_reward"] = float(vote == normalise(answers.gold_answer(sample)))
     return found
 
 

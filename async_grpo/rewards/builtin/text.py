@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 from async_grpo.rewards.builtin import answers
-from async_grpo.rewards.builtin.answers import answer_block, completion_text, gold_answer
 
 SECONDS = 2.0  # for one match
 MAX_CHARACTERS = 100_000  # of a text that is matched
@@ -35,9 +34,9 @@ def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dic
     golds = [sample.get("answer")] if given is None else given
     if not isinstance(golds, list) or not golds:
         raise ValueError(f"the row's answers must be a list of texts or numbers, not {golds!r:.200}")
-    accepted = {_normalised(gold_answer({"answer": gold}), strip, case) for gold in golds}
-    text = completion_text(sample)
-    candidates = (answers.boxed_answer(text), answer_block(text), text.rpartition("</think>")[2])
+    accepted = {_normalised(answers.gold_answer({"answer": gold}), strip, case) for gold in golds}
+    text = answers.completion_text(sample)
+    candidates = (answers.boxed_answer(text), answers.answer_block(text), text.rpartition("</think>")[2])
     given = next(candidate for candidate in candidates if candidate is not None).strip()
     return {"reward": float(_normalised(given, strip, case) in accepted)}
 
@@ -50,7 +49,7 @@ def _normalised(text: str, strip: bool, case: bool) -> str:
 
 def format(sample: dict[str, Any], weight: float = 0.1) -> dict[str, float]:
     """`weight` times the well-formedness."""
-    format_reward = well_formedness(completion_text(sample))
+    format_reward = well_formedness(answers.completion_text(sample))
     return {"reward": weight * format_reward, "format_reward": format_reward}
 
 
@@ -62,7 +61,7 @@ def well_formedness(completion: str) -> float:
 
     with one line break between the two, one `</think>` and one answer. The thought may mention the answer tags.
     """
-    has_answer = answer_block(completion) is not None
+    has_answer = answers.answer_block(completion) is not None
     if has_answer and completion.count("</think>") == 1 and _WELL_FORMED.fullmatch(completion):
         return 1.0
     return 0.1 * ("</think>" in completion) + 0.5 * has_answer
@@ -84,7 +83,7 @@ def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = Fal
         expression = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{pattern!r:.200} is no regular expression: {error}") from error
-    text = completion_text(sample).rpartition("</think>")[2].strip()
+    text = answers.completion_text(sample).rpartition("</think>")[2].strip()
     if len(text) > MAX_CHARACTERS:
         return {"reward": 0.0}
     with answers.time_limit(SECONDS, f"the pattern {pattern!r:.200} on this text"):

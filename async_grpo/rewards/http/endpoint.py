@@ -16,6 +16,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.rewards.adapter.result import is_finite_number
 
 WINDOW_S = 60.0
+CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 
 
 def require_all(*rules: tuple[object, str]) -> None:

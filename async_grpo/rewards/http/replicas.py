@@ -15,7 +15,10 @@ from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_PAUSE_S = 300.0  # a server that asks for more is not waited for; after that one request may try
+TOLD_S, MAX_PAUSE_S = (
+    10.0,
+    300.0,
+)  # of a pause: from when it is told, and what is waited for; then one may try
 # Of `reset_s`, and from probe to probe: what fails for a moment is soon back
 FIRST_PROBE, GROWTH = 1 / 16, 1.5
 
@@ -105,6 +108,8 @@ class Replicas:
         until = time.monotonic() + min(seconds, MAX_PAUSE_S)
         if until > replica.paused_until:
             replica.paused_until, replica.asked_s = until, seconds
+            if seconds >= TOLD_S:
+                logger.warning("the judge at %s asks to be left alone for %g s", replica.url, seconds)
 
     def settle(self, replica: Replica, probe: bool, healthy: bool | None, failure: str = "") -> None:
         """The request is over; `healthy` None says nothing of the replica."""

@@ -7,12 +7,13 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from http.client import HTTPException
 from typing import Any
 
 from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 ANSWER_S, MOVE_S = 5.0, 120.0  # to say how it is, and to move the weights of a large model
-UNABLE = (OSError, ValueError, KeyError, TypeError)  # what asking a server may raise
+UNABLE = (OSError, HTTPException, ValueError, KeyError, TypeError)  # what asking a server may raise
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ class IdleSleep:
 
     async def _set(self, *, asleep: bool) -> None:
         moves = (asyncio.to_thread(set_sleeping, url, asleep) for url in self._urls)
-        for url, error in zip(self._urls, await asyncio.gather(*moves, return_exceptions=True), strict=True):
+        async with asyncio.timeout(MOVE_S + 2 * ANSWER_S):  # those of `ask` begin anew with each byte
+            errors = await asyncio.gather(*moves, return_exceptions=True)
+        for url, error in zip(self._urls, errors, strict=True):
             if error and not asleep:
                 raise JudgeUnavailable(f"the judge at {url} cannot be woken: {error!r}")
             if error:

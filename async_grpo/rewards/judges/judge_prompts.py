@@ -61,9 +61,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
         if sample.get(known) is not None:
             return sample[known]
     known = ", ".join(sorted(map(str, sample)))
-    raise ConfigurationError(
-        f"the judge's template names {{{name}}}; the sample has no such column, but {known}"
-    )
+    raise ConfigurationError(f"the judge's template names {{{name}}}, which the sample has not, but {known}")
 
 
 def as_text(value: Any) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.rewards.http.endpoint import BadReply, JudgeError, require_all
+from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, JudgeError, require_all
 from async_grpo.rewards.judges import judge_replies
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, WRITTEN_BY_THE_POLICY, Template
 from async_grpo.rewards.judges.judge_replies import AGGREGATES, Vote
-from async_grpo.rewards.judges.remote_judge import CHARACTERS_PER_TOKEN, ModelJudge, Send
+from async_grpo.rewards.judges.remote_judge import ModelJudge, Send
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
 MAX_VOTES = 64

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from async_grpo.rewards.http.http_client import EndpointClient
 
 COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # in the `usage` of a reply
-CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
 SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
 log = logging.getLogger(__name__)
 Counts = tuple[float | None, ...]  # of one request, as COUNTED; None: the server does not say

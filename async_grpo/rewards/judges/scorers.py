@@ -23,16 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
+from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, fits, require_all
 from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, conversation
 from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
-from async_grpo.rewards.judges.remote_judge import (
-    CHARACTERS_PER_TOKEN,
-    JudgeAddresses,
-    ModelJudge,
-    RemoteJudge,
-    Send,
-)
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses, ModelJudge, RemoteJudge, Send
 
 PROTOCOL = 1
 MAX_EXTRAS = 64  # each becomes a column of the metrics
@@ -176,6 +170,8 @@ def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _as_base64(images: Any, name: str) -> list[str]:
     try:
+        if not isinstance(images, list | tuple):
+            raise TypeError(f"a {type(images).__name__}")
         encoded = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in images]
         for image in encoded:
             base64.b64decode(image, validate=True)

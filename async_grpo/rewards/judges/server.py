@@ -92,10 +92,7 @@ class JudgeServer:
             (replicas >= 1 and self.restarts >= 0, f"{replicas=}, restarts={self.restarts}: too few"),
             (one_each, f"{devices=} must be a list with the GPUs of each of the {replicas} replicas"),
             (safe, f"host={self.host!r} {network}"),
-            (
-                self._api_key or self.api_key_env is None,
-                f"there is no variable api_key_env={self.api_key_env!r}",
-            ),
+            (self._api_key or self.api_key_env is None, f"no variable api_key_env={self.api_key_env!r}"),
             (not (self.sleep_mode and on_the_cpu()), f"sleep_mode=True needs a GPU: {pretence}"),
         )
         self._ports = self._listen()

@@ -90,13 +90,13 @@ def _restrict_files(libc: ctypes.CDLL) -> bool:
     if rules < 0:
         return False
     own = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib")))
+    held = True
     for path in filter(os.path.exists, (*own, *_READABLE)):
         rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        # Where this fails, the path stays forbidden
-        libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0)
+        held &= libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, handle), 0) == 0
         os.close(handle)
-    restricted = libc.syscall(_RESTRICT_SELF, rules, 0) == 0
+    restricted = held and libc.syscall(_RESTRICT_SELF, rules, 0) == 0
     os.close(rules)
     return bool(restricted)
 
