@@ -245,6 +245,7 @@ class RemoteExperience:
         return message
 
     def after_step(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation, after the steps that have one."""
         every, last = self._config.eval_every, self._config.num_steps
         return self._evaluate(step) if step == last or (every and step % every == 0) else {}
 

@@ -63,9 +63,16 @@ def test_a_retired_or_renamed_option_warns_with_its_successor(capsys, given, war
     assert one.retire_solved_above == (0.9 if "0.9" in given else None)
 
 
-@pytest.mark.parametrize("argv", [["--model-name-or-path", "m"], [*NEEDED, "--nope", "1"]])
-def test_missing_and_unknown_options_end_with_code_2(argv, capsys):
-    assert parse(*argv) == (None, 2)
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model-name-or-path", "m"], "--data-path"),
+        ([*NEEDED, "--nope", "1"], "--nope is no option"),
+        (["--model-name-or-pth", "m", "--data-path", "d"], "did you mean --model-name-or-path"),
+    ],
+)
+def test_missing_misspelt_and_unknown_options_are_named_with_code_2(argv, said, capsys):
+    assert parse(*argv) == (None, 2) and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigurationError("wrong"), 2), (RunFailed("died"), 1)])

@@ -12,6 +12,7 @@ import pytest
 from fake_chain import GROUPS, MEMBERS, STEPS, Chain, chain_config
 
 from async_grpo.algorithm.advantages import get_estimator
+from async_grpo.config.compatibility import check_methods
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
@@ -94,6 +95,13 @@ def test_a_loss_is_one_file(own, tmp_path):
     name = own(LOSS, "reinforce")
     (once,), (twice,) = (trained(tmp_path, policy_loss=name, loss_options=scale) for scale in ("", "scale=2"))
     assert once["grad_norm"] > 0 and twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("text", ["return batch.logprobs", "return batch.advantage, {}"])
+def test_a_loss_that_cannot_compute_is_refused_before_the_start(own, text):
+    config = chain_config(policy_loss=own(f"def broken(batch):\n    {text}\n", "broken"))
+    with pytest.raises(ConfigurationError, match=r"the loss broken fails.* must return \(loss"):
+        check_methods(config)
 
 
 ENGINE = """

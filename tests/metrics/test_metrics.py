@@ -39,14 +39,20 @@ def test_the_console_says_how_many_samples_were_not_scored_and_no_number_that_is
 def test_an_alarm_is_printed_in_full_when_it_begins_and_not_on_every_line(tmp_path, capsys):
     writer = MetricsWriter(tmp_path, num_steps=5)
     for step, alarms in enumerate(
-        [["a: 3 of 4 calls failed"], ["a: 5 of 7 calls failed"], ["a: 1 of 2 calls failed", "b"], [], ["b"]],
+        [
+            ["a: 3 of 4 calls failed"],
+            ["a: 5 of 7 calls failed"],
+            ["a: 1 of 2 calls failed", "b"],
+            [],
+            ["b 1", "b 2"],
+        ],
         start=1,
     ):
         writer.write(line(step, [], [], alarms=alarms))
     writer.close()
     shown = [text.partition("1.0 s")[2] for text in capsys.readouterr().out.splitlines()]
     assert shown == [
-        " | ALARM a: 3 of 4 calls failed", " | ALARM (1 as before)", " | ALARM b | ALARM (1 as before)", "", " | ALARM b",
+        " | ALARM a: 3 of 4 calls failed", " | ALARM (1 as before)", " | ALARM b | ALARM (1 as before)", "", " | ALARM b 1 | ALARM b 2",
     ]  # fmt: skip
     lines = [json.loads(row) for row in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines[1]["alarms"] == ["a: 5 of 7 calls failed"]

@@ -37,9 +37,8 @@ _PLAIN = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 def main(socket_fd: int) -> None:
     """Serve until the other end of the socket is closed. Returns in each new process, too."""
-    for (
-        name
-    ) in "bisect copy heapq math random re string".split():  # what solutions import: once for all of them
+    # What solutions import: once for all of them
+    for name in "bisect copy heapq math random re string".split():
         import_module(name)
     sys.path.remove(os.environ["PYTHONPATH"])
     os.environ.clear()

@@ -340,13 +340,14 @@ async def test_a_retry_goes_to_another_replica_even_if_that_is_busier():
         assert (len(broken.requests), len(slow.requests)) == (2, 4)
 
 
-def test_a_replica_is_asked_by_its_state_alone():
+def test_a_replica_is_asked_by_its_state_alone(caplog):
     """Pauses end after five minutes, rivals go elsewhere, late failures do not keep a breaker open for longer."""
     replicas = Replicas(["http://one", "http://other"], 2, 1600.0)
     assert replicas.take((), never="http://one").url == "http://other"
     other = replicas.take(("http://other",), never="http://one")
     replicas.pause(other, 1e300)
     assert 299 < other.paused_until - time.monotonic() <= 300
+    assert "http://other asks to be left alone for 1e+300 s" in caplog.text
     assert replicas.take((), never="http://one") is None
     one = [replicas.take(()) for _ in range(3)][-1]
     assert one.url == "http://one"
