@@ -52,7 +52,8 @@ def test_an_alarm_is_printed_in_full_when_it_begins_and_not_on_every_line(tmp_pa
     writer.close()
     shown = [text.partition("1.0 s")[2] for text in capsys.readouterr().out.splitlines()]
     assert shown == [
-        " | ALARM a: 3 of 4 calls failed", " | ALARM (1 as before)", " | ALARM b | ALARM (1 as before)", "", " | ALARM b 1 | ALARM b 2",
+        " | ALARM a: 3 of 4 calls failed", " | ALARM (1 as before)", " | ALARM b | ALARM (1 as before)", "",
+        " | ALARM b 1 | ALARM b 2",
     ]  # fmt: skip
     lines = [json.loads(row) for row in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines[1]["alarms"] == ["a: 5 of 7 calls failed"]
