@@ -1,6 +1,6 @@
 """Slow rewards, many at a time: seconds per step of our pipeline against the closed forms, and with faults.
 
-    python -m benchmarks.delay_experiment --steps 20            # about 6 minutes
+    python -m benchmarks.delay_experiment --steps 20            # about 15 minutes
     python -m benchmarks.delay_experiment --steps 20 --arms faults
 
 The real ExperienceBatcher and VerifierPool; generation, log-probs, update and rewards are waits (asyncio sleeps) with the
