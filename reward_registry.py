@@ -42,6 +42,8 @@ from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, Reward
 
 
 class RewardType(str, Enum):
+    """The names of the rewards, as `--reward-fns` takes them."""
+
     MATH_VERIFY = "math_verify"
     MATHD = "mathd"
     SYMPY = "sympy"

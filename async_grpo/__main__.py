@@ -1,6 +1,7 @@
 """The console script `async-grpo`: a whole run, the demo, its parts, and tools, each from one command."""
 
 import sys
+from dataclasses import fields
 from importlib import import_module
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
@@ -108,7 +109,10 @@ def config_class(name: str) -> Any:
 
 def foreign_keys() -> set[str]:
     """What a configuration file may hold for other programs than the one that reads it."""
-    return {*FACTS, *(key for name in ("run", "worker") for key in config_class(name).__dataclass_fields__)}
+    found = {*FACTS}
+    for field in (field for name in ("run", "worker") for field in fields(config_class(name))):
+        found |= {field.name, field.metadata["was"], field.metadata["also"]}
+    return found
 
 
 def _imported(name: str) -> ModuleType:

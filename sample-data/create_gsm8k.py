@@ -92,6 +92,8 @@ def main(
         longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         short = (record for record in all_records if len(record["input_token_ids"]) <= longest)
         records = list(itertools.islice(short, limit))
+        if not records:
+            raise ValueError(f"{input} has no row, or none within --max-prompt-tokens")
         write_jsonl(output, records)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -249,8 +249,13 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator of that name; ConfigurationError: there is none, or it needs an input that nothing provides."""
+    """The estimator of that name; ConfigurationError: there is none, or it takes what nothing provides."""
     estimator = find_entry(name, ADVANTAGE_ESTIMATORS, Estimator, "advantage-estimator")
+    try:
+        inspect.signature(estimator.function).bind(*range(3), **dict.fromkeys(estimator.keywords))
+    except TypeError as error:
+        takes = f"must be called as f(rewards, used, groups, *, options): {error}"
+        raise ConfigurationError(f"--advantage-estimator {name} {takes}") from error
     known = {*PROVIDED, *estimator.inputs, *estimator.options}
     if unknown := [keyword for keyword in estimator.keywords if keyword not in known]:
         raise ConfigurationError(

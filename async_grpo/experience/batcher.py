@@ -33,7 +33,15 @@ Message = MicroBatch | asyncio.Task[StepEnd]
 
 
 class ExperienceBatcher:
-    """Owner of the prompt cursor, the staleness budget and the queues of the ranks."""
+    """Owner of the prompt cursor, the staleness budget and the queues of the ranks. Make it in an event loop.
+
+    Args:
+        questions: what prompts are drawn from.
+        generation, verification: where completions and verdicts come from.
+        reference, proximal: where their log-probs come from; None: the loss needs none.
+        num_ranks: trainers that ask `next_message`, each for its own.
+        facts: what was found out about model and rewards (`ResolvedRewards.facts`).
+    """
 
     def __init__(
         self,

@@ -118,7 +118,9 @@ def normalized(
     """
     flags = {field.name for field in fields if field.type is bool}
     arguments, kept, files = list(given), [], []
-    if arguments and arguments[0].endswith((".toml", ".json")) and arguments[0][0] != "-":
+    has_argument = any(field.metadata["argument"] for field in fields)  # which may be a .json itself
+    endings = (".toml",) if has_argument else (".toml", ".json")
+    if arguments and arguments[0].endswith(endings) and arguments[0][0] != "-":
         files.append(arguments.pop(0))
     while arguments:
         name, equals, value = arguments.pop(0).partition("=")

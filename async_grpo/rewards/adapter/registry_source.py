@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import nearest
 from async_grpo.options.source_file import ShippedModule, SourceFile, is_file, read_source
 from async_grpo.rewards.adapter.decorators import traits_of
 
@@ -78,9 +79,8 @@ def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[st
     unknown = ", ".join(name for name in shown if name not in known.keys() | files.keys())
     if unknown or not asked:
         problem = f"unknown reward function {unknown}" if unknown else "no reward function is named"
-        raise ConfigurationError(
-            f"{problem}: {source.module_name} knows {', '.join(sorted(known)) or 'none'}"
-        )
+        known_names = f"{source.module_name} knows {', '.join(sorted(known)) or 'none'}; or FILE.py:NAME"
+        raise ConfigurationError(f"{problem}: {known_names}{nearest(unknown, known)}")
     adapters = {name: files[name].object() if name in files else known[name] for name in shown}
     for adapter in adapters.values():
         traits_of(adapter)  # raises for what cannot be called
