@@ -196,3 +196,9 @@ class _VerifierSlot:
         self.post_process = partial(call, f"post_process {slot}")
         self.close = partial(host.close, slot)
         self.capacity, self.prefetch, self.has_post_process = traits
+        self._channel = host.channel
+
+    @property
+    def is_lost(self) -> bool:
+        """The actor is gone, and so are all its slots."""
+        return self._channel.lost is not None

@@ -149,6 +149,7 @@ class AdapterQueue:
     async def _serve(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> None:
         """See a call of the slot's worker to its end, and what follows from that."""
         worker, given_at, limits = slot.worker, time.monotonic(), self._timeouts
+        was_lost = getattr(worker, "is_lost", False)  # with others of its actor: it never had the job
         job.queue_s += given_at - job.queued_at
         answer_s = limits.answer_s + getattr(worker, "max_queue_s", 0.0)
         if slot.is_ahead(job):
@@ -189,6 +190,7 @@ class AdapterQueue:
             if slot in self._slots:  # no other of its calls has said so
                 self._slots.remove(slot)
                 _run(self._replace(worker, lost), self._makes)
+            job.lost_attempts -= was_lost
             self._retry(job, f"{ATTEMPTS} workers of {self.adapter!r} were lost over it, the last: {lost}")
         self._dispatch()
 

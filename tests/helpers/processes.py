@@ -4,7 +4,4 @@ from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 
 
 def process_maker(source):
-    async def make(adapter):
-        return await AdapterProcess(source, adapter).start()
-
-    return make
+    return lambda adapter: AdapterProcess(source, adapter).start()

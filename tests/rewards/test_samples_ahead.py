@@ -7,9 +7,11 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 from processes import process_maker
 
+from async_grpo.errors import WorkerLost
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter_queue import TAKE_BACK_S
 from async_grpo.rewards.isolation.child_process import ChildProcess
@@ -224,3 +226,22 @@ async def test_a_process_that_takes_long_to_start_costs_no_worker():
         assert [verdict.status for verdict in verdicts] == [TIMED_OUT, OK]
         stats = pool.stats()["slow_to_build"]
         assert (stats["workers_lost"], stats["retries"]) == (0, 0)
+
+
+class OnOneActor:
+    capacity, is_lost = 2, False
+
+    async def score(self, sample, timeout_s):
+        await asyncio.sleep(0 if self.is_lost else 0.05)
+        if self.is_lost:
+            raise WorkerLost("the actor is gone")
+        return AdapterResult("a", OK, 1.0)
+
+    async def close(self): ...
+
+
+async def test_workers_that_are_lost_together_cost_a_sample_one_attempt():
+    made = [OnOneActor() for _ in range(8)]
+    async with VerifierPool(["a"], AsyncMock(side_effect=made), workers=4) as pool:
+        asyncio.get_running_loop().call_later(0.02, lambda: [setattr(w, "is_lost", True) for w in made[:4]])
+        assert {v.status for v in await asyncio.gather(*(pool.verify({}) for _ in range(4)))} == {OK}
