@@ -114,7 +114,7 @@ KNOWN = "reward_registry knows " + ", ".join(sorted(kind.value for kind in Rewar
     [(" , ", "no reward function is named"), ("mathx,mathd,y", "unknown reward function mathx, y")],
 )
 def test_no_reward_and_an_unknown_one_are_errors_that_list_the_known_ones(names, problem):
-    with pytest.raises(ConfigurationError, match=f"^{problem}: {KNOWN}$"):
+    with pytest.raises(ConfigurationError, match=f"^{problem}: {KNOWN}; or FILE.py:NAME"):
         resolve(RewardRegistrySource.from_file(PAGE), names)
     with pytest.raises(ConfigurationError, match="no dict REWARD_ADAPTERS"):
         resolve(RewardRegistrySource("empty_page", ""), names)
