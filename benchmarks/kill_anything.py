@@ -62,6 +62,7 @@ def command(folder: Path, steps: int, judged: bool) -> list[str]:
     if judged:
         (page := folder / "page.py").write_text(PAGE)
         rewards, judge = f"countdown,{page}:likes", [f"--judge-model={data / 'tiny-model'}"]
+        judge.append("--reward-timeout-s=120")  # its only server needs half a minute to be back
     return [
         *[sys.executable, "-m", "async_grpo", "run", f"--output-dir={folder}", f"--run-name={folder.name}"],
         *[f"--model-name-or-path={data / 'tiny-model'}", f"--data-path={data / 'countdown_train.jsonl'}"],
