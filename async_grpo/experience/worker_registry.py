@@ -5,9 +5,11 @@ The unit of admission is one sequence: a worker takes up to `max_sequences` at o
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy as np
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.options.source_file import find_entry
@@ -22,6 +24,7 @@ class Member:
     active: bool = False  # gets work; False until it holds the current weights
     sequences: int = 0  # outstanding
     tokens: int = 0  # outstanding, as estimated when admitted
+    column: int = -1  # among the active ones
 
     def has_room(self, sequences: int) -> bool:
         return self.active and self.sequences + sequences <= self.info.max_sequences
@@ -71,27 +74,43 @@ class WorkerRegistry:
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
         self.kind, self.grace_s, self._policy = kind, grace_s, policy
         self._members: dict[str, Member] = {}
-        self._turn = asyncio.Lock()  # first come, first served
-        self._changed = asyncio.Event()  # for who has the turn: there may be room now
+        # First come, first served: (sequences, tokens of each, lease). Nobody polls: what may end a wait calls `_serve`
+        self._line: deque[tuple[int, int, asyncio.Future[Lease]]] = deque()
         self._last_loss = "none has registered yet"
         self._empty_since = time.monotonic()  # if there are no members
+        self._members_changed()
+
+    def _members_changed(self) -> None:
+        members, self._active = self._members.values(), [m for m in self._members.values() if m.active]
+        self._largest = max((member.info.max_sequences for member in members), default=0)
+        # (2, active): places and tokens, as arrays to compare a thousand workers in microseconds
+        limits = [m.info.max_sequences for m in self._active], [m.info.max_tokens for m in self._active]
+        held = [member.sequences for member in self._active], [member.tokens for member in self._active]
+        self._limits, self._held = np.array(limits, float), np.array(held, float)
+        for column, member in enumerate(self._active):
+            member.column = column
+        self._serve()
 
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
         if info.max_sequences < 1 or info.max_tokens < 1:
             offer = f"{info.max_sequences} sequences, {info.max_tokens} tokens"
             raise ConfigurationError(f"{info.worker_id} offers {offer}")
+        self.deregister(info.worker_id, "it registered again")
         self._members[info.worker_id] = Member(info)
+        self._members_changed()
 
     def activate(self, worker_id: str) -> None:
         """The worker holds the current weights: it may be given work."""
         self._members[worker_id].active = True
-        self._changed.set()
+        self._members_changed()
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""
-        if self._members.pop(worker_id, None) is not None:
+        if (member := self._members.pop(worker_id, None)) is not None:
+            member.active = False
             self._last_loss, self._empty_since = f"{worker_id}: {reason}", time.monotonic()
+            self._members_changed()
 
     def members(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values()]
@@ -108,35 +127,70 @@ class WorkerRegistry:
             ConfigurationError: no registered worker could ever take so many at once.
             WorkerLost: no worker was registered for `grace_s` seconds.
         """
-        async with self._turn:  # behind it everybody waits: no starvation
-            while True:
-                self._refuse_in_vain(sequences)
-                if fitting := [member for member in self._members.values() if member.has_room(sequences)]:
-                    member = self._policy(fitting, sequences, sequences * tokens_each)
-                    member.sequences += sequences
-                    member.tokens += sequences * tokens_each
-                    return Lease(member, sequences, tokens_each)
-                self._changed.clear()
-                with suppress(TimeoutError):  # it may become in vain meanwhile
-                    async with asyncio.timeout(1.0):
-                        await self._changed.wait()
+        lease: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._line.append((sequences, tokens_each, lease))
+        if len(self._line) == 1:
+            self._serve()
+        try:
+            return await lease
+        except asyncio.CancelledError:
+            if lease.cancelled():
+                self._serve()  # others may have waited behind it
+            elif lease.exception() is None:  # served, and gone before it heard of that
+                self.release(lease.result(), sequences)
+            raise
 
     def release(self, lease: Lease, sequences: int = 1) -> None:
         """Give back `sequences` of a lease. Of a void one (its worker is gone) nobody will hear."""
         sequences = min(sequences, lease.sequences)
         lease.sequences -= sequences
-        lease.member.sequences -= sequences
-        lease.member.tokens -= sequences * lease.tokens_each
-        self._changed.set()
+        self._give(lease.member, -sequences, -sequences * lease.tokens_each)
+        if self._line and lease.member.has_room(self._line[0][0]):  # no other has: the head would not wait
+            self._serve()
+
+    def _give(self, member: Member, sequences: int, tokens: int) -> None:
+        member.sequences += sequences
+        member.tokens += tokens
+        if member.active:
+            self._held[:, member.column] = member.sequences, member.tokens
+
+    def _serve(self) -> None:
+        """Serve the line from its head up to the first that must wait: all wait behind it, so that nobody starves."""
+        while self._line:
+            sequences, tokens_each, lease = self._line[0]
+            if not lease.done():  # else its caller has gone
+                try:
+                    self._refuse_in_vain(sequences)
+                    member = self._choose(sequences, sequences * tokens_each)
+                except Exception as refused:  # a policy of the user's may raise anything
+                    lease.set_exception(refused)
+                else:
+                    if member is None:
+                        break
+                    self._give(member, sequences, sequences * tokens_each)
+                    lease.set_result(Lease(member, sequences, tokens_each))
+            self._line.popleft()
+        if self._line and not self._members:  # a moment late, lest it fires before the grace has ended
+            left_s = self._empty_since + self.grace_s - time.monotonic()
+            self._line[0][2].get_loop().call_later(left_s + 0.01, self._serve)
+
+    def _choose(self, sequences: int, tokens: int) -> Member | None:
+        """The active member that gets the work; None: no one has room."""
+        if self._policy is not least_loaded or not self._active:
+            fitting = [member for member in self._active if member.has_room(sequences)]
+            return self._policy(fitting, sequences, tokens) if fitting else None
+        shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits  # `least_loaded`, all at once
+        loads = np.where(shares[0] <= 1, shares.max(axis=0), np.inf)
+        best = int(loads.argmin())
+        return self._active[best] if shares[0, best] <= 1 else None
 
     def _refuse_in_vain(self, sequences: int) -> None:
-        largest = max((member.info.max_sequences for member in self._members.values()), default=sequences)
-        if sequences > largest:
+        if self._members and sequences > self._largest:
             raise ConfigurationError(
-                f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {largest} "
+                f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {self._largest} "
                 "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question"
             )
-        if not self._members and time.monotonic() - self._empty_since > self.grace_s:
+        if not self._members and time.monotonic() - self._empty_since >= self.grace_s:
             raise WorkerLost(
                 f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "
                 f"python worker_dispatcher.py --mode {self.kind} ..."

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.experience.worker_registry import WorkerRegistry, scheduling_policy
+from async_grpo.experience.worker_registry import WorkerRegistry, least_loaded, scheduling_policy
 from async_grpo.types import WorkerInfo
 
 
@@ -78,6 +78,29 @@ async def test_without_any_worker_the_wait_ends_and_names_the_last_one():
         await asyncio.wait_for(registry.acquire(1, 10), 5)
 
 
+async def test_the_grace_begins_again_with_every_worker_that_is_lost():
+    registry = WorkerRegistry("generation", grace_s=0.3)
+    waiting = asyncio.create_task(registry.acquire(1, 10))
+    await asyncio.sleep(0.2)
+    registry.register(info("a"))  # it never works
+    await asyncio.sleep(0.2)
+    registry.deregister("a", "killed")
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    with pytest.raises(WorkerLost, match="a: killed"):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_worker_that_registers_again_begins_anew():
+    registry = registry_of(info("a", 4), info("b", 4))
+    old = await registry.acquire(4, 10)
+    registry.register(info("a", 4))
+    registry.activate("a")
+    registry.release(old)  # of what it was
+    assert registry.outstanding() == (0, 0)
+    assert sorted([(await registry.acquire(4, 10)).worker_id for _ in range(2)]) == ["a", "b"]
+
+
 async def test_a_group_that_has_become_too_large_is_refused_while_it_waits_and_blocks_nobody():
     registry = registry_of(info("large", max_sequences=8), info("small", max_sequences=2))
     await registry.acquire(8, 10)
@@ -114,6 +137,57 @@ async def test_a_policy_of_the_user_s_own_decides_who_gets_the_work(tmp_path):
         registry.register(worker)
         registry.activate(worker.worker_id)
     assert [(await registry.acquire(2, 10)).worker_id for _ in range(5)] == [*["b"] * 4, "a"]
+
+
+async def test_a_policy_that_fails_fails_its_caller_alone():
+    def picky(members, sequences, tokens):
+        return members[0] if sequences < 3 else 1 / 0
+
+    registry = WorkerRegistry("generation", 5.0, picky)
+    callers = [asyncio.create_task(registry.acquire(n, 10)) for n in (3, 1)]
+    await asyncio.sleep(0)
+    registry.register(info("a"))
+    registry.activate("a")
+    with pytest.raises(ZeroDivisionError):
+        await callers[0]
+    assert (await callers[1]).worker_id == "a"
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["acquire", "release", "register", "deregister"]),
+    st.integers(0, 5),  # which worker or lease
+    st.integers(1, 6),  # sequences
+    st.integers(1, 300),  # tokens
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=60))
+def test_the_choice_is_that_of_looking_at_every_worker_with_room(events):
+    async def scenario() -> None:
+        registry, leases = registry_of(info("w0", 6, 500)), []
+        for what, which, sequences, tokens in events:
+            if what == "register":
+                registry.register(info(f"w{which}", sequences, 10 * tokens))
+                if which:  # w0 never works again
+                    registry.activate(f"w{which}")
+            elif what == "deregister":
+                registry.deregister(f"w{which}", "died")
+            elif what == "release" and leases:
+                registry.release(leases[which % len(leases)], sequences)
+            elif what == "acquire":
+                with_room = [m for m in registry._members.values() if m.has_room(sequences)]
+                if with_room:
+                    expected = least_loaded(with_room, sequences, sequences * tokens)
+                    leases.append(await registry.acquire(sequences, tokens))
+                    assert leases[-1].member is expected
+        held = {}
+        for lease in leases:
+            held[id(lease.member)] = held.get(id(lease.member), 0) + lease.sequences
+        for member in registry._members.values():
+            assert member.sequences == held.get(id(member), 0)
+
+    asyncio.run(scenario())
 
 
 @settings(max_examples=40, deadline=None)
