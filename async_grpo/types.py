@@ -144,7 +144,7 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]  # (G,)
     admitted_version: int
-    sequence_number: int  # place in the run: step sequence_number // P, whichever prompt fills it
+    sequence_number: int  # of its admission; says which step trains it at the latest
     baseline: Verdict | None = None  # of the greedy completion, where the estimator compares with it
     resampled: int = 0  # prompts without signal that this one replaced
 

@@ -65,6 +65,10 @@ def broken_values(c: "RunConfig") -> Broken:
     if c.batch_size % c.groups_per_step:
         fit = f"the batch is not a whole number of steps of {c.groups_per_step} groups"
         yield "batch_size train_minibatch_size samples_per_question", f"do not fit: {fit}: use a multiple"
+    most = (c.max_staleness + 1) * c.groups_per_step
+    if c.groups_alive is not None and not c.groups_per_step <= c.groups_alive <= most:
+        fit = f"a step takes {c.groups_per_step} groups, and {most} can be alive: give a number between them"
+        yield "groups_alive max_staleness", f"do not fit: {fit}"
     if c.importance_low is not None and c.importance_low > c.importance_high:
         yield "importance_low importance_high", "leave no weight at all: give low <= high"
     if c.dump_samples_filename and "/" in c.dump_samples_filename:

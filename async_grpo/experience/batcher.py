@@ -60,10 +60,11 @@ class ExperienceBatcher:
         self.generation, self.verification = generation, verification
         self.reference, self.proximal = reference, proximal
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
-        self.budget = StalenessBudget(config.groups_per_step, config.max_staleness)
+        bounds = (config.groups_per_step, config.max_staleness)
+        self.budget = StalenessBudget(*bounds, config.groups_alive)
         self._alarms = StepAlarms(config, facts.best_rewards)
         packer = Packer(num_ranks, config.max_tokens_per_gpu)
-        self.steps = StepAssembler(config.groups_per_step, config.max_staleness, packer, self.advantages)
+        self.steps = StepAssembler(*bounds, packer, self.advantages, slack=self.budget.slack)
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()

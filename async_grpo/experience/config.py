@@ -31,6 +31,13 @@ class BatchConfig(AlgorithmConfig):
     max_staleness: int = _batches(
         1, "Oldest policy a trained token may come from, in steps (0: on-policy).", range=NOT_NEGATIVE
     )
+    groups_alive: int | None = option(
+        None,
+        "Groups between admission and the live weights trained on them. Fewer than (max_staleness + 1) steps' worth (the "
+        "default): any finished group may join a step as long as none becomes too old, for long-tailed lengths.",
+        "Batches",
+        range=POSITIVE,
+    )
     max_token_staleness: int | None = option(
         None,
         "Leave tokens of policies older than this out of the loss.",

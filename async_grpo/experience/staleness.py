@@ -1,14 +1,18 @@
-"""How the age of every token is bounded: permission before generating, and a fixed place for every group.
+"""How the age of every token is bounded: permission before generating, and a last step for every group.
 
-With P groups per optimizer step and at most S steps of staleness, at most (S + 1) * P groups are alive between their
-admission and the moment the weights trained on them are live in the engines (`StalenessBudget`). Why that bounds the age:
-step k turns version k into k + 1 and takes the groups number k * P ... (k + 1) * P - 1 (`StepAssembler`). When version v
-is live, v * P groups have been released, so a group i that is admitted now has i < (v + S + 1) * P: it is trained in a
-step of at most v + S, and no token of it is older than v. Letting a younger group overtake would break the bound.
+With P groups per optimizer step and at most S steps of staleness, `capacity` groups (by default (S + 1) * P) are alive
+between their admission and the moment the weights trained on them are live in the engines (`StalenessBudget`).
+`slack` = (S + 1) * P - capacity is what is left of the bound: so many groups may be trained before their turn.
+
+Step k turns version k into k + 1 and takes P groups (`StepAssembler`). Group i is due in step (i + slack) // P and must
+not be trained later. Why that bounds the age: when version v is live, v * P groups have been released, so a group i that
+is admitted now has i < v * P + capacity: it is due in step v + S at the latest, and no token of it is older than v.
+Why no group comes too late: (k + 1) * P - slack groups are due in step k or before, and of the (k + 1) * P groups that
+are trained by its end at most `slack` are due later. Without slack, step k takes the groups k * P ... (k + 1) * P - 1.
 """
 
 import asyncio
-from collections import defaultdict
+from bisect import insort
 from dataclasses import dataclass
 
 from async_grpo.errors import StalenessViolated
@@ -18,10 +22,16 @@ from async_grpo.types import Group, MicroBatch
 
 
 class StalenessBudget:
-    """Counts the groups alive. `admit` waits for a free slot; `weights_live` frees the slots of a finished step."""
+    """Counts the groups alive. `admit` waits for a free slot; `weights_live` frees the slots of a finished step.
 
-    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
-        self.capacity = (max_staleness + 1) * groups_per_step
+    `capacity`: how many may be alive, from P to (S + 1) * P; the fewer, the younger are the tokens on average.
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int, capacity: int | None = None) -> None:
+        most = (max_staleness + 1) * groups_per_step
+        self.capacity = capacity or most
+        self.slack = most - self.capacity
+        assert groups_per_step <= self.capacity <= most, (groups_per_step, capacity, most)
         self.alive = 0
         self.live_version = 0
         self._freed = asyncio.Condition()
@@ -60,38 +70,64 @@ Event = list[MicroBatch] | StepComplete  # a micro-batch for each rank, or the e
 class StepAssembler:
     """Turns finished groups into optimizer steps of `groups_per_step` each.
 
-    Groups of the current step are packed as they arrive, in any order, or all at once for a batch-coupled estimator.
+    A finished group that is due in the current step takes a place in it; one that is due later does so as long as fewer
+    than `slack` such groups have. So a waiting group, finished or not, always finds a place in time. The groups of a
+    step are packed as they come, or all at once for a batch-coupled estimator.
     """
 
     def __init__(
-        self, groups_per_step: int, max_staleness: int, packer: Packer, advantages: GroupAdvantages
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        packer: Packer,
+        advantages: GroupAdvantages,
+        *,
+        slack: int = 0,
     ) -> None:
-        self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
+        self.groups_per_step, self.max_staleness, self.slack = groups_per_step, max_staleness, slack
         self.packer, self.advantages = packer, advantages
         self.step = 0  # the step being filled; it trains policy version `step`
+        self._finished: list[Group] = []  # without a place, in the order of admission
+        self._placed: list[Group] = []  # of this step, for the rest of their minibatch
         self._taken: list[Group] = []  # of this step, with their advantages
-        # By step: for their turn, or for the rest of their minibatch
-        self._waiting: defaultdict[int, list[Group]] = defaultdict(list)
+        self._ahead: list[int] = []  # when the groups are due that have a place before their turn
 
     def offer(self, group: Group) -> list[Event]:
         """A group is complete. Returns what follows from it, in order."""
-        step = group.sequence_number // self.groups_per_step
-        assert step >= self.step, f"group {group.sequence_number} comes after its step {step} closed"
-        self._waiting[step].append(group)
-        enough = 1 if self.advantages.group_local else self.groups_per_step
+        assert self._due(group) >= self.step, (
+            f"group {group.sequence_number} comes after step {self.step} began"
+        )
+        insort(self._finished, group, key=lambda finished: finished.sequence_number)
         events: list[Event] = []
-        while len(self._waiting[self.step]) >= enough:
-            ready = self._waiting.pop(self.step)
-            for finished in ready:
-                self._assert_fresh(finished)
-            ready = self.advantages(ready, self.step)
-            self._taken += ready
-            trained = [s for finished in ready for s in finished.samples if s.advantages is not None]
-            events += filter(None, map(self.packer.add, trained))
-            if len(self._taken) == self.groups_per_step:
-                events += filter(None, [self.packer.flush()])
-                events.append(StepComplete(self.step, self._taken))
-                self.step, self._taken = self.step + 1, []
+        while self._finished and self._takes_place(self._finished[0]):
+            self._placed.append(self._finished.pop(0))
+            if self.advantages.group_local or len(self._placed) == self.groups_per_step:
+                events += self._train_placed()
+        return events
+
+    def _due(self, group: Group) -> int:
+        """The last step that may train it."""
+        return (group.sequence_number + self.slack) // self.groups_per_step
+
+    def _takes_place(self, group: Group) -> bool:
+        if (due := self._due(group)) > self.step:
+            if len(self._ahead) == self.slack:
+                return False
+            self._ahead.append(due)
+        return True
+
+    def _train_placed(self) -> list[Event]:
+        for placed in self._placed:
+            self._assert_fresh(placed)
+        ready, self._placed = self.advantages(self._placed, self.step), []
+        self._taken += ready
+        trained = [sample for group in ready for sample in group.samples if sample.advantages is not None]
+        events: list[Event] = [*filter(None, map(self.packer.add, trained))]
+        if len(self._taken) == self.groups_per_step:
+            events += filter(None, [self.packer.flush()])
+            events.append(StepComplete(self.step, self._taken))
+            self.step, self._taken = self.step + 1, []
+            self._ahead = [due for due in self._ahead if due > self.step]
         return events
 
     def _assert_fresh(self, group: Group) -> None:

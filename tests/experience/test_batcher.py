@@ -63,6 +63,27 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
     assert generation.asked == list(range(6))  # not a prompt more than the run needs
 
 
+async def test_a_slow_group_holds_up_no_step_while_it_is_not_too_old():
+    """Six groups in steps of two, four alive at once: two steps go live without the first group, the third takes it."""
+    released = asyncio.Event()
+
+    class OneSlow(FakeGeneration):
+        async def _complete(self, ordinal: int, member: int):
+            if ordinal == 0:
+                await released.wait()
+            return await super()._complete(ordinal, member)
+
+    batcher = batcher_of(OneSlow(), max_staleness=3, groups_alive=4)
+    training = asyncio.create_task(train(batcher, 3))
+    while batcher.budget.live_version < 2:
+        await asyncio.sleep(0.01)
+    released.set()
+    trained = [{int(i) for batch in batches for i in batch.group_ids} for batches, _ in await training]
+    assert [0 in of_step for of_step in trained] == [False, False, True] and set.union(*trained) == set(
+        range(6)
+    )
+
+
 async def test_an_end_of_a_step_that_waits_for_statistics_holds_up_no_group_and_is_overtaken_by_none():
     """Two steps finish while an engine is silent about the first."""
 

@@ -33,7 +33,11 @@ class AsTheyCome:
 
     group_local = True
 
+    def __init__(self):
+        self.taken = []
+
     def __call__(self, groups, step):
+        self.taken += [group.sequence_number for group in groups]
         return list(groups)
 
 
@@ -77,8 +81,11 @@ def test_every_sample_is_packed_once_and_every_rank_gets_as_many_micro_batches(
     assert packer.flush() is None
 
 
-def assembler_of(groups_per_step: int, max_staleness: int, num_ranks=1, max_tokens=40) -> StepAssembler:
-    return StepAssembler(groups_per_step, max_staleness, Packer(num_ranks, max_tokens), AsTheyCome())
+def assembler_of(
+    groups_per_step: int, max_staleness: int, num_ranks=1, max_tokens=40, slack=0
+) -> StepAssembler:
+    packer = Packer(num_ranks, max_tokens)
+    return StepAssembler(groups_per_step, max_staleness, packer, AsTheyCome(), slack=slack)
 
 
 def test_ranks_start_on_the_first_full_micro_batch_not_at_the_end_of_the_step():
@@ -103,33 +110,92 @@ def test_a_token_outside_the_staleness_bound_never_reaches_the_trainer(step, ver
             assembler.offer(group(step, [1], version=version))
 
 
-@settings(max_examples=40, deadline=None)
-@given(groups_per_step=st.integers(1, 4), max_staleness=st.integers(0, 3), seed=st.integers(0, 10**6))
-def test_the_budget_alone_keeps_every_group_fresh_and_in_its_step_under_random_finishing_times(
-    groups_per_step, max_staleness, seed
+def fits(waiting: list[int], step: int, free: int, groups_per_step: int) -> bool:
+    """Brute force: whether groups that are due in the steps `waiting` all find a place, `free` of them in this step."""
+    places = [step] * free + [step + 1 + n // groups_per_step for n in range(len(waiting))]
+    return all(place <= due for place, due in zip(places, sorted(waiting), strict=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    fewer=st.integers(0, 12),
+    coupled=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_every_group_is_trained_once_and_none_too_old_whatever_finishes_first(
+    groups_per_step, max_staleness, fewer, coupled, seed
 ):
-    """Groups start when admitted, end at random; steps train at once."""
+    """Groups start when admitted and end at random; some begin anew, with younger tokens. Steps go live at random."""
+    most = (max_staleness + 1) * groups_per_step
+    capacity = max(groups_per_step, most - fewer)
 
     async def scenario() -> None:
-        draw, ages = random.Random(seed), []
-        budget = StalenessBudget(groups_per_step, max_staleness)
-        assembler = assembler_of(groups_per_step, max_staleness)
-        running: list[tuple[int, int]] = []
-        ordinal, total = 0, 6 * groups_per_step
-        while assembler.step < 6:
-            while budget.free and ordinal < total:
-                running.append((ordinal, await budget.admit()))
-                ordinal += 1
-            assert budget.alive <= (max_staleness + 1) * groups_per_step
-            done, version = running.pop(draw.randrange(len(running)))
-            for event in assembler.offer(group(done, [1], version)):
+        draw, ages, trained = random.Random(seed), [], []
+        budget = StalenessBudget(groups_per_step, max_staleness, capacity)
+        assembler = assembler_of(groups_per_step, max_staleness, slack=budget.slack)
+        assembler.advantages.group_local = not coupled
+        running: dict[int, int] = {}  # number -> version of its oldest token
+        number, total, closed = 0, 8 * groups_per_step, 0
+        while len(trained) < total:
+            while budget.free and number < total:
+                running[number] = await budget.admit()
+                number += 1
+            assert budget.alive <= capacity
+            if closed > budget.live_version and (not running or draw.random() < 0.3):
+                await budget.weights_live(budget.live_version + 1, groups_per_step)
+                continue
+            assert running, "nothing is left that could go on"
+            done = draw.choice(list(running))
+            if draw.random() < 0.2:
+                running[done] = budget.live_version
+                continue
+            for event in assembler.offer(group(done, [1], running.pop(done))):
                 if isinstance(event, StepComplete):
-                    numbers = sorted(g.sequence_number for g in event.groups)
-                    assert numbers == [event.step * groups_per_step + n for n in range(groups_per_step)]
+                    closed += 1
+                    trained += [g.sequence_number for g in event.groups]
                     ages += [event.step - g.oldest_version for g in event.groups]
-                    await budget.weights_live(event.step + 1, groups_per_step)
-        assert max(ages) <= max_staleness
-        if max_staleness == 0:
-            assert set(ages) == {0}
+                    if capacity == most:  # in the order of admission
+                        of_step = range(event.step * groups_per_step, (event.step + 1) * groups_per_step)
+                        assert set(of_step) == {g.sequence_number for g in event.groups}
+        assert sorted(trained) == list(range(total)) and min(ages) >= 0 and max(ages) <= max_staleness
 
     asyncio.run(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    fewer=st.integers(0, 12),
+    seed=st.integers(0, 10**6),
+)
+def test_a_finished_group_waits_only_if_its_place_would_make_another_too_old(
+    groups_per_step, max_staleness, fewer, seed
+):
+    slack = min(fewer, max_staleness * groups_per_step)
+    assembler = assembler_of(groups_per_step, max_staleness, slack=slack)
+    draw, total, finished = random.Random(seed), 6 * groups_per_step, []
+    untrained = {number: (number + slack) // groups_per_step for number in range(total)}
+    capacity = (max_staleness + 1) * groups_per_step - slack
+    while untrained:
+        trained = total - len(untrained)
+        step, free = trained // groups_per_step, groups_per_step - trained % groups_per_step
+        assert assembler.step == step
+        may_start = step * groups_per_step + capacity
+        allowed = [
+            number
+            for number in finished
+            if fits([due for n, due in untrained.items() if n != number], step, free - 1, groups_per_step)
+        ]
+        assert not allowed, f"{allowed} could have taken a place in step {step}"
+        number = draw.choice([n for n in untrained if n < may_start and n not in finished])
+        assembler.advantages.taken = []
+        assembler.offer(group(number, [1], version=step))
+        finished.append(number)
+        for taken in assembler.advantages.taken:
+            del untrained[taken], finished[finished.index(taken)]
+            trained = total - len(untrained)
+            step, free = divmod(trained, groups_per_step)
+            assert fits(list(untrained.values()), step, groups_per_step - free, groups_per_step)
