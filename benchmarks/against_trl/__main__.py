@@ -1,0 +1,142 @@
+"""The library beside TRL's GRPOTrainer on this machine, in one go: `scripts/bench`.
+
+    scripts/bench                                    every case, 5 repetitions, each side in turn
+    scripts/bench --case short --repetitions 3       one case
+    scripts/bench --quick                            once, few steps: does it run?
+    scripts/bench --report                           table and picture from what was measured
+
+Results are lines of JSON, written as they come: a bench that was interrupted goes on where it was. Options that are not
+known here go to `async-grpo run`; name them by --label, or they would count as repetitions of the defaults.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl import report
+from benchmarks.against_trl.cases import CASES, DATA, ROOT, Case
+from benchmarks.against_trl.models import model_folder
+from benchmarks.against_trl.sides import Place, measure
+
+HELDOUT_COMPLETIONS = 2  # of each task
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="+", choices=CASES, help="default: all but short-own")
+    parser.add_argument("--arm", nargs="+", help="only these: TRL, 'ours S=1', ...")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="measured steps of each run (default: the case's)")
+    parser.add_argument("--quick", action="store_true", help="one repetition of 2 steps after 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
+    parser.add_argument("--label", default="", help="keeps measurements with other options apart")
+    parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench" / "results.jsonl")
+    parser.add_argument("--report", action="store_true", help="write docs/benchmarks.md's table and picture")
+    return parser.parse_known_args()
+
+
+def plan(options: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tuple[str, Case, str, int]]:
+    """(case's name, case, arm, repetition) of all that is not measured yet. The sides take turns at going first."""
+    known = {report.key(row) for row in done}
+    names = options.case or [name for name in CASES if name != "short-own"]
+    for repetition in range(1 if options.quick else options.repetitions):
+        for name in names:
+            case = CASES[name]
+            if options.quick:
+                case = dataclasses.replace(case, steps=2, warm_up=1)
+            if options.steps:
+                case = dataclasses.replace(case, steps=options.steps)
+            if case.repetitions and repetition >= case.repetitions:
+                continue
+            for arm in case.arms[:: -1 if repetition % 2 else 1]:
+                if (not options.arm or arm in options.arm) and (
+                    options.label,
+                    name,
+                    arm,
+                    repetition,
+                ) not in known:
+                    yield name, case, arm, repetition
+
+
+def accuracies(checkpoints: dict[int, str]) -> dict[int, float]:
+    """Step -> share of held-out tasks solved at temperature 1, by transformers' sampling: the same for both sides."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from examples.plain_grpo import heldout_scores
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "tiny-model")
+    rows = [json.loads(line) for line in (DATA / "countdown_heldout.jsonl").read_text().splitlines()]
+    found = {}
+    for step, folder in sorted(checkpoints.items()):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found[step] = heldout_scores(model, tokenizer, rows, HELDOUT_COMPLETIONS, 24)[0]
+    return found
+
+
+def main() -> None:
+    options, further = arguments()
+    rows = report.read(options.output)
+    if options.report:
+        report.write(rows)
+        return
+    if not options.trl_python.exists():
+        sys.exit(f"no {options.trl_python}: start this by scripts/bench, or set --trl-python")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    todo = list(plan(options, rows))
+    minutes = sum(case.minutes / len(case.arms) for _, case, _, _ in todo)
+    print(f"{len(todo)} runs, about {minutes:.0f} minutes; results in {options.output}", flush=True)
+    for number, (name, case, arm, repetition) in enumerate(todo, 1):
+        print(f"{number}/{len(todo)} {name}, {arm}, repetition {repetition + 1}:", end=" ", flush=True)
+        cache = options.output.parent / "models"
+        cache.mkdir(exist_ok=True)
+        place = Place(
+            folder=options.output.parent / "work" / f"{name}-{arm.replace(' ', '').replace('=', '')}",
+            model=model_folder(case.model, cache),
+            ours=Path(sys.executable),
+            trl=options.trl_python,
+            cores=len(os.sched_getaffinity(0)),
+        )
+        load, begun = os.getloadavg()[0], time.time()
+        found = measure(arm, case, options.seed + repetition, place, further)
+        if case.checkpoint_every:
+            found["accuracy"] = accuracies(found.pop("checkpoints"))
+        row = {
+            "label": options.label,
+            "case": name,
+            "arm": arm,
+            "repetition": repetition,
+            "commit": commit(),
+            "machine": f"{place.cores} cores, {platform.machine()}",
+            "load_before": load,
+            "began": begun,
+            "seconds": time.time() - begun,
+            "samples_per_step": case.samples,
+            **found,
+        }
+        with options.output.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        rows.append(row)
+        print(report.one_line(row), flush=True)
+    print(report.table([row for row in rows if row["label"] == options.label]))
+
+
+def commit() -> str:
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What is compared: each case with its numbers, and who runs in it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "sample-data"
+REWARDS = Path(__file__).with_name("rewards.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same for both sides. `model`: tiny (the shipped one) or a name of `models.py`. `reward`: a function of
+    `rewards.py`, or shipped: countdown by its name. `calls`: rewards asked at once (0: no limit).
+
+    `tokens_per_call`: ours, --max-tokens-per-gpu. `samples_per_call`: TRL's per_device_train_batch_size, the fastest of
+    those tried. `staleness`: one run of ours for each. `minutes`: what one repetition takes, on 2 cores.
+    """
+
+    what: str
+    steps: int
+    warm_up: int
+    minutes: float
+    model: str = "tiny"
+    reward: str = "shipped"
+    prompts: int = 32
+    group: int = 8
+    max_tokens: int = 24
+    learning_rate: float = 2e-4
+    calls: int = 0
+    tokens_per_call: int = 4096
+    samples_per_call: int = 256
+    staleness: tuple[int, ...] = (1,)
+    checkpoint_every: int = 0  # steps; the checkpoints are evaluated after the run
+    repetitions: int = 0  # 0: as many as asked for
+    trl: dict[str, Any] = field(default_factory=dict)  # further settings of TRL
+
+    @property
+    def samples(self) -> int:
+        """Of one optimizer step."""
+        return self.prompts * self.group
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (*(f"ours S={bound}" for bound in self.staleness), "TRL")
+
+
+CASES = {
+    "short": Case("completions of about 12 tokens, free reward", steps=20, warm_up=5, minutes=2.0),
+    "short-own": Case(
+        "the same, the reward a function of a user's file",
+        steps=20,
+        warm_up=5,
+        minutes=2.0,
+        reward="countdown",
+    ),
+    "long-tail": Case(
+        "log-normal lengths, sigma 1, up to 512 tokens",
+        model="log-normal",
+        reward="hashed",
+        prompts=16,
+        max_tokens=512,
+        learning_rate=1e-6,
+        steps=5,
+        warm_up=2,
+        minutes=4.0,
+        tokens_per_call=8192,
+        samples_per_call=128,
+    ),
+    "slow-64": Case(
+        "a reward takes 0.1 to 4 s, 64 at once",
+        reward="slow",
+        calls=64,
+        steps=4,
+        warm_up=2,
+        minutes=5.0,
+        staleness=(1, 2),
+    ),
+    "slow": Case(
+        "a reward takes 0.1 to 4 s, no limit",
+        reward="slow",
+        steps=8,
+        warm_up=3,
+        minutes=4.0,
+        staleness=(1, 2),
+    ),
+    "judge": Case(
+        "a judge of 0.5 s (median), log-normal with sigma 1.2, at most 20 s",
+        reward="judge",
+        steps=6,
+        warm_up=2,
+        minutes=6.0,
+        staleness=(1, 2),
+    ),
+    "30m": Case(
+        "30 M parameters, 256 tokens, free reward",
+        model="30m",
+        reward="hashed",
+        prompts=8,
+        max_tokens=256,
+        learning_rate=1e-6,
+        steps=3,
+        warm_up=1,
+        minutes=5.0,
+        tokens_per_call=8192,
+        samples_per_call=64,
+    ),
+    "learning": Case(
+        "as short, learning until 0.40 of the held-out tasks are solved (a seed a repetition)",
+        steps=60,
+        warm_up=5,
+        minutes=4.5,
+        checkpoint_every=5,
+        repetitions=3,
+    ),
+}

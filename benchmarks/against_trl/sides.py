@@ -1,0 +1,197 @@
+"""One measurement of one side: start it as a user would, and read off what it wrote."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl.cases import DATA, REWARDS, ROOT, Case
+from benchmarks.control_plane import MARK, cpu_seconds, lines
+
+TRAIN = DATA / "countdown_train.jsonl"
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a measurement is made, and by which Pythons."""
+
+    folder: Path
+    model: Path
+    ours: Path
+    trl: Path
+    cores: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a side did: seconds since 1970 at the end of each step, and by step tokens and mean rewards."""
+
+    begun: float
+    ends: list[float]
+    tokens: list[float]
+    rewards: list[float]
+    cpu_by_kind: dict[str, float]  # seconds within the window
+    further: dict[str, Any]
+
+
+def measure(arm: str, case: Case, seed: int, place: Place, further: list[str]) -> dict[str, Any]:
+    """The figures of one run. Raises RuntimeError if it fails, with its last words."""
+    shutil.rmtree(place.folder, ignore_errors=True)
+    place.folder.mkdir(parents=True)
+    command = trl_command(case, seed, place) if arm == "TRL" else our_command(arm, case, seed, place, further)
+    run = trl if arm == "TRL" else ours
+    steps = run(command, case, place)
+    first, last = case.warm_up, case.warm_up + case.steps
+    window = steps.ends[last - 1] - steps.ends[first - 1]
+    samples = case.samples * case.steps
+    return {
+        "command": " ".join(command),
+        "first_step_s": steps.ends[0] - steps.begun,
+        "window_s": window,
+        "samples_per_s": samples / window,
+        "tokens_per_s": sum(steps.tokens[first:last]) / window,
+        "tokens_per_sample": sum(steps.tokens[first:last]) / samples,
+        "step_s": [b - a for a, b in zip(steps.ends[first - 1 : last], steps.ends[first:last], strict=False)],
+        "cpu_ms_per_sample": {kind: 1000 * spent / samples for kind, spent in steps.cpu_by_kind.items()},
+        "reward": statistics.fmean(steps.rewards[first:last]),
+        "ends_s": [end - steps.begun for end in steps.ends],
+        **steps.further,
+    }
+
+
+def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str]) -> list[str]:
+    staleness = int(arm.rpartition("=")[2])
+    total = (
+        case.warm_up + case.steps + staleness + 1
+    )  # at the end nothing new is generated: the last steps do not count
+    reward = "countdown" if case.reward == "shipped" else f"{REWARDS}:{case.reward}"
+    alive = (staleness + 1) * case.samples
+    return [
+        *[str(place.ours), "-m", "async_grpo", "run", f"--output-dir={place.folder / 'run'}"],
+        *[f"--run-name={place.folder.name}", f"--model-name-or-path={place.model}", f"--data-path={TRAIN}"],
+        *[f"--reward-fns={reward}", f"--batch-size={case.prompts}", f"--samples-per-question={case.group}"],
+        *[f"--num-training-batches={total}", f"--max-generation-tokens={case.max_tokens}"],
+        *[f"--max-tokens-per-gpu={case.tokens_per_call}", f"--max-staleness={staleness}", "--enforce-eager"],
+        *[f"--learning-rate={case.learning_rate}", "--lr-scheduler=constant"],
+        f"--infinite-sampler-seed={seed}",
+        f"--min-samples-per-checkpoint={case.checkpoint_every * case.samples or 10**9}",
+        *(
+            # a process of an async reward takes 64 samples at once
+            [f"--verifiers-per-reward={-(-(case.calls or alive) // 64)}"]
+            if case.reward in ("slow", "judge")
+            else []
+        ),
+        *further,
+    ]
+
+
+def ours(command: list[str], case: Case, place: Place) -> Steps:
+    first, last = case.warm_up, case.warm_up + case.steps
+    metrics, console = place.folder / "run" / "training_metrics.jsonl", place.folder / "console.txt"
+    environment = {**os.environ, MARK: place.folder.name, "PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_NUM_THREADS", None)
+    begun = time.time()
+    with console.open("w") as file:
+        run = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT)
+    spent: list[dict[tuple[int, str], float]] = []
+    try:
+        for count in (first, last):
+            while run.poll() is None and _count(metrics) < count:
+                _in_time(begun, command)
+                time.sleep(0.05)
+            spent.append(cpu_seconds(place.folder.name))
+        run.wait(TIMEOUT_S)
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait(60)
+    if run.returncode:
+        raise RuntimeError(f"ours ended with code {run.returncode}:\n{console.read_text()[-2000:]}")
+    by_kind: dict[str, float] = defaultdict(float)
+    for key, total in spent[1].items():
+        by_kind[key[1]] += total - spent[0].get(key, 0.0)
+    found = lines(metrics)
+    for line in found:
+        if line["num_reward_ok"] != line["samples_in_batch"]:  # a failed reward is quick
+            raise RuntimeError(f"step {line['step']} has rewards for {line['num_reward_ok']} samples only")
+    return Steps(
+        begun,
+        [line["timestamp"] for line in found],
+        [line["avg_output_tokens"] * line["samples_in_batch"] for line in found],
+        [line["avg_reward"] for line in found],
+        dict(by_kind),
+        {
+            "staleness_mean": statistics.fmean(line["staleness_mean"] for line in found[first:last]),
+            "checkpoints": {
+                round(int(path.name.rpartition("_")[2]) / case.samples): str(path)
+                for path in (place.folder / "run" / "hf_format").glob("samples_*")
+                if case.checkpoint_every
+            },
+        },
+    )
+
+
+def _count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _in_time(begun: float, command: list[str]) -> None:
+    if time.time() - begun > TIMEOUT_S:
+        raise RuntimeError(f"no end after {TIMEOUT_S:.0f} s: {' '.join(command)}")
+
+
+def trl_command(case: Case, seed: int, place: Place) -> list[str]:
+    settings = {
+        **asdict(case),
+        "steps": case.warm_up + case.steps,
+        "model": str(place.model),
+        "data": str(TRAIN),
+        "seed": seed,
+        "cores": place.cores,
+    }
+    (place.folder / "settings.json").write_text(json.dumps(settings))
+    answer = place.folder / "answer.json"
+    return [
+        *[str(place.trl), "-m", "benchmarks.against_trl.trl_side"],
+        *[str(place.folder / "settings.json"), str(answer)],
+    ]
+
+
+def trl(command: list[str], case: Case, place: Place) -> Steps:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(place.cores),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    console, begun = place.folder / "console.txt", time.time()
+    with console.open("w") as file:
+        run = subprocess.run(
+            command, stdout=file, stderr=file, env=environment, cwd=ROOT, timeout=TIMEOUT_S, check=False
+        )
+    if run.returncode:
+        raise RuntimeError(f"TRL ended with code {run.returncode}:\n{console.read_text()[-2000:]}")
+    found = json.loads((place.folder / "answer.json").read_text())
+    first, last = case.warm_up, case.warm_up + case.steps
+    return Steps(
+        begun,
+        found["ends"],
+        found["tokens"],
+        found["rewards"],
+        {"TRL": found["cpu"][last - 1] - found["cpu"][first - 1]},
+        {
+            "length_quantiles": found["length_quantiles"],
+            "length_max": found["length_max"],
+            "checkpoints": {
+                int(path.name.rpartition("_")[2]): str(path) for path in place.folder.glob("step_*")
+            },
+        },
+    )
