@@ -7,6 +7,7 @@ comes from the `Packing` among the model's keyword arguments. Cost grows with th
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
@@ -22,22 +23,43 @@ except ImportError:  # optional: needs a GPU tool-chain to build; torch's own ke
     flash_attn_varlen_func = None
 
 PACKED_ATTENTION = "async_grpo_packed"
+MOST_ROWS = 0.9  # of a row's tokens: where more are distinct, all are computed
 
 
 class Packing:
-    """Where the sequences of one packed row begin and end; `cu_seqlens` (S + 1,): 0 ... N."""
+    """Where the sequences of one packed row begin and end, and what of it is computed: equal beginnings only once.
 
-    def __init__(self, cu_seqlens: Tensor, device: torch.device) -> None:
+    In a causal model a token's states hang on the tokens before it alone. So the N packed tokens share M rows of states,
+    one for every distinct beginning of a sequence: the members of a group share those of their prompt. Attention is
+    computed over all N. `input_ids` (N,); `cu_seqlens` (S + 1,): 0 ... N.
+    """
+
+    def __init__(self, input_ids: Tensor, cu_seqlens: Tensor) -> None:
+        device = input_ids.device
         self.boundaries = cu_seqlens.to(device, torch.int32)
         self.starts, self.lengths = self.boundaries[:-1], self.boundaries.diff()
-        self.longest = int(cu_seqlens.diff().max())
-        starts = self.starts.repeat_interleave(self.lengths)
-        # (N,) int64, counting from 0 in every sequence
-        self.position_ids = torch.arange(len(starts), device=device) - starts
+        bounds = cu_seqlens.cpu().numpy()
+        self.longest = int(np.diff(bounds).max())
+        rows = rows_of_beginnings(input_ids.cpu().numpy(), bounds)
+        num_rows = int(rows.max()) + 1
+        # Few equal beginnings do not pay for bringing states together and apart in every layer
+        self.shares = num_rows <= MOST_ROWS * len(rows)
+        if not self.shares:
+            rows, num_rows = np.arange(len(rows)), len(rows)
+        # (N,) int64: the row of each token's states
+        self.rows = torch.tensor(rows, device=device)
+        tokens = torch.arange(len(rows), device=device)
+        # (M,) int64: a packed token whose states a row holds, the first
+        self.tokens = tokens.new_empty(num_rows).scatter_reduce(
+            0, self.rows, tokens, "amin", include_self=False
+        )
+        starts = self.starts.repeat_interleave(self.lengths, output_size=len(rows))
+        # (M,) int64, counting from 0 in every sequence
+        self.position_ids = (tokens - starts)[self.tokens]
 
     @cached_property
     def buckets(self) -> list[Tensor]:
-        """Token indices (n, P) of each set of n sequences that share one attention call without the kernel.
+        """Rows of states (n, P) of each set of n sequences that share one attention call without the kernel.
 
         P is the length rounded up to eighths of the next power of two, and to 16 at least: few calls, little
         filling. The filling repeats the last token: no real token looks at it, attention being causal.
@@ -48,15 +70,36 @@ class Packing:
         for width in widths.unique():
             offsets = torch.arange(int(width), device=widths.device)
             members = (widths == width).nonzero()
-            buckets.append(self.starts[members] + offsets.minimum(self.lengths[members] - 1))
+            buckets.append(self.rows[self.starts[members] + offsets.minimum(self.lengths[members] - 1)])
         return buckets
 
     @cached_property
-    def rows_of_tokens(self) -> Tensor:
-        """(N,) int64: the row of each token in the concatenated outputs of the buckets, before its fillings."""
-        tokens = torch.cat([index.flatten() for index in self.buckets])
-        rows = torch.arange(len(tokens), device=tokens.device)
-        return torch.empty_like(self.position_ids).scatter_reduce(0, tokens, rows, "amin", include_self=False)
+    def places(self) -> Tensor:
+        """(M,) int64: the first place of each row in the concatenated outputs of the buckets, before its fillings."""
+        rows = torch.cat([index.flatten() for index in self.buckets])
+        places = torch.arange(len(rows), device=rows.device)
+        return torch.empty_like(self.tokens).scatter_reduce(0, rows, places, "amin", include_self=False)
+
+
+def rows_of_beginnings(input_ids: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
+    """(N,) int64, from 0 without gaps: tokens have one row if they and all before them in their sequences are equal.
+
+    >>> rows_of_beginnings(np.array([5, 6, 7, 5, 6, 8, 6, 7]), np.array([0, 3, 6, 8])).tolist()
+    [0, 1, 2, 0, 1, 3, 4, 5]
+    """
+    sequences = np.split(input_ids, cu_seqlens[1:-1])
+    rows = np.split(np.empty(len(input_ids), np.int64), cu_seqlens[1:-1])
+    before, rows_before, count = input_ids[:0], input_ids[:0], 0
+    # Sorted, whichever way tokens are compared, each sequence has its longest known beginning from its neighbour
+    for i in sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes()):
+        shortest = min(len(before), len(sequences[i]))
+        differs = np.append(before[:shortest] != sequences[i][:shortest], True)
+        shared = int(differs.argmax())
+        rows[i][:shared] = rows_before[:shared]
+        new = rows[i][shared:]
+        new[:] = np.arange(count, count + len(new))
+        before, rows_before, count = sequences[i], rows[i], count + len(new)
+    return np.concatenate(rows)
 
 
 def packed_attention(
@@ -70,7 +113,7 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within sequences; query (1, H, N, D), key and value (1, K, N, D) -> (1, N, H, D)."""
+    """Causal attention within sequences; query (1, H, M, D), key and value (1, K, M, D) -> (1, M, H, D)."""
     if refused := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
         raise ConfigurationError(
             f"packed attention does not support {', '.join(refused)}; train a model with plain causal attention"
@@ -78,7 +121,10 @@ def packed_attention(
     heads = (query[0], key[0], value[0])
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         q, k, v = (one.transpose(0, 1) for one in heads)
-        return _attend_with_kernel(q, k, v, packing, scaling)[None], None
+        if not packing.shares:
+            return _attend_with_kernel(q, k, v, packing, scaling)[None], None
+        q, k, v = (one.index_select(0, packing.rows) for one in (q, k, v))
+        return _attend_with_kernel(q, k, v, packing, scaling).index_select(0, packing.tokens)[None], None
     outputs = []
     for index in packing.buckets:
         q, k, v = (
@@ -86,7 +132,7 @@ def packed_attention(
         )
         output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.rows_of_tokens)[None], None
+    return torch.cat(outputs).index_select(0, packing.places)[None], None
 
 
 def _attend_with_kernel(

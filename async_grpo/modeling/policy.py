@@ -71,12 +71,12 @@ class PolicyModel(nn.Module):
         ConfigurationError without a value head. With an empty mask the results still hang on the weights: a rank with
         nothing to learn must run the same backward as the others.
         """
-        packing = Packing(cu_seqlens, input_ids.device)
-        rows = {"input_ids": input_ids[None], "position_ids": packing.position_ids[None]}
+        packing = Packing(input_ids, cu_seqlens)
+        rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
         hidden = self.model.base_model(**rows, use_cache=False, packing=packing).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        positions = (loss_mask & (packing.position_ids > 0)).nonzero().flatten()
-        states = hidden.index_select(0, positions - 1)  # what is known before the token is chosen
+        positions = (loss_mask & (packing.position_ids > 0)[packing.rows]).nonzero().flatten()
+        states = hidden.index_select(0, packing.rows[positions - 1])  # known before the token is chosen
         results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )

@@ -11,7 +11,7 @@ from tiny_policy import VOCAB, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.packed import Packing, packed_attention
+from async_grpo.modeling.packed import Packing, packed_attention, rows_of_beginnings
 from async_grpo.modeling.policy import PolicyModel
 
 MODEL = tiny_model()
@@ -35,18 +35,26 @@ def packed(policy, sequences, temperature=1.0):
     return logprobs.split([len(s) for s in sequences]), entropies
 
 
+def alike(sequences, beginnings):
+    """The sequences, each of which begins as the first one does for so many tokens."""
+    return [
+        torch.cat([sequences[0][:n], s[n:]])[: len(s)] for s, n in zip(sequences, beginnings, strict=True)
+    ]
+
+
 def random_ids(lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
 
 
 @given(
-    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=12),
+    shapes=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 40)), min_size=1, max_size=12),
     temperature=st.sampled_from([0.6, 1.0, 1.7]),
 )
 @settings(max_examples=25, deadline=None)
-def test_packed_logprobs_equal_those_of_each_sequence_alone(lengths, temperature):
-    sequences = random_ids(lengths)
+def test_packed_logprobs_equal_those_of_each_sequence_alone(shapes, temperature):
+    lengths, beginnings = zip(*shapes, strict=True)
+    sequences = alike(random_ids(lengths), beginnings)
     logprobs, _ = packed(POLICY, sequences, temperature)
     for ids, got in zip(sequences, logprobs, strict=True):
         torch.testing.assert_close(got, eager_logprobs(EAGER, ids, temperature), atol=1e-5, rtol=1e-5)
@@ -57,11 +65,33 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(lengths, temperature
 def test_attention_of_each_token_is_that_of_its_sequence_alone_to_the_last_token(lengths):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     query, key, value = torch.randn(3, 1, 2, sum(lengths), 4)
-    packing = Packing(cu_seqlens, torch.device("cpu"))
+    packing = Packing(torch.arange(sum(lengths)), cu_seqlens)
     output, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
     sequences = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
     alone = [torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True) for one in sequences]
     torch.testing.assert_close(output, torch.cat(alone, dim=2).transpose(1, 2))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=9))
+def test_tokens_share_their_states_exactly_where_all_up_to_them_is_equal(sequences):
+    """Sequences of two different tokens: many begin alike."""
+    ids, bounds = np.concatenate(sequences), np.cumsum([0, *map(len, sequences)])
+    beginnings = [tuple(s[: t + 1]) for s in sequences for t in range(len(s))]
+    rows = rows_of_beginnings(ids, bounds)
+    assert sorted(set(rows)) == list(range(len(set(beginnings))))
+    assert len(set(zip(rows, beginnings, strict=True))) == len(set(beginnings))
+
+
+def test_the_prompt_of_a_group_is_computed_once():
+    """And what few sequences have in common is not: it would not pay."""
+    widths = []
+    layer = MODEL.model.layers[0].mlp
+    hook = layer.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[1]))
+    members = [torch.arange(40) + 7 * i for i in range(8)]  # below VOCAB
+    packed(POLICY, alike(members, [30] * 8))
+    packed(POLICY, alike(members, [1] * 8))
+    hook.remove()
+    assert widths == [30 + 8 * 10, 320]
 
 
 def test_many_key_value_heads_and_an_untied_head_work_too():

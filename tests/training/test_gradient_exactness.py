@@ -44,6 +44,9 @@ def random_batch(seed):
         "temperature": (1.0, 0.7)[seed % 3 == 0],
     }
     sequences = [random_sequence(rng, with_ref=objective["kl_coef"] > 0) for _ in range(rng.integers(3, 20))]
+    for sequence in sequences[:: 1 + seed % 2]:  # of one prompt
+        ids = sequences[0]["ids"][: len(sequence["ids"])]
+        sequence["ids"][: len(ids) // 2] = ids[: len(ids) // 2]
     return sequences, objective, {"tied": seed % 5 > 0, "checkpointing": seed % 3 == 1}
 
 
