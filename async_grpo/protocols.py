@@ -63,11 +63,18 @@ class ExperienceSource(Protocol):
         """The next message for `rank`; waits for it, and raises when its deadline passes."""
 
 
+Proof = Callable[[], dict[str, float]]
+"""Waits, within a deadline, until weights are proven and live; the metrics of their sync, or what it failed of."""
+
+
 class WeightPublisher(Protocol):
     """Brings the policy's weights to the engines and proves that they landed."""
 
-    def publish(self, model: Any, version: int, *, self_test: bool) -> dict[str, float]:
-        """Publish `model` (a `PolicyModel`) as `version`, after a self-test if asked; a collective of all ranks."""
+    def publish(self, model: Any, version: int, *, self_test: bool) -> Proof:
+        """Publish `model` (a `PolicyModel`) as `version`, after a self-test if asked; a collective of all ranks.
+
+        They travel on afterwards: `model` must not change before the proof is asked for, gradients may.
+        """
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,9 @@ class EngineLink(Protocol):
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         """`landed` may work (not with a self-test's weights); who joins from now on loads and proves this package."""
+
+    def abort(self, error: BaseException) -> None:
+        """The sync failed: every rank that waits for experience must hear of it, as the run is over."""
 
 
 class Engines(EngineLink, Protocol):

@@ -1,7 +1,7 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
     dispatchers   settings, register, activate, deregister, refuse, closed
-    the sync      begin_sync, end_sync
+    the sync      begin_sync, end_sync, fail
     rank 0        lacks, start_batcher, start, evaluate, stop, close
     every rank    settings, next_message
 
@@ -86,6 +86,11 @@ class RunController:
             workers.end_sync(package, landed)
         if self._batcher is not None and package.version != SELF_TEST:
             await self._batcher.weights_live(package.version)
+
+    async def fail(self, error: BaseException) -> None:
+        """Weights did not land: the ranks hear of it with their next message, as the run is over."""
+        if self._batcher is not None:
+            self._batcher.fail(error)
 
     async def lacks(self) -> tuple[str, str]:
         """What the run still lacks, in words ("" when it can start), and the rewards that its workers name, or "".

@@ -170,7 +170,12 @@ def make_trainer(
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
+        overlaps=lambda step: config.max_staleness > 0 and not _evaluation_is_due(config, step),
     )
+
+
+def _evaluation_is_due(config: RunConfig, step: int) -> bool:
+    return step == config.num_steps or bool(config.eval_every and step % config.eval_every == 0)
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
@@ -246,8 +251,7 @@ class RemoteExperience:
 
     def after_step(self, step: int) -> dict[str, float]:
         """The metrics of an evaluation, after the steps that have one."""
-        every, last = self._config.eval_every, self._config.num_steps
-        return self._evaluate(step) if step == last or (every and step % every == 0) else {}
+        return self._evaluate(step) if _evaluation_is_due(self._config, step) else {}
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if not self._questions:

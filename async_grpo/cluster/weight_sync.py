@@ -35,6 +35,9 @@ class RayEngines:
         """Tell the controller that the package is proven."""
         answer(self._controller.end_sync.remote(package, landed), self._timeout_s)
 
+    def abort(self, error: BaseException) -> None:
+        answer(self._controller.fail.remote(error))
+
     def put(self, chunk: np.ndarray) -> Any:
         return ray.put(chunk)
 

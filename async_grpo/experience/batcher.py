@@ -240,7 +240,12 @@ class ExperienceBatcher:
 
     def _task_done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The run is over: `next_message` raises `error` as a `RunFailed`."""
+        if not self._failure.done():
             self._failure.set_result(error)
 
     def _generating(self, change: int) -> None:

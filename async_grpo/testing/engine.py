@@ -165,6 +165,9 @@ class InProcessRun:
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         self.run(self.controller.end_sync(package, landed))
 
+    def abort(self, error: BaseException) -> None:
+        self.run(self.controller.fail(error))
+
     def start(self) -> None:
         self.run(self.controller.start())
 

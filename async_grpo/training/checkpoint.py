@@ -48,9 +48,12 @@ class CheckpointWriter:
         self._last_saved = 0
         self._written: list[Path] = []  # by this run, the oldest first
 
+    def is_due(self, samples: int) -> bool:
+        """Whether `samples` trained on is far enough beyond the last checkpoint."""
+        return samples - self._last_saved >= self._min_samples_between
+
     def save_if_due(self, policy: PolicyModel, samples: int) -> None:
-        """Save if `samples` trained on is far enough beyond the last checkpoint."""
-        if samples - self._last_saved >= self._min_samples_between:
+        if self.is_due(samples):
             self.save(policy, samples)
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:

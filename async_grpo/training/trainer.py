@@ -20,6 +20,9 @@ TRAINED_NOTHING = (
 DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
 AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it
 WriteLine = Callable[[dict[str, Any]], None]
+Overlaps = Callable[
+    [int], bool
+]  # steps done -> are micro-batches of the next trained on while the weights travel?
 AfterStep = Callable[[int], dict[str, float]]  # steps done -> metrics; on every rank, new weights live
 
 
@@ -71,22 +74,28 @@ class Trainer:
     ranks: Ranks
     num_steps: int
     after_step: AfterStep | None = None
+    overlaps: Overlaps = lambda step: False
     version: int = 0  # optimizer steps completed
     samples: int = 0  # trained on
 
     def run(self) -> None:
         """Publish the first weights, train to `num_steps`, and leave a checkpoint of the last ones."""
-        self.publisher.publish(self.policy, self.version, self_test=True)
+        proof = self.publisher.publish(self.policy, self.version, self_test=True)
+        proof()
         self.source.start()
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
             end = self._accumulate_until_step_end(clock)
+            with clock.measure("publishing_weights"):
+                metrics: dict[str, Any] = proof()  # no step on top of weights that did not land
             with clock.measure("computing"):
-                metrics: dict[str, Any] = self.accumulator.finish()
+                metrics |= self.accumulator.finish()
             self.version += 1
             self.samples += end.num_samples
             with clock.measure("publishing_weights"):
-                metrics |= self.publisher.publish(self.policy, self.version, self_test=False)
+                proof = self.publisher.publish(self.policy, self.version, self_test=False)
+                if not self.overlaps(self.version) or self.checkpoints.is_due(self.samples):
+                    metrics |= proof()  # what follows speaks of a proven policy
             clock.stop()
             with clock.measure("evaluating"):
                 metrics |= self.after_step(self.version) if self.after_step else {}

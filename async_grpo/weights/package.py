@@ -1,6 +1,8 @@
-"""The proof that a `WeightPackage` landed: what was sent and what arrived, tensor by tensor, and the canary's log-probs
-of every worker against the trainer's."""
+"""Chunks of tensors, and the proof that a `WeightPackage` landed: what was sent and what arrived, tensor by tensor, and
+the canary's log-probs of every worker against the trainer's."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +11,14 @@ import torch
 from safetensors.torch import load
 
 from async_grpo.errors import WeightsDidNotLand
+from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, WeightPackage
 
 SELF_TEST = -2  # version of the weights of the start-up self-test; nothing is ever generated with them
 
 Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 
+_SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # the format's names of what travels
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # words per pass: the int64 scratch space stays at 24 MB whatever the tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -32,7 +36,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     (True, False)
     """
     flat = tensor.detach().contiguous().view(-1)
-    if flat.data_ptr() % 8:  # a slice of a larger buffer, which cannot be read by 8 bytes
+    if flat.data_ptr() % 8 or not flat.numel():  # a slice of a larger buffer, which cannot be read by 8 bytes
         flat = flat.clone()
     words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else _WORDS[tensor.element_size()])
     steps = torch.arange(min(_CHUNK, words.numel()), dtype=torch.int64, device=words.device) * _GOLDEN
@@ -47,6 +51,35 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 def record(tensor: torch.Tensor) -> TensorRecord:
     """The record of one tensor."""
     return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_digest(tensor))
+
+
+class Chunk:
+    """A safetensors image of `weights`, which are gathered (a collective), cast to `dtype` and laid in place in one pass.
+
+    bytes: (n,) uint8. `safetensors.torch.save` makes the same of whole tensors in three copies.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        entries, end = {}, 0
+        for name, weight in weights.items():
+            begin, end = end, end + weight.numel() * dtype.itemsize
+            shape = list(weight.shape)
+            entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [begin, end]}
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)  # the format's alignment; a digest reads by 8 bytes
+        start = 8 + len(header)
+        self.bytes = np.empty(start + end, np.uint8)
+        self.bytes[:start] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
+        words = torch.from_numpy(self.bytes[start:]).view(dtype)
+        parts = words.split([math.prod(weight.shape) for weight in weights.values()])
+        self._tensors = {n: part.view(w.shape) for (n, w), part in zip(weights.items(), parts, strict=True)}
+        for name, weight in weights.items():
+            self._tensors[name].copy_(full_tensor(weight))
+
+    def manifest(self) -> Manifest:
+        """The records of the tensors in it."""
+        return {name: record(tensor) for name, tensor in self._tensors.items()}
 
 
 def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:

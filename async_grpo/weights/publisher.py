@@ -2,27 +2,33 @@
 
     gather and pack (all ranks)  ->  deliver: every engine pauses, loads, resumes, answers  ->  prove  ->  commit
 
-The engines pause for the loading alone, and no optimizer step is taken before the proof has held.
+What follows the packing happens in a thread, while the ranks accumulate gradients of the next step. The engines pause
+for the loading alone, and no optimizer step is taken before the proof has held.
 """
 
-import re
+import concurrent.futures
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import nn
 
-from async_grpo.modeling import full_tensor, local_shard
-from async_grpo.protocols import Engines, Receipt, TensorRecord, WeightPackage
+from async_grpo.errors import DeadlineExceeded
+from async_grpo.modeling import full_tensor
+from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, Differences, prove_landed, record, rms
+from async_grpo.weights.package import SELF_TEST, Chunk, Differences, prove_landed, record, rms
+from async_grpo.weights.self_test import perturbed, self_test_groups
 
 NamedTensors = Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
+Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
+# A sync waits three times, each time for `sync_timeout_s` at most: to begin, for the engines, to commit
+WAITS = 3
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
 MIN_TOLERANCE = 5e-5
@@ -58,16 +64,17 @@ class RecordingSource:
         """Names, dtypes and full shapes of what will be sent; gathers nothing."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, self.wire_dtype, tuple(tensor.shape)) for name, tensor in self._chosen()]
+        return [ParamMeta(name, self.wire_dtype, tuple(tensor.shape)) for name, tensor in self.chosen()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sent = {}
-        for name, tensor in self._chosen():
+        for name, tensor in self.chosen():
             wired = full_tensor(tensor).to(self.wire_dtype).contiguous()
             self.sent[name] = record(wired)
             yield name, wired
 
-    def _chosen(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def chosen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is to be sent, as it lies in the model."""
         return ((n, t) for n, t in self.named_weights(self.model) if self.names is None or n in self.names)
 
 
@@ -97,28 +104,52 @@ class Publisher:
         self._source = RecordingSource(named_weights, wire_dtype)
         self._rounding: float | None = None  # the largest root mean square difference of proven weights
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
+        self._proof: Proof = dict  # of the last sync: one at a time
 
-    def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> dict[str, float]:
+    def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
         """Make `version` the policy that every engine generates with. Collective: call it on every rank.
 
-        With `self_test`, weights that differ visibly in every tensor are sent and proven first.
+        With `self_test`, weights that differ visibly in every tensor are sent and proven first. The weights
+        themselves are packed when this returns; the rest of their sync goes on in a thread.
+
+        Returns:
+            What waits for the proof; its metrics are `weight_sync_s`, from the call of this on, and `canary_error`.
 
         Raises:
-            WeightsDidNotLand: on rank 0.
+            WeightsDidNotLand: on rank 0, as what is returned does.
         """
+        self._proof()
         started = time.monotonic()
         if self_test:
             self._run_self_test(model)
-        differences = self._transact(model, self._draft(model, version))
-        self._remember(differences)
-        error = max((float(np.abs(d).max()) for d in differences.values()), default=0.0)
-        return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
+        prove = self._transact(model, self._draft(model, version))
+
+        def finish() -> dict[str, float]:
+            differences = prove()
+            self._remember(differences)
+            error = max((float(np.abs(d).max()) for d in differences.values()), default=0.0)
+            return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
+
+        outcome = in_thread(finish, f"sync-{version}")
+
+        def proof() -> dict[str, float]:
+            limit = WAITS * self._config.sync_timeout_s
+            concurrent.futures.wait([outcome], limit)
+            if not outcome.done():
+                raise DeadlineExceeded(
+                    f"policy version {version} did not reach the engines within {limit:.0f} s ({WAITS} x "
+                    "--sync-timeout-s): the weight transport does not answer"
+                )
+            return outcome.result()
+
+        self._proof = proof
+        return proof
 
     def _run_self_test(self, model: nn.Module) -> None:
         """The weights as they are: what engine and trainer then differ by is their rounding, and the measure of every
         tolerance after it. Then one round per group of tensors in which only these are changed."""
         unchanged = self._draft(model, SELF_TEST)
-        self._remember(self._transact(model, unchanged))
+        self._remember(self._transact(model, unchanged)())
         weights, restored = dict(self._source.named_weights(model)), frozenset[str]()
         for group in self_test_groups(weights):
             with perturbed({name: w for name, w in weights.items() if name in group}):  # in one order
@@ -128,7 +159,7 @@ class Publisher:
                 rounding = ROUNDINGS * torch.finfo(self._source.wire_dtype).eps * moved
                 allowed = max(rounding, 1.5 * (self._rounding or 0.0), MIN_TOLERANCE)
                 changed = replace(changed, tolerance=self._config.canary_tolerance or allowed)
-                self._transact(model, changed, restored | group)
+                self._transact(model, changed, restored | group)()
             restored = group
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
@@ -145,84 +176,73 @@ class Publisher:
 
     def _transact(
         self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None = None
-    ) -> Differences:
-        """Send all tensors of `model`, or those called `names`, with what `draft` says of them; prove, and commit.
+    ) -> Callable[[], Differences]:
+        """Take all tensors of `model`, or those called `names`, with what `draft` says of them (a collective).
 
         Returns:
-            Engine minus trainer by worker; {} on ranks that send nothing.
+            What delivers them, proves, and commits: engine minus trainer by worker; {} on ranks that send nothing.
         """
         self._source.model, self._source.names = model, names
-        sent = self._send(draft)
-        if sent is None or self._engines is None:
-            return {}
-        package, receipts = sent
-        differences = prove_landed(package, receipts, {} if draft.version == SELF_TEST else self._last)
-        self._engines.commit(package, list(receipts))
-        return differences
+        deliver, engines = self._send(draft), self._engines
 
-    def _send(self, draft: WeightPackage) -> tuple[WeightPackage, Mapping[str, Receipt]] | None:
-        """Bring the tensors to every engine, in chunks of safetensors images; None on ranks that only gather."""
-        chunks: list[Any] = []
-        pending: dict[str, torch.Tensor] = {}
-        for name, tensor in self._source:
-            if self._engines is None:
-                continue
-            pending[name] = tensor.cpu()
-            if sum(t.nbytes for t in pending.values()) >= self.chunk_bytes:
-                chunks.append(self._engines.put(np.frombuffer(save(pending), np.uint8)))
-                pending = {}
-        if self._engines is None:
+        def prove() -> Differences:
+            if deliver is None or engines is None:
+                return {}
+            try:
+                package, receipts = deliver()
+                differences = prove_landed(
+                    package, receipts, {} if draft.version == SELF_TEST else self._last
+                )
+                engines.commit(package, list(receipts))
+            except BaseException as error:
+                with suppress(Exception):  # who asks for the proof hears of it in any case
+                    engines.abort(error)
+                raise
+            return differences
+
+        return prove
+
+    def _send(self, draft: WeightPackage) -> Delivery | None:
+        """Pack the tensors into chunks; returns what brings them to every engine. None on ranks that only gather."""
+        chunks: list[dict[str, torch.Tensor]] = [{}]
+        room = self.chunk_bytes
+        for name, tensor in self._source.chosen():
+            if room <= 0:
+                chunks.append({})
+                room = self.chunk_bytes
+            chunks[-1][name] = tensor
+            room -= tensor.numel() * self._source.wire_dtype.itemsize
+        if (engines := self._engines) is None:
+            for chunk in chunks:
+                for tensor in chunk.values():
+                    full_tensor(tensor)
             return None
-        if pending:
-            chunks.append(self._engines.put(np.frombuffer(save(pending), np.uint8)))
-        package = replace(draft, manifest=self._source.sent, chunks=chunks)
-        return package, self._engines.deliver(package)
+        packed = [Chunk(chunk, self._source.wire_dtype) for chunk in chunks]
+
+        def deliver() -> tuple[WeightPackage, Mapping[str, Receipt]]:
+            manifest: dict[str, TensorRecord] = {}
+            stored = []
+            while packed:  # each is let go of once it is stored
+                manifest |= packed[0].manifest()
+                stored.append(engines.put(packed.pop(0).bytes))
+            package = replace(draft, manifest=manifest, chunks=stored)
+            return package, engines.deliver(package)
+
+        return deliver
 
 
-def self_test_groups(names: Collection[str]) -> list[frozenset[str]]:
-    """`names` by the first number in them (the layer), those without one together; every name in one group.
+def in_thread(call: Callable[[], Any], name: str) -> concurrent.futures.Future:
+    """Run `call` in a daemon thread: one that never returns cannot be cancelled, and must not be joined at exit."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    outcome: concurrent.futures.Future = concurrent.futures.Future()
 
-    Were every tensor changed at once, a key bias of one layer in 48 would move the canary less than bfloat16 rounds it;
-    it makes 4 % and more of what all tensors of its own layer do, and rounding 1.6 % at most (docs/log.md, 2026-11-22).
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
 
-    >>> [sorted(group) for group in self_test_groups(["embed", "layers.0.q", "layers.0.k", "layers.1.q", "head"])]
-    [['embed', 'head'], ['layers.0.k', 'layers.0.q'], ['layers.1.q']]
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        layer = re.search(r"\.\d+\.", name)
-        groups.setdefault(layer[0] if layer else "", []).append(name)
-    return [frozenset(group) for group in groups.values()]
-
-
-@contextmanager
-@torch.no_grad()
-def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Add noise to each of `weights` (shards included) while the block runs.
-
-    An engine that loses one of the tensors then computes visibly other log-probs, whatever the learning rate would
-    have hidden. The originals are kept aside: at start, before the optimizer's state exists, there is room for them.
-    """
-    shards = [local_shard(weight) for weight in weights.values()]
-    originals = [shard.clone() for shard in shards]
-    generator = torch.Generator().manual_seed(0)
-    try:
-        for shard in shards:
-            noise = torch.randn(shard.shape, generator=generator) * noise_scale(shard)
-            shard.add_(noise.to(shard.device, shard.dtype))
-        yield
-    finally:
-        for shard, original in zip(shards, originals, strict=True):
-            shard.copy_(original)
-
-
-def noise_scale(shard: torch.Tensor) -> float:
-    """Standard deviation of a tensor's noise: half its own root mean square, and enough for the sum to be seen.
-
-    With the noise a vector is of size 1.5 (biases are zero in a fresh model), and a matrix so large that it makes
-    1.25 of a state of size 1: in a narrow fresh model queries and keys are so small that every token is attended to
-    alike, and nothing about them could be seen. A rank goes by the size of its shard.
-    """
-    size = float(shard.float().square().mean().sqrt()) if shard.numel() else 0.0
-    wanted = 1.25 * shard.shape[-1] ** -0.5 if shard.ndim > 1 else 1.5
-    return max(0.5 * size, max(0.0, wanted**2 - size**2) ** 0.5)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

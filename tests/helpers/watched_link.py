@@ -8,7 +8,7 @@ from safetensors.torch import load
 
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.weights.package import SELF_TEST, rms
-from async_grpo.weights.publisher import self_test_groups
+from async_grpo.weights.self_test import self_test_groups
 
 
 class WatchedLink:
@@ -49,4 +49,7 @@ class WatchedLink:
         return rms(self._canary(package.canary_ids) - package.canary_logprobs) / package.tolerance
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
+        pass
+
+    def abort(self, error: BaseException) -> None:
         pass

@@ -1,12 +1,14 @@
 """The whole chain without vLLM, Ray or torchrun, in one process: controller, verifiers, trainer and weight publishing."""
 
+import asyncio
 import math
 
 import pytest
-from fake_chain import GROUPS, MEMBERS, STEPS, Chain, PoolVerification
+from fake_chain import GROUPS, MEMBERS, STEPS, Chain, PoolVerification, chain_config
 
-from async_grpo.errors import RunFailed
+from async_grpo.errors import RunFailed, WeightsDidNotLand
 from async_grpo.testing import FakeEngine, FakeVerification
+from async_grpo.training.accumulator import GradientAccumulator
 
 
 def test_three_steps_are_generated_scored_trained_and_published(tmp_path):
@@ -54,6 +56,9 @@ class FolderLink:
     def commit(self, package, landed):
         self._link.commit(package, landed)
 
+    def abort(self, error):
+        self._link.abort(error)
+
 
 def by_folder(engines, weights, canary, wire_dtype, rank, config):
     return Publisher(FolderLink(engines), weights, canary, wire_dtype, rank, config)
@@ -96,3 +101,39 @@ def test_an_error_of_the_verifiers_ends_the_training_by_name(tmp_path):
 
     with pytest.raises(RunFailed, match="ZeroDivisionError: in the verifier"):
         Chain(tmp_path).train(lambda: FakeVerification(broken))
+
+
+def test_a_proof_that_fails_while_the_next_step_accumulates_ends_the_run_and_no_step_is_taken(
+    tmp_path, monkeypatch
+):
+    done = []
+
+    class Wrong(FakeEngine):
+        async def canary(self, token_ids):
+            if self.policy_version == 2:
+                while done.count("finish") == 2 and done[-1] != "add":  # gradients of the third step
+                    await asyncio.sleep(0.01)
+            return await super().canary(token_ids) + (self.policy_version == 2)
+
+    for name in ("add", "finish"):
+        real = getattr(GradientAccumulator, name)
+        noted = lambda self, *args, name=name, real=real: done.append(name) or real(self, *args)  # noqa: E731
+        monkeypatch.setattr(GradientAccumulator, name, noted)
+    chain = Chain(tmp_path, engine=Wrong)
+    with pytest.raises((WeightsDidNotLand, RunFailed), match="policy version 2 bit by bit"):
+        chain.train()
+    assert done.count("finish") == 2 and done[-1] == "add"
+    assert [line["step"] for line in chain.lines] == [1, 2]
+    assert not (chain.folder / "out" / "hf_format").exists()
+
+
+def test_ranks_that_wait_for_experience_hear_that_weights_did_not_land(tmp_path):
+    """Nobody generates the second step: its groups are only admitted once version 1 is proven."""
+
+    class Wrong(FakeEngine):
+        async def canary(self, token_ids):
+            return await super().canary(token_ids) + (self.policy_version == 1)
+
+    chain = Chain(tmp_path, engine=Wrong, config=chain_config(max_staleness=1, groups_alive=GROUPS))
+    with pytest.raises(RunFailed, match="WeightsDidNotLand: worker g0 received policy version 1"):
+        chain.train()

@@ -146,7 +146,7 @@ class SelfTest:
         self.publisher = Publisher(self.link, named_weights, text, torch_dtype(dtype), 0, WeightConfig())
 
     def run(self) -> float:
-        return self.publisher.publish(self.policy, 0, self_test=True)["canary_error"]
+        return self.publisher.publish(self.policy, 0, self_test=True)()["canary_error"]
 
 
 def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_after_a_sync(engine, model):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.trainer import Trainer
 from async_grpo.types import StepEnd, dummy_micro_batch
@@ -26,7 +26,7 @@ def script_of(*micro_batches_per_step):
         messages += [*[BATCH] * count, StepEnd(step, 2, 8 * step, stats={"avg_reward": 0.5 * step})]
     script.next_message.side_effect = messages
     script.finish.return_value = {"grad_norm": 1.5}
-    script.publish.return_value = {"seconds_transferring": 0.25}
+    script.publish.return_value, script.proof.return_value = script.proof, {"weight_sync_s": 0.25}
     script.after_step.side_effect = lambda step: {"heldout_reward": 0.1 * step}
     return script
 
@@ -35,31 +35,59 @@ def lines_of(script):
     return [written.args[0] for written in script.write.call_args_list]
 
 
-def trainer(script, ranks, num_steps):
+def trainer(script, ranks, num_steps, **options):
     roles = dict.fromkeys(("accumulator", "source", "publisher", "checkpoints"), script)
-    roles |= {"write": script.write, "after_step": script.after_step}
+    roles |= {"write": script.write, "after_step": script.after_step, **options}
     return Trainer(policy="the policy", ranks=ranks, num_steps=num_steps, **roles)
 
 
 def test_two_steps_in_order_and_a_line_of_what_every_room_had_to_say(ranks):
     script = script_of(3, 1)
     trainer(script, ranks, 2).run()
-    taken, policy = [call.next_message(0), call.add(BATCH)], "the policy"
+    taken, policy, proven = [call.next_message(0), call.add(BATCH)], "the policy", call.proof()
     assert script.mock_calls == [
-        *[call.publish(policy, 0, self_test=True), call.start()],
-        *[*taken * 3, call.next_message(0), call.finish(), call.publish(policy, 1, self_test=False)],
-        *[call.after_step(1), call.save_if_due(policy, 8), call.write(ANY)],
-        *[*taken, call.next_message(0), call.finish(), call.publish(policy, 2, self_test=False)],
-        *[call.after_step(2), call.save_if_due(policy, 24), call.write(ANY)],
+        *[call.publish(policy, 0, self_test=True), proven, call.start()],
+        *[*taken * 3, call.next_message(0), proven, call.finish(), call.publish(policy, 1, self_test=False)],
+        *[proven, call.after_step(1), call.save_if_due(policy, 8), call.write(ANY)],
+        *[*taken, call.next_message(0), proven, call.finish(), call.publish(policy, 2, self_test=False)],
+        *[proven, call.after_step(2), call.save_if_due(policy, 24), call.write(ANY)],
         call.save_final(policy, 24),
     ]
     line = lines_of(script)[1]
     expected = dict(step=2, policy_version=2, samples_in_batch=16, groups_in_batch=2, avg_reward=1.0)
-    expected |= dict(
-        total_samples_accumulated=24, grad_norm=1.5, heldout_reward=0.2, seconds_transferring=0.25
-    )
+    expected |= dict(total_samples_accumulated=24, grad_norm=1.5, heldout_reward=0.2, weight_sync_s=0.25)
     assert {name: line[name] for name in expected} == expected
     assert line["samples_per_second"] == pytest.approx(16 / line["time_per_batch"])
+
+
+def test_micro_batches_are_trained_on_while_weights_travel_and_no_step_is_taken_before_their_proof(ranks):
+    script = script_of(1, 2, 1, 1)
+    script.is_due.side_effect = lambda samples: samples == 24  # a checkpoint after the second step
+    trainer(script, ranks, 4, overlaps=lambda step: step < 4).run()
+    names = [
+        name for name, *_ in script.mock_calls if name in ("publish", "add", "proof", "finish", "save_if_due")
+    ]
+    first, whole = (
+        ["add", "proof", "finish", "publish"],
+        ["add", "add", "proof", "finish", "publish", "proof"],
+    )
+    last = [*first, "proof"]  # nothing follows that it could overlap with
+    steps = [first, whole, first, last]
+    assert names == ["publish", "proof", *[name for step in steps for name in (*step, "save_if_due")]]
+    assert lines_of(script)[0]["weight_sync_s"] == 0.25  # of the last sync that has ended
+
+
+def test_weights_that_do_not_land_end_the_run_before_the_next_optimizer_step(ranks):
+    script = script_of(1, 1, 1)
+    script.is_due.return_value = False
+    script.proof.side_effect = [
+        {},
+        {},
+        WeightsDidNotLand("g0"),
+    ]  # of version 0, asked for twice, and of version 1
+    with pytest.raises(WeightsDidNotLand):
+        trainer(script, ranks, 3, overlaps=lambda step: True).run()
+    assert script.finish.call_count == 1
 
 
 def test_a_step_that_trained_nothing_is_an_alarm(ranks):

@@ -57,7 +57,7 @@ class Scripted(NCCLPublisher):
 
 def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
     control = Control({"g0": 2, "g1": 1})
-    publisher(control, kind=Scripted).publish(TwoLayers(), 0, self_test=True)
+    publisher(control, kind=Scripted).publish(TwoLayers(), 0, self_test=True)()
     a_test = [f"pause {SELF_TEST}", "send", f"resume {SELF_TEST}", f"commit {SELF_TEST} g0,g1"]
     weights = ["pause 0", "send", "resume 0", "commit 0 g0,g1"]
     assert control.log == ["group of 4", *a_test, *a_test, *weights]
@@ -66,10 +66,10 @@ def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
 def test_the_group_is_built_anew_when_its_membership_has_changed():
     control = Control({"g0": 1})
     sender, model = publisher(control, kind=Scripted), TwoLayers()
-    sender.publish(model, 0)
-    sender.publish(model, 1)
+    sender.publish(model, 0)()
+    sender.publish(model, 1)()
     control.members = {"g0": 1, "g1": 1}
-    sender.publish(model, 2)
+    sender.publish(model, 2)()
     groups = [entry for entry in control.log if entry.startswith(("group", "shutdown"))]
     assert groups == ["group of 2", "shutdown", "group of 3"]
 
@@ -77,7 +77,7 @@ def test_the_group_is_built_anew_when_its_membership_has_changed():
 def test_a_lost_tensor_is_refused_and_the_engines_resumed_all_the_same():
     control = Control({"g0": 1}, loses="second.bias")
     with pytest.raises(WeightsDidNotLand, match=r"missing: second\.bias"):
-        publisher(control, kind=Scripted).publish(TwoLayers(), 3)
+        publisher(control, kind=Scripted).publish(TwoLayers(), 3)()
     assert control.log[-1] == "resume 3" and not any(entry.startswith("commit") for entry in control.log)
 
 
@@ -88,7 +88,7 @@ def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():
 
     control = Control({"g0": 1})
     with pytest.raises(DeadlineExceeded, match="NCCL transfer did not end within 0 s"):
-        publisher(control, kind=Stuck, config=WeightConfig(sync_timeout_s=0.2)).publish(TwoLayers(), 0)
+        publisher(control, kind=Stuck, config=WeightConfig(sync_timeout_s=0.2)).publish(TwoLayers(), 0)()
     assert control.log[-1] == "pause 0"  # nobody resumes an engine that still sits in the transfer
 
 

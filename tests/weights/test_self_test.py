@@ -78,7 +78,7 @@ def synced(layers=2, hidden=256, watched=(), tolerance=None) -> tuple[Engine, Pu
 def test_a_healthy_bfloat16_engine_starts_and_each_tensor_that_it_loses_shows(layers, hidden, watched):
     """Group 0 lies outside the layers. Before, all tensors were changed at once by noise of at least 0.1."""
     engine, sender, policy = synced(layers, hidden, watched)
-    metrics = sender.publish(policy, 0, self_test=True)
+    metrics = sender.publish(policy, 0, self_test=True)()
     assert len(engine.healthy) == layers + 1 and max(engine.healthy) < 0.75
     assert len(engine.lost) == sum(2 + (hidden >= 2048) if group == 0 else 12 for group in watched)
     assert min(engine.lost.values()) > 1.5
@@ -94,36 +94,36 @@ def change(model: PolicyModel, size: float) -> None:
 
 def test_after_the_start_the_tolerance_is_three_times_the_rounding_that_was_measured():
     engine, sender, policy = synced()
-    sender.publish(policy, 0, self_test=True)
+    sender.publish(policy, 0, self_test=True)()
     rounding = engine.tolerances[-1] / 3
     assert rounding < 0.01  # the tolerance was 0.3 before
     change(policy, 0.002)
-    sender.publish(policy, 1)
+    sender.publish(policy, 1)()
     engine.bias = 4 * rounding
     with pytest.raises(WeightsDidNotLand, match="policy version 2 bit by bit"):
-        sender.publish(policy, 2)
+        sender.publish(policy, 2)()
 
 
 def test_what_engine_and_trainer_always_differ_by_is_no_fault_of_a_sync():
     engine, sender, policy = synced()
     engine.bias = 0.02
-    sender.publish(policy, 0)
+    sender.publish(policy, 0)()
     sender._rounding = 0.002  # 0.02 would be ten times too much
     change(policy, 0.002)
-    assert sender.publish(policy, 1)["canary_error"] > 0.02
+    assert sender.publish(policy, 1)()["canary_error"] > 0.02
 
 
 def test_a_stale_engine_is_refused_as_soon_as_the_policy_has_moved():
     engine, sender, policy = synced()
-    sender.publish(policy, 0, self_test=True)
+    sender.publish(policy, 0, self_test=True)()
     engine.is_stale = True
-    sender.publish(policy, 1)  # the same weights: nothing to see
+    sender.publish(policy, 1)()  # the same weights: nothing to see
     change(policy, 0.01)
     with pytest.raises(WeightsDidNotLand, match="policy version 2"):
-        sender.publish(policy, 2)
+        sender.publish(policy, 2)()
 
 
 def test_a_tolerance_that_is_given_is_the_one_that_counts():
     engine, sender, policy = synced(tolerance=0.5)
-    sender.publish(policy, 0, self_test=True)
+    sender.publish(policy, 0, self_test=True)()
     assert set(engine.tolerances) == {0.5}

@@ -1,5 +1,6 @@
 """The transaction of a weight sync and its proof, with a scripted engine in place of vLLM."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from async_grpo.errors import WeightsDidNotLand
+from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
-from async_grpo.weights.package import SELF_TEST, check_received, record, tensor_digest, unpack
+from async_grpo.weights.package import SELF_TEST, Chunk, check_received, record, tensor_digest, unpack
 from async_grpo.weights.publisher import Canary, Publisher
 
 
@@ -42,6 +43,19 @@ def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
     golden = 0x9E3779B97F4A7C15
     expected = sum(word * ((i * golden) % 2**64 | 1) for i, word in enumerate(words.tolist())) % 2**64
     assert tensor_digest(words) % 2**64 == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_chunk_is_read_by_safetensors_and_its_records_are_those_of_what_is_read(shapes, dtype):
+    tensors = {f"layers.{n}.weight": torch.randn(shape) for n, shape in enumerate(shapes)}
+    chunk = Chunk({name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}, dtype)
+    read, manifest = unpack([chunk.bytes])
+    assert manifest == chunk.manifest() and read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor.to(dtype)) for name, tensor in tensors.items())
 
 
 def test_a_receipt_is_compared_by_name_shape_dtype_and_bits():
@@ -108,6 +122,9 @@ class FakeLink:
     def commit(self, package, landed):
         self.log.append(("commit", package.version, landed))
 
+    def abort(self, error):
+        self.log.append(("abort", str(error)))
+
 
 def publisher(link, named=named, kind=Publisher, config=WeightConfig()) -> Publisher:  # noqa: B008
     return kind(link, named, CANARY, torch.float32, int(link is None), config)
@@ -116,7 +133,7 @@ def publisher(link, named=named, kind=Publisher, config=WeightConfig()) -> Publi
 def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
     link, model = FakeLink(), TwoLayers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    publisher(link).publish(model, 0, self_test=True)
+    publisher(link).publish(model, 0, self_test=True)()
     a_test = [("deliver", SELF_TEST, 1), ("commit", SELF_TEST, ["g0"])]
     # The weights as they are, and every tensor changed; both are kept for workers that join late
     assert link.log == [*a_test, *a_test, ("deliver", 0, 1), ("commit", 0, ["g0"])]
@@ -126,7 +143,7 @@ def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
 def test_chunks_keep_to_their_size(monkeypatch):
     link = FakeLink()
     monkeypatch.setattr(Publisher, "chunk_bytes", 100)
-    publisher(link).publish(TwoLayers(), 3)
+    publisher(link).publish(TwoLayers(), 3)()
     assert link.log[0] == ("deliver", 3, 3)  # 256 | 32 + 160 | 20 bytes
 
 
@@ -134,15 +151,56 @@ def test_chunks_keep_to_their_size(monkeypatch):
 def test_a_tensor_that_is_lost_or_not_used_is_noticed(name):
     """The engine starts from the same checkpoint: without the self-test one that is not used would not show yet."""
     with pytest.raises(WeightsDidNotLand, match=f"missing: {name}"):
-        publisher(FakeLink(loses=name)).publish(TwoLayers(), 0)
-    publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=False)
+        publisher(FakeLink(loses=name)).publish(TwoLayers(), 0)()
+    publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=False)()
     with pytest.raises(WeightsDidNotLand, match="the start-up self-test bit by bit, yet computes other"):
-        publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=True)
+        publisher(FakeLink(ignores=name)).publish(TwoLayers(), 0, self_test=True)()
+
+
+class SlowLink(FakeLink):
+    """The delivery of version 1 does not begin before `may_go` is set."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.may_go = threading.Event()
+
+    def deliver(self, package):
+        assert package.version == 0 or self.may_go.wait(20)
+        return super().deliver(package)
+
+
+def test_weights_are_on_their_way_when_publish_returns_and_what_it_returns_waits_for_them():
+    link, model = SlowLink(), TwoLayers()
+    sender = publisher(link)
+    sender.publish(model, 0)()
+    proof = sender.publish(model, 1)
+    assert ("deliver", 1, 1) not in link.log
+    link.may_go.set()
+    metrics = proof()
+    assert link.log[-2:] == [("deliver", 1, 1), ("commit", 1, ["g0"])]
+    assert metrics == proof() and metrics["weight_sync_s"] > 0  # as often as one likes
+
+
+def test_what_fails_on_the_way_is_told_to_those_who_wait_for_experience_and_raised_by_the_proof():
+    link, model = SlowLink(loses="first.bias"), TwoLayers()
+    proof = publisher(link).publish(model, 1)
+    link.may_go.set()
+    with pytest.raises(WeightsDidNotLand, match=r"missing: first\.bias"):
+        proof()
+    assert link.log[-1][0] == "abort" and "first.bias" in link.log[-1][1]
+
+
+def test_a_delivery_that_hangs_is_given_up_by_name():
+    link = SlowLink()
+    proof = publisher(link, config=WeightConfig(sync_timeout_s=0.05)).publish(TwoLayers(), 1)
+    with pytest.raises(DeadlineExceeded, match="policy version 1 did not reach the engines within 0 s"):
+        proof()
+    link.may_go.set()
 
 
 def test_nan_log_probs_are_no_proof():
     with pytest.raises(WeightsDidNotLand, match="differ by nan"):
-        publisher(FakeLink(blind=True)).publish(TwoLayers(), 0)
+        publisher(FakeLink(blind=True)).publish(TwoLayers(), 0)()
 
 
 @pytest.mark.parametrize("kind", [Publisher, NCCLPublisher])
@@ -158,5 +216,5 @@ def test_other_ranks_take_part_in_every_gathering_and_send_nothing(kind, monkeyp
         return SimpleNamespace(send_weights=lambda: list(self._source))
 
     monkeypatch.setattr(NCCLPublisher, "make_engine", make_engine)
-    assert publisher(None, gathering, kind).publish(TwoLayers(), 0, self_test=True)["canary_error"] == 0.0
+    assert publisher(None, gathering, kind).publish(TwoLayers(), 0, self_test=True)()["canary_error"] == 0.0
     assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
