@@ -37,7 +37,9 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--arm", nargs="+", help="only these: TRL, 'ours S=1', ...")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, help="measured steps of each run (default: the case's)")
-    parser.add_argument("--quick", action="store_true", help="one repetition of 2 steps after 1")
+    parser.add_argument(
+        "--quick", action="store_true", help="one repetition of 2 steps after 1; give it a --label"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
     parser.add_argument("--label", default="", help="keeps measurements with other options apart")
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
@@ -54,7 +56,9 @@ def plan(options: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tu
         for name in names:
             case = CASES[name]
             if options.quick:
-                case = dataclasses.replace(case, steps=2, warm_up=1)
+                case = dataclasses.replace(
+                    case, steps=2, warm_up=1, checkpoint_every=min(case.checkpoint_every, 1)
+                )
             if options.steps:
                 case = dataclasses.replace(case, steps=options.steps)
             if case.repetitions and repetition >= case.repetitions:

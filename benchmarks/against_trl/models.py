@@ -17,6 +17,7 @@ from statistics import NormalDist
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from benchmarks.against_trl.cases import DATA
 
@@ -35,6 +36,7 @@ def model_folder(name: str, cache: Path) -> Path:
         return DATA / "tiny-model"
     folder = cache / name
     if not (folder / "model.safetensors").exists():
+        transformers_logging.disable_progress_bar()
         torch.manual_seed(0)
         model = {"log-normal": log_normal, "30m": thirty_million}[name]()
         partial = cache / f".{name}"
