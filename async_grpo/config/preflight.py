@@ -36,7 +36,9 @@ class Prepared:
     def facts(self) -> RunFacts:
         """What the batcher must know of all this."""
         assert self.rewards is not None
-        return self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
+        facts = self.rewards.facts(self.config, self.settings.guaranteed_completion_tokens)
+        model = load_config(self.config.model_name_or_path).get_text_config()
+        return replace(facts, hidden_size=model.hidden_size)
 
     def with_rewards(self, names: str) -> "Prepared":
         """The same with the rewards that the workers named, if `--reward-fns` names none.

@@ -2,7 +2,7 @@
 
 rollout_loop:  slot of the staleness budget -> rollout (a task each)
 rollout:       prompt; generate; score each completion while its siblings still generate; reference log-probs
-offer:         group -> step -> advantages -> packed micro-batches -> one queue per rank
+offer:         group -> step -> advantages -> packed micro-batches, when a rank has none -> one queue per rank
 """
 
 import asyncio
@@ -63,8 +63,8 @@ class ExperienceBatcher:
         bounds = (config.groups_per_step, config.max_staleness)
         self.budget = StalenessBudget(*bounds, config.groups_alive)
         self._alarms = StepAlarms(config, facts.best_rewards)
-        packer = Packer(num_ranks, config.max_tokens_per_gpu)
-        self.steps = StepAssembler(*bounds, packer, self.advantages, slack=self.budget.slack)
+        self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
+        self.steps = StepAssembler(*bounds, self.packer, self.advantages, slack=self.budget.slack)
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()
@@ -104,6 +104,8 @@ class ExperienceBatcher:
             message.cancel()
 
     async def _next_message(self, rank: int) -> MicroBatch | StepEnd:
+        if not self._offering.locked():  # or the packer is being filled, and who fills it feeds
+            self._feed()
         message = await self._queues[rank].get()
         return await asyncio.shield(message) if isinstance(message, asyncio.Task) else message
 
@@ -211,8 +213,17 @@ class ExperienceBatcher:
                     messages = [end] * len(self._queues)
                 else:
                     messages = event
-                for queue, message in zip(self._queues, messages, strict=True):
-                    queue.put_nowait(message)
+                self._put(messages)
+            self._feed()
+
+    def _feed(self) -> None:
+        """A full round goes out when a rank has nothing left; until then it is packed the better the more there is."""
+        if any(queue.empty() for queue in self._queues) and (micro_batches := self.packer.full_round()):
+            self._put(micro_batches)
+
+    def _put(self, messages: Sequence[Message]) -> None:
+        for queue, message in zip(self._queues, messages, strict=True):
+            queue.put_nowait(message)
 
     async def _step_end(self, closed: StepComplete) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)

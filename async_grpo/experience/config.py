@@ -124,6 +124,7 @@ class RunFacts:
     weights: Mapping[str, float] = field(default_factory=dict)  # `--reward-weights` by name
     failure_policies: Mapping[str, str] = field(default_factory=dict)  # `--on-reward-failure` by name
     best_rewards: Mapping[str, float] = field(default_factory=dict)  # the highest reward of each, by name
+    hidden_size: int = 1536  # of the model: says from which length on attention is what costs
 
     def weight(self, name: str) -> float:
         return self.weights.get(name, 1.0)

@@ -64,7 +64,7 @@ class StepComplete:
     groups: list[Group]
 
 
-Event = list[MicroBatch] | StepComplete  # a micro-batch for each rank, or the end of the step
+Event = list[MicroBatch] | StepComplete  # a round, a micro-batch for each rank; or the end of the step
 
 
 class StepAssembler:
@@ -72,7 +72,7 @@ class StepAssembler:
 
     A finished group that is due in the current step takes a place in it; one that is due later does so as long as fewer
     than `slack` such groups have. So a waiting group, finished or not, always finds a place in time. The groups of a
-    step are packed as they come, or all at once for a batch-coupled estimator.
+    step go to the packer as they come, or all at once for a batch-coupled estimator.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepAssembler:
         self._ahead: list[int] = []  # when the groups are due that have a place before their turn
 
     def offer(self, group: Group) -> list[Event]:
-        """A group is complete. Returns what follows from it, in order."""
+        """A group is complete. Returns the last rounds and the end of every step that it completes."""
         assert self._due(group) >= self.step, (
             f"group {group.sequence_number} comes after step {self.step} began"
         )
@@ -121,11 +121,12 @@ class StepAssembler:
             self._assert_fresh(placed)
         ready, self._placed = self.advantages(self._placed, self.step), []
         self._taken += ready
-        trained = [sample for group in ready for sample in group.samples if sample.advantages is not None]
-        events: list[Event] = [*filter(None, map(self.packer.add, trained))]
+        for sample in (sample for group in ready for sample in group.samples):
+            if sample.advantages is not None:
+                self.packer.add(sample)
+        events: list[Event] = []
         if len(self._taken) == self.groups_per_step:
-            events += filter(None, [self.packer.flush()])
-            events.append(StepComplete(self.step, self._taken))
+            events += [*self.packer.flush(), StepComplete(self.step, self._taken)]
             self.step, self._taken = self.step + 1, []
             self._ahead = [due for due in self._ahead if due > self.step]
         return events

@@ -63,6 +63,21 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
     assert generation.asked == list(range(6))  # not a prompt more than the run needs
 
 
+async def test_ranks_start_on_the_first_full_round_and_what_they_do_not_need_yet_waits_for_a_better_fit():
+    """Groups of 2, 3, 4 and 5 tokens with their prompts, four to the step, at most 10 tokens in a micro-batch."""
+    slow_last = engine(delay=lambda ordinal, member: 0.3 * (ordinal == 1 and member == 0))
+    batcher = batcher_of(slow_last, num_training_batches=1, batch_size=4, max_tokens_per_gpu=10)
+    await batcher.start()
+    await asyncio.sleep(0.15)  # three groups are there
+    assert [queue.qsize() for queue in batcher._queues] == [1]
+    early = [await batcher.next_message(0) for _ in range(4)]
+    assert [np.diff(batch.cu_seqlens).tolist() for batch in early] == [[5, 4], [5, 5], [4, 4, 2], [3, 3, 3]]
+    assert batcher.steps.step == 0
+    *rest, end = [await batcher.next_message(0) for _ in range(3)]
+    assert [np.diff(batch.cu_seqlens).tolist() for batch in rest] == [[5, 4], [3, 2, 2, 2]]
+    assert isinstance(end, StepEnd)
+
+
 async def test_a_slow_group_holds_up_no_step_while_it_is_not_too_old():
     """Six groups in steps of two, four alive at once: two steps go live without the first group, the third takes it."""
     released = asyncio.Event()
