@@ -226,6 +226,8 @@ class SharedRunSettings:
     char_ends: bool = False  # completions carry `char_ends`: for process rewards
     float32_head: bool = False  # engines compute logits in float32
     guaranteed_completion_tokens: int = 0  # for which even the longest prompt leaves room; 0: not known
+    group_size: int = 1  # samples that one engine must take at once
+    samples_in_flight: int = 0  # admitted and not yet part of the live weights, at most; 0: not known
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def command(folder: Path, steps: int, engine: str, further: list[str]) -> list[s
             "--nproc-per-node=1",
         ],
         *[f"--num-training-batches={steps}", "--max-tokens-per-gpu=4096", "--max-generation-tokens=24"],
-        *["--max-num-seqs=256", "--overhead-seqs=256", "--enforce-eager", "--learning-rate=2e-4"],
+        *["--enforce-eager", "--learning-rate=2e-4"],
         *([] if engine == "vllm" else [f"--engine={engine}"]),
         *further,
     ]

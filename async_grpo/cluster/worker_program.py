@@ -23,7 +23,7 @@ from async_grpo.cluster.ray_session import (
 )
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
-from async_grpo.generation.config import engine_class
+from async_grpo.generation.config import UNLIMITED, engine_class, with_sequences
 from async_grpo.logprob.logprob_worker import LogprobWorker
 from async_grpo.modeling.load import context_length, model_fingerprint
 from async_grpo.protocols import Receipt, WeightPackage
@@ -31,7 +31,6 @@ from async_grpo.types import SharedRunSettings, WorkerInfo
 from async_grpo.weights.package import prove_landed
 
 log = logging.getLogger(__name__)
-UNLIMITED = 2**31 - 1
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
@@ -51,12 +50,14 @@ class WorkerActor(ChannelServer):
         self._loading = asyncio.Lock()
         self._version: int | None = None
 
-    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> int:
-        """Load the model; returns the tokens that it can hold at once."""
-        kind = engine_class(config.engine) if config.mode == GENERATION else LogprobWorker
+    async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
+        """Load the model; returns the sequences that it takes and the tokens that it can hold at once."""
+        generates = config.mode == GENERATION
+        config = with_sequences(config, settings) if generates else config
+        kind = engine_class(config.engine) if generates else LogprobWorker
         self._engine = kind.start(config, settings)
         self.serve({name: getattr(self._engine, name) for name in self.served})
-        return self._engine.kv_cache_tokens
+        return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
 
     async def enlist(self, controller: Any, info: WorkerInfo) -> None:
         """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
@@ -157,7 +158,7 @@ def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controll
     worker_id, doing, reason = f"{kind}-{uuid.uuid4().hex[:6]}", "could not start", "the run is over"
     log.info("starting worker %s on %s", worker_id, config.model_path)
     generates, has_gpus = kind == GENERATION, bool(ray.cluster_resources().get("GPU"))
-    gpus, places = (config.tensor_parallel_size, config.max_sequences) if generates else (1, UNLIMITED)
+    gpus = config.tensor_parallel_size if generates else 1
     actor = zero_cpu_actor(
         GenerationActor if generates else LogprobActor,
         num_gpus=gpus if has_gpus else 0,
@@ -165,10 +166,12 @@ def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controll
     ).remote()
     config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
     try:
-        max_tokens = _unless_closed(actor.start.remote(config, settings), closed, config.start_timeout_s)
+        places, max_tokens = _unless_closed(
+            actor.start.remote(config, settings), closed, config.start_timeout_s
+        )
         info = WorkerInfo(worker_id, kind, places, max_tokens, config.tensor_parallel_size, config.reward_fns)
         _unless_closed(actor.enlist.remote(controller, info), closed, config.start_timeout_s)
-        log.info("worker %s is at work", worker_id)
+        log.info("worker %s is at work, on up to %d sequences at once", worker_id, places)
         doing = "died"
         reason = str(_unless_closed(actor.until_failure.remote(), closed, None))
         raise WorkerLost(f"worker {worker_id} died: {reason}")

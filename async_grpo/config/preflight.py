@@ -107,6 +107,8 @@ def prepare(config: RunConfig) -> Prepared:
         char_ends=config.estimator.process,
         float32_head=config.float32_head,
         guaranteed_completion_tokens=guaranteed,
+        group_size=config.samples_per_question,
+        samples_in_flight=config.samples_in_flight,
     )
     return Prepared(config, settings, questions, eval_questions, rewards)
 

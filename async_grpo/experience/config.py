@@ -92,6 +92,12 @@ class BatchConfig(AlgorithmConfig):
         return self.samples_per_step // self.samples_per_question
 
     @property
+    def samples_in_flight(self) -> int:
+        """Samples between admission and the live weights trained on them, at most."""
+        alive = self.groups_alive or (self.max_staleness + 1) * self.groups_per_step
+        return alive * self.samples_per_question
+
+    @property
     def steps_per_batch(self) -> int:
         return self.batch_size // self.groups_per_step
 

@@ -1,8 +1,10 @@
 """The options of one engine, and which engines there are. What all must share comes from `SharedRunSettings`."""
 
+import dataclasses
+import os
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeVar
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import (
@@ -16,6 +18,10 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.source_file import absolute, find_entry
 from async_grpo.protocols import Engine
+from async_grpo.types import SharedRunSettings
+
+GIB = 1 << 30
+UNLIMITED = 2**31 - 1
 
 # name -> module:class, imported only where the engine runs; the class satisfies `protocols.Engine`
 ENGINES = {
@@ -56,8 +62,12 @@ class EngineOptions(Section):
         own=True,
     )
 
-    max_num_seqs: int = option(
-        64, "Sequences each engine decodes at once.", "Engine", range=POSITIVE, everyday=True
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences each engine decodes at once; by default as many as the run has in flight and its memory holds.",
+        "Engine",
+        range=POSITIVE,
+        everyday=True,
     )
     overhead_seqs: int = option(
         16, "Further sequences admitted, so that the engine never runs dry.", "Engine", range=NOT_NEGATIVE
@@ -92,8 +102,8 @@ class EngineOptions(Section):
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that a worker takes at once."""
-        return self.max_num_seqs + self.overhead_seqs
+        """Sequences that a worker takes at once; without a limit while none is chosen (`with_sequences`)."""
+        return UNLIMITED if self.max_num_seqs is None else self.max_num_seqs + self.overhead_seqs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +115,31 @@ class EngineConfig(EngineOptions):
         everyday=True,
         also="model_name_or_path",
     )
+
+
+Config = TypeVar("Config", bound=EngineConfig)
+
+
+def with_sequences(config: Config, settings: SharedRunSettings) -> Config:
+    """`config` as the worker's own process starts it: `max_num_seqs` is chosen if it was not given.
+
+    One batch of all samples in flight costs the least per token. The most is vLLM's own default on a GPU; on the CPU 1,024,
+    and what the KV cache holds of sequences half as long as the longest (should it run full, vLLM computes some again).
+    """
+    if config.max_num_seqs is not None:
+        return config
+    import torch
+
+    from async_grpo.modeling.load import load_config, torch_dtype
+
+    if torch.cuda.is_available():
+        most = 1024 if torch.cuda.get_device_properties(0).total_memory >= 70 * GIB else 256
+    else:
+        text = load_config(config.model_path).get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        bytes_per_token = 2 * text.num_hidden_layers * heads * width * torch_dtype(settings.dtype).itemsize
+        memory = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
+        most = min(1024, 2 * memory // (bytes_per_token * settings.max_total_tokens))
+    chosen = max(settings.group_size, min(settings.samples_in_flight or most, most))
+    return dataclasses.replace(config, max_num_seqs=chosen)

@@ -4,8 +4,8 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 """
 
 import asyncio
-import dataclasses
 import itertools
+import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 from vllm import SamplingParams
-from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensInput, tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
-from async_grpo.options.fields import nearest
+from async_grpo.generation.engine_arguments import engine_arguments
 from async_grpo.protocols import Manifest, Receipt, TensorRecord
 from async_grpo.types import Completion, FinishReason, SharedRunSettings
-from async_grpo.weights.config import get_transport
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
@@ -68,9 +69,17 @@ class GenerationWorker:
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
         """Load the model and start the engine (tens of seconds). Must run inside an event loop."""
+        if (
+            current_platform.is_cpu()
+        ):  # or even a single worker gets a process, and an import of vLLM, of its own
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         timeline = TokenTimeline()
         arguments = engine_arguments(options, settings, cls.worker_extension)
-        engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: timeline])
+        engine = AsyncLLM.from_engine_args(
+            arguments,
+            usage_context=UsageContext.LLM_CLASS,  # prefills as large as for a batch, not a chat
+            stat_loggers=[lambda *_: timeline],
+        )
         return cls(engine, AutoTokenizer.from_pretrained(options.model_path), settings, timeline)
 
     @property
@@ -82,7 +91,8 @@ class GenerationWorker:
         self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
     ) -> AsyncGenerator[Completion]:
         """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
-        requests = [asyncio.ensure_future(self._complete(prompt_token_ids, greedy)) for _ in range(count)]
+        token_ids, params = prompt_token_ids.tolist(), self._sampling_params(len(prompt_token_ids), greedy)
+        requests = [asyncio.ensure_future(self._complete(token_ids, params)) for _ in range(count)]
         try:
             for request in asyncio.as_completed(requests):
                 yield await request
@@ -91,11 +101,11 @@ class GenerationWorker:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _complete(self, prompt_token_ids: np.ndarray, greedy: bool) -> Completion:
+    async def _complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
         self._check_fit()
-        params = self._sampling_params(len(prompt_token_ids), greedy)
-        # No request asked for under these weights may hit a prefix computed by others: the salt is the version.
-        prompt = {"prompt_token_ids": prompt_token_ids.tolist(), "cache_salt": str(self.policy_version)}
+        # No request asked for under these weights may hit a prefix computed by others: the salt is the version. vLLM takes
+        # other forms of prompts through a thread, and a pause could come between.
+        prompt = tokens_input(token_ids, cache_salt=str(self.policy_version))
         request = next(self._request_ids)
         self._begun[request] = time.time()
         try:
@@ -121,11 +131,13 @@ class GenerationWorker:
             max_tokens=min(self.settings.max_completion_tokens, room),
             stop_token_ids=list(self.settings.stop_token_ids),
             logprobs=0,  # the sampled token's own
+            flat_logprobs=True,  # lists instead of a dictionary per token
+            skip_clone=True,  # one object serves a group: nobody changes it
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    async def _last_output(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
+    async def _last_output(self, prompt: TokensInput, params: SamplingParams) -> Any:
         name = str(next(self._request_ids))
         try:
             outputs = [output async for output in self.engine.generate(prompt, params, name)]
@@ -139,13 +151,12 @@ class GenerationWorker:
         token_ids = np.asarray(output.token_ids, np.int32)
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
-        steps = zip(output.logprobs, output.token_ids, strict=True)
         stopped = output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
         ends = char_ends(self.tokenizer, output.token_ids, text) if self.settings.char_ends else None
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray([step[token].logprob for step, token in steps], np.float32),
+            logprobs=_logprobs(output),
             versions=_versions(output),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
@@ -222,7 +233,7 @@ class GenerationWorker:
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )
-        final = await self._last_output({"prompt_token_ids": token_ids.tolist()}, params)
+        final = await self._last_output(tokens_input(token_ids.tolist()), params)
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
         return np.asarray([0.0] + [step[token].logprob for step, token in steps], np.float32)
 
@@ -245,6 +256,13 @@ class GenerationWorker:
         self.engine.shutdown()
 
 
+def _logprobs(output: CompletionOutput) -> np.ndarray:
+    """(T,) float32: of the sampled tokens, each the first of its position."""
+    flat = output.logprobs
+    assert isinstance(flat, FlatLogprobs) and len(flat) == len(output.token_ids), type(flat)
+    return np.asarray(flat.logprobs, np.float32)[flat.start_indices]
+
+
 def _versions(output: CompletionOutput) -> np.ndarray:
     """(T,) int32: the policy version of every token, from the engine's own spans."""
     versions = np.full(len(output.token_ids), UNSYNCED, np.int32)
@@ -252,38 +270,3 @@ def _versions(output: CompletionOutput) -> np.ndarray:
         if span.version.lstrip("-").isdigit():
             versions[span.start : span.end] = int(span.version)
     return versions
-
-
-def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
-    """The run's settings, the worker's options, and `--engine-options`.
-
-    Raises:
-        ConfigurationError: the engine has no further argument of that name, or the run says its value.
-    """
-    own: dict[str, Any] = {
-        "model": options.model_path,
-        "skip_tokenizer_init": True,  # token ids in, token ids out: text is ours, made once at the end
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_total_tokens,
-        "max_num_seqs": options.max_num_seqs,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "enable_prefix_caching": options.enable_prefix_caching,
-        "enforce_eager": options.enforce_eager,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
-        "seed": settings.seed,
-        "weight_transfer_config": WeightTransferConfig(get_transport(settings.transport).engine_backend),
-        "worker_extension_cls": extension,
-        "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
-        "enable_log_requests": False,
-    }
-    known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
-    for name, value in options.further_options.items():
-        if name in own:
-            what = f"the run sets {name} itself, from its other options; leave it out"
-        elif name not in known:
-            what = f"vLLM's engine has no such argument{nearest(name, known)}"
-        else:
-            continue
-        raise ConfigurationError(f"--engine-options {name}={value}: {what}")
-    return AsyncEngineArgs(**own, **options.further_options)

@@ -65,8 +65,6 @@ def run_config(config: DemoConfig) -> LocalConfig:
         num_warmup_steps=5,
         kl_coef=0.001,
         nproc_per_node=2,
-        max_num_seqs=256,
-        overhead_seqs=256,
         enforce_eager=True,
         min_samples_per_checkpoint=10_000_000,
     )

@@ -12,9 +12,12 @@ from tiny_policy import SETTINGS
 
 pytest.importorskip("vllm")
 
+from vllm.logprobs import FlatLogprobs
+
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.config import EngineConfig
-from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline, engine_arguments
+from async_grpo.generation.engine_arguments import engine_arguments
+from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
@@ -37,7 +40,7 @@ class ScriptedLLM:
         output = SimpleNamespace(
             token_ids=[1],
             finish_reason="stop",
-            logprobs=[{1: SimpleNamespace(logprob=-0.5)}],
+            logprobs=FlatLogprobs([0], [1], [1], [-0.5], [1], [None]),
             weight_versions=[SimpleNamespace(version=prompt["cache_salt"], start=0, end=1)],
         )
         yield SimpleNamespace(outputs=[output])

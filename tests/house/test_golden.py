@@ -29,6 +29,9 @@ NEW_DEFAULTS: dict[tuple[str, str], object] = {  # (command, option) -> the defa
     # It was the policy's rate, 2e-6: far too slow for a head that begins at zero
     ("trainer", "critic_learning_rate"): 1e-5,
     ("run", "critic_learning_rate"): 1e-5,
+    # 64, whatever the run had in flight; now chosen from that and from the memory
+    ("worker", "max_num_seqs"): None,
+    ("run", "max_num_seqs"): None,
 }
 NEW_IN_RECIPES: dict[tuple[str, str], object] = {  # (recipe, option) -> the value it has now
     # ScaleRL divides by the standard deviation over the samples of the batch, not over their tokens

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from watched_link import WatchedLink
 
-from async_grpo.errors import ConfigurationError, WeightsDidNotLand
+from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
 from async_grpo.modeling.load import (
     context_length,
     load_causal_lm,
@@ -253,6 +254,18 @@ def test_without_the_fix_for_tied_heads_the_proof_refuses(environment):
     refusal = pytest.raises(WeightsDidNotLand, match="the start-up self-test bit by bit.*a tied head")
     with closing(EngineThread(extension="lossy_extension.WithoutTheFix")) as broken, refusal:
         SelfTest(broken, MODEL, "float32").run()
+
+
+def test_on_the_cpu_an_engine_has_one_process_whose_death_is_noticed(environment):
+    """vLLM would run the model in a further process: a second import of everything, and a queue that is polled."""
+    before = psutil.Process().children(recursive=True)
+    with closing(EngineThread()) as thread:
+        own = [process for process in psutil.Process().children(recursive=True) if process not in before]
+        (core,) = [process for process in own if "resource_tracker" not in " ".join(process.cmdline())]
+        core.kill()
+        assert thread.run(thread.worker.until_failure(0.1)) == "the vLLM engine's processes died"
+        with pytest.raises(WorkerLost):
+            thread.run(one(thread.worker, CANARY[:8]))
 
 
 @pytest.fixture

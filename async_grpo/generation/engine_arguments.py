@@ -1,0 +1,48 @@
+"""What vLLM's engine is started with."""
+
+import dataclasses
+from typing import Any
+
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.generation.config import EngineConfig
+from async_grpo.options.fields import nearest
+from async_grpo.types import SharedRunSettings
+from async_grpo.weights.config import get_transport
+
+
+def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
+    """The run's settings, the worker's options, and `--engine-options`.
+
+    Raises:
+        ConfigurationError: the engine has no further argument of that name, or the run says its value.
+    """
+    own: dict[str, Any] = {
+        "model": options.model_path,
+        "skip_tokenizer_init": True,  # token ids in, token ids out: text is ours, made once at the end
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_total_tokens,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": options.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as the trainer computes them
+        "seed": settings.seed,
+        "weight_transfer_config": WeightTransferConfig(get_transport(settings.transport).engine_backend),
+        "worker_extension_cls": extension,
+        "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
+        "enable_log_requests": False,
+    }
+    known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
+    for name, value in options.further_options.items():
+        if name in own:
+            what = f"the run sets {name} itself, from its other options; leave it out"
+        elif name not in known:
+            what = f"vLLM's engine has no such argument{nearest(name, known)}"
+        else:
+            continue
+        raise ConfigurationError(f"--engine-options {name}={value}: {what}")
+    return AsyncEngineArgs(**own, **options.further_options)
