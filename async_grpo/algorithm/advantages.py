@@ -32,6 +32,11 @@ TOTAL = "total"  # one tensor: all that the sample earned, each part on the toke
 COMPONENTS = "components"  # a dict by name: the reward of each adapter on the last token, apart
 SOURCES = "sources"  # a dict by name: each process reward on its tokens, and the outcome on the last one
 
+# How finely an estimator looks at where rewards stand; a column of its tensors stands for
+TOKENS = "tokens"  # one token
+RUNS = "runs"  # the tokens up to a reward: they get the same advantage (unless its option `gamma` discounts)
+SCORE = "score"  # the whole sample: only the sum of its rewards counts
+
 # Inputs that the library provides to an estimator whose function has a keyword of that name: the critic's values, the
 # reward of the greedy completion, where step rewards stand (of a total; of each source), the user's --reward-weights
 PROVIDED = ("values", "baselines", "step_mask", "masks", "weights")
@@ -56,6 +61,7 @@ class Estimator:
         process: it knows which token a reward stands on.
         per_sample: given one score per sample, it gives all tokens of the sample the same advantage (unless its option
             `gamma` discounts): one column per sample does.
+        reads: TOKENS, RUNS or SCORE; the latter two imply `per_sample`, and are cheaper the fewer the rewards.
         rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: groups of equal rewards teach it too, so they must not be left out or replaced.
         needs_all_rewards: a sample counts only if every adapter gave it a reward. With TOTAL that is asked where some
@@ -71,6 +77,7 @@ class Estimator:
     outcome: bool = True
     process: bool = False
     per_sample: bool = False
+    reads: str = TOKENS
     rewards: str = TOTAL
     compares_with_batch: bool = False
     needs_all_rewards: bool = False
@@ -152,7 +159,8 @@ class Estimator:
         dtype = reduce(torch.promote_types, (values.dtype for values in sources.values()))
         if not used.any():
             return torch.zeros_like(mask, dtype=dtype)
-        counts = torch.where(used, tokens, 0) if self.per_sample and mask.shape[1] == 1 else used
+        counted = self.per_sample or self.reads != TOKENS
+        counts = torch.where(used, tokens, 0) if counted and (tokens > 1).any() else used
         advantages = self.function(cleaned if self.named else cleaned[SOLE], counts, groups, **options)
         return torch.where(used, advantages, 0).to(dtype)
 
@@ -219,20 +227,20 @@ def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(outcomes.grpo, group_local=True, per_sample=True),
-    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, per_sample=True),
-    "rloo": Estimator(outcomes.rloo, group_local=True, per_sample=True),
-    "opo": Estimator(outcomes.opo, group_local=True, per_sample=True),
-    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, per_sample=True),
-    "remax": Estimator(processes.remax, group_local=True, per_sample=True),
-    "gpg": Estimator(outcomes.gpg, per_sample=True),
-    "grpo_batch_std": Estimator(outcomes.grpo_batch_std, per_sample=True),
-    "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, per_sample=True),
-    "gdpo": Estimator(outcomes.gdpo, per_sample=True, rewards=COMPONENTS, needs_all_rewards=True),
+    "grpo": Estimator(outcomes.grpo, group_local=True, reads=SCORE),
+    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, reads=SCORE),
+    "rloo": Estimator(outcomes.rloo, group_local=True, reads=SCORE),
+    "opo": Estimator(outcomes.opo, group_local=True, reads=SCORE),
+    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, reads=SCORE),
+    "remax": Estimator(processes.remax, group_local=True, reads=RUNS),
+    "gpg": Estimator(outcomes.gpg, reads=SCORE),
+    "grpo_batch_std": Estimator(outcomes.grpo_batch_std, reads=SCORE),
+    "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, reads=SCORE),
+    "gdpo": Estimator(outcomes.gdpo, reads=SCORE, rewards=COMPONENTS, needs_all_rewards=True),
     "reinforce_plus_plus": Estimator(
         processes.reinforce_plus_plus,
         process=True,
-        per_sample=True,
+        reads=RUNS,
         compares_with_batch=True,
         needs_all_rewards=True,
     ),
@@ -243,8 +251,10 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
         needs_all_rewards=True,
         critic_returns=processes.gae_returns,
     ),
-    "grpo_process": Estimator(processes.grpo_process, group_local=True, outcome=False, process=True),
-    "prime_rloo": Estimator(processes.prime_rloo, outcome=False, process=True, rewards=SOURCES),
+    "grpo_process": Estimator(
+        processes.grpo_process, group_local=True, outcome=False, process=True, reads=RUNS
+    ),
+    "prime_rloo": Estimator(processes.prime_rloo, outcome=False, process=True, reads=RUNS, rewards=SOURCES),
 }
 
 

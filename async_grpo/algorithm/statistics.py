@@ -5,6 +5,7 @@ pool's lowest value is subtracted, so that a pool of equal values gives exact ze
 not 0.1; that noise, divided by as small a deviation, would be a full-sized advantage.)
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -112,14 +113,18 @@ def whitened(values: Tensor, used: Tensor, moments: Tensor | None = None) -> Ten
 def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
     """x_t = terms_t + decay_t * x_{t+1} along the tokens (B, T), with x = 0 past the end.
 
-    Doubling windows (Hillis and Steele 1986): log2(T) rounds, and no division by a vanishing power of the decay.
+    No division by a vanishing power of the decay. In blocks of about sqrt(T) tokens: all of them at once, each as if
+    nothing followed it, then what follows each. That is 2 sqrt(T) operations over few tokens each.
     """
-    width = 1
-    while width < terms.shape[1]:
-        terms = terms + decay * ahead(terms, width)
-        decay = decay * ahead(decay, width)
-        width *= 2
-    return terms
+    (rows, width), size = terms.shape, max(math.isqrt(terms.shape[1]), 1)
+    blocks = -(-width // size)
+    sums, kept = (pad(x, (0, blocks * size - width)).view(rows, blocks, size) for x in (terms, decay))
+    for t in reversed(range(size - 1)):
+        sums[..., t].addcmul_(kept[..., t], sums[..., t + 1])
+        kept[..., t] *= kept[..., t + 1]  # of all from here to the end of the block
+    for block in reversed(range(blocks - 1)):
+        sums[:, block].addcmul_(kept[:, block], sums[:, block + 1, :1])
+    return sums.view(rows, -1)[:, :width]
 
 
 def ahead(values: Tensor, by: int = 1) -> Tensor:
@@ -135,7 +140,8 @@ def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
     [[3.0, 4.0, 4.0]]
     """
     used = used.bool()
-    return reverse_scan(torch.where(used, rewards, 0), decay_on(used, gamma))
+    paid = torch.where(used, rewards, 0)
+    return paid.flip(1).cumsum(1).flip(1) if gamma == 1 else reverse_scan(paid, decay_on(used, gamma))
 
 
 def decay_on(used: Tensor, decay: float) -> Tensor:

@@ -4,7 +4,7 @@ The verdicts themselves stay as they are, and are logged; what changes a reward 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo.algorithm.advantages import COMPONENTS, SOURCES, TOTAL
+from async_grpo.algorithm.advantages import COMPONENTS, RUNS, SCORE, SOURCES, TOKENS, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import NO_FACTS, OUTCOME, OVERLONG, BatchConfig, RunFacts
@@ -23,28 +23,48 @@ from async_grpo.types import Completion, Group, RewardStatus, Sample, Verdict
 
 
 class RewardTensors:
-    """Groups as padded tensors: rows are samples, columns tokens, (B, T) float64.
+    """Groups as padded tensors: rows are samples, columns what the estimator `reads`, (B, K) float64.
 
-    With `one_column` a single column stands for all tokens of its row: enough where each sample has one reward.
-    (4,096 samples of 8,192 tokens would be 268 MB of zeros for every tensor.)
+    (4,096 samples of up to 8,192 tokens would be 268 MB of mostly zeros for every tensor, were columns always tokens.)
     """
 
-    def __init__(
-        self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], one_column: bool
-    ) -> None:
+    def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], reads: str) -> None:
         self._config, self.facts = config, facts
         self._samples = [sample for group in groups for sample in group.samples]
-        lengths = [len(sample.completion) for sample in self._samples]
-        self._lengths = torch.tensor(lengths)[:, None]
-        self._width = 1 if one_column else max(lengths)
-        # (B, T): how many tokens each entry stands for
-        self.tokens = self._lengths if one_column else torch.arange(self._width) < self._lengths
-        sizes = torch.tensor([len(group.samples) for group in groups])
-        self.group_ids = torch.arange(len(groups)).repeat_interleave(sizes)
-        self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in lengths)
+        self._lengths = [len(sample.completion) for sample in self._samples]
+        self._runs: list[np.ndarray] | None = None  # (K,) each: how many tokens its columns stand for
+        if reads == TOKENS:
+            self.tokens = torch.arange(max(self._lengths)) < torch.tensor(self._lengths)[:, None]
+            last = [length - 1 for length in self._lengths]
+        else:
+            self._runs = [self._runs_of(sample, reads) for sample in self._samples]
+            self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
+            last = [len(runs) - 1 for runs in self._runs]
+        # (B, K): how many tokens each entry stands for; (B, 1): the column of a row's last token
+        self._last = torch.tensor(last)[:, None]
+        self.group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
+        self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in self._lengths)
         # (B,): the reward of the greedy completion of each sample's prompt; NaN where it has none
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
         self.baselines = _numbers(greedy, missing=math.nan)[self.group_ids]
+
+    def _runs_of(self, sample: Sample, reads: str) -> np.ndarray:
+        """How many tokens go up to each reward, and on to the end."""
+        ends = {len(sample.completion)}
+        for result in sample.verdict.results if reads == RUNS else ():
+            if result.adapter in self.facts.process:
+                ends |= {token + 1 for token, _ in result.steps or ()}
+        return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
+
+    def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
+        """The (T,) float32 of every sample, from (B, K)."""
+        for row, values in enumerate(columns.numpy().astype(np.float32)):
+            if self._runs is None:  # a copy: the padding must not live on in a view
+                yield values[: self._lengths[row]].copy()
+            elif len(runs := self._runs[row]) == 1:
+                yield _repeated(values, runs[0])
+            else:
+                yield np.repeat(values[: len(runs)], runs)
 
     @property
     def rewards(self) -> Tensor:
@@ -86,8 +106,8 @@ class RewardTensors:
             raise RunFailed(f"the estimator's input {name} cannot be read: {why}") from error
         if all(value.dim() == 0 for value in values):
             return torch.stack(values)
-        for value, length in zip(values, self._lengths[:, 0].tolist(), strict=True):
-            if value.shape != (length,) or self._width < length:
+        for value, length in zip(values, self._lengths, strict=True):
+            if value.shape != (length,) or self._runs is not None:
                 raise RunFailed(
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
                     "give every sample a number, or (unless the estimator is per_sample) one per token"
@@ -108,32 +128,47 @@ class RewardTensors:
 
     def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
         """(rewards, places) of a process reward."""
-        rewards = torch.zeros(len(self._samples), self._width, dtype=torch.float64)
+        rewards = torch.zeros(self.tokens.shape, dtype=torch.float64)
         places = torch.zeros(rewards.shape, dtype=torch.bool)
         for row, sample in enumerate(self._samples):
             for result in sample.verdict.results:
                 if result.adapter == adapter and result.steps:
                     tokens, paid = zip(*result.steps, strict=True)
-                    rewards[row].index_add_(0, torch.tensor(tokens), torch.tensor(paid, dtype=torch.float64))
-                    places[row, list(tokens)] = True
+                    columns = torch.tensor(tokens)
+                    if self._runs is not None:
+                        ends = torch.from_numpy(self._runs[row]).cumsum(0)
+                        columns = torch.searchsorted(ends, columns, right=True)
+                    rewards[row].index_add_(0, columns, torch.tensor(paid, dtype=torch.float64))
+                    places[row, columns] = True
         return rewards, places
 
     def _kl(self) -> Tensor:
-        config, rows = self._config, []
-        for sample in self._samples if config.reward_kl_coef else ():
-            own, reference = map(torch.tensor, (sample.completion.logprobs, sample.ref_logprobs))
-            rows.append(kl_penalty(own.double(), reference.double(), config.kl_kind, clamp=config.kl_clamp))
-        return config.reward_kl_coef * pad_sequence(rows, batch_first=True) if rows else torch.zeros(1)
+        """(B, K): what the distance to the reference costs; never in runs, as each token has its own."""
+        if not (config := self._config).reward_kl_coef:
+            return torch.zeros(1)
+        own, reference = (
+            torch.from_numpy(np.concatenate(parts)).double()
+            for parts in zip(*((s.completion.logprobs, s.ref_logprobs) for s in self._samples), strict=True)
+        )
+        costs = kl_penalty(own, reference, config.kl_kind, clamp=config.kl_clamp).split(self._lengths)
+        costs = costs if self._runs is None else [cost.sum()[None] for cost in costs]
+        return config.reward_kl_coef * pad_sequence(costs, batch_first=True)
 
     def _on_last(self, values: Tensor) -> Tensor:
-        """(B,) -> (B, T): on the last token of each sample."""
-        placed = values.new_zeros(len(values), self._width)
-        return placed.scatter(1, (self._lengths - 1).clamp(max=self._width - 1), values[:, None])
+        """(B,) -> (B, K): on the last token of each sample."""
+        return values.new_zeros(self.tokens.shape).scatter(1, self._last, values[:, None])
 
 
 def _numbers(values: Iterable[float | None], missing: float = 0.0) -> Tensor:
     """(B,), `missing` for None."""
     return torch.tensor([missing if value is None else value for value in values], dtype=torch.float64)
+
+
+def _repeated(value: np.ndarray, length: int) -> np.ndarray:
+    """(length,) of the first value: a view, and made ten times as fast as by `broadcast_to`."""
+    view = np.ndarray(length, value.dtype, value, strides=(0,))
+    view.flags.writeable = False
+    return view
 
 
 # How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
@@ -183,10 +218,7 @@ class GroupAdvantages:
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
-        rewards_on_tokens = self.facts.process or self.config.reward_kl_coef
-        discounts = self._options.get("gamma", 1.0) != 1.0
-        one_column = self.entry.per_sample and not (rewards_on_tokens or discounts)
-        batch = RewardTensors(self.config, self.facts, groups, one_column)
+        batch = RewardTensors(self.config, self.facts, groups, self._reads())
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]
         teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]
@@ -199,8 +231,15 @@ class GroupAdvantages:
         masks = [
             self._loss_mask(sample.completion, step) if is_valid else None for sample, is_valid in taught
         ]
-        rows = iter(zip(samples, masks, advantages.numpy().astype(np.float32), strict=True))
+        rows = iter(zip(samples, masks, batch.per_token(advantages), strict=True))
         return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
+
+    def _reads(self) -> str:
+        """How finely rewards are laid out: discounts go by tokens, and so does a KL unless only sums count."""
+        reads, kl = self.entry.reads, self.config.reward_kl_coef
+        if self._options.get("gamma", 1.0) != 1.0 or (reads == RUNS and kl):
+            return TOKENS
+        return SCORE if self.entry.per_sample and not (self.facts.process or kl) else reads
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
         entry, rewards = self.entry, REWARDS[self.entry.rewards](batch)
@@ -223,18 +262,17 @@ class GroupAdvantages:
         if self.config.mask_truncated and completion.truncated:
             return None
         if self.config.max_token_staleness is None:
-            return np.broadcast_to(True, len(completion))
+            return _repeated(np.array(True), len(completion))
         return step - completion.versions <= self.config.max_token_staleness
 
     @staticmethod
     def _trained(group: Group, rows: Sequence[tuple[Sample, np.ndarray | None, np.ndarray]]) -> Group:
-        """The group with its advantages; a row is (sample, loss mask, advantages (T,), or (1,) for all its tokens)."""
+        """The group with its advantages; a row is (sample, loss mask, advantages), (T,) each."""
         tokens = sum(int(np.count_nonzero(mask)) for _, mask, _ in rows if mask is not None)
         samples = []
         for sample, mask, values in rows:
-            if mask is not None:
-                values = np.broadcast_to(values[: len(mask)], len(mask))
-                values = values if mask.all() else np.where(mask, values, np.float32(0))
-                sample = replace(sample, advantages=values, loss_mask=mask)
-            samples.append(replace(sample, group_tokens=tokens))
+            if mask is not None and not mask.all():
+                values = np.where(mask, values, np.float32(0))
+            found = None if mask is None else values
+            samples.append(replace(sample, advantages=found, loss_mask=mask, group_tokens=tokens))
         return replace(group, samples=tuple(samples))

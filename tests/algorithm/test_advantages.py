@@ -10,9 +10,15 @@ from advantage_reference import NAMES, batches, call, definition, participants, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, TOKENS
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.algorithm.statistics import merge_moments, returns_to_go, whitened, whitening_moments
+from async_grpo.algorithm.statistics import (
+    merge_moments,
+    returns_to_go,
+    reverse_scan,
+    whitened,
+    whitening_moments,
+)
 
 GROUP_BASELINE = [name for name in NAMES if name not in ("remax", "reinforce_plus_plus", "gae")]
 GROUP_LOCAL = {"grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "remax", "grpo_process"}
@@ -44,7 +50,9 @@ def test_any_ragged_batch_equals_the_definition(name, options, rows):
         assert torch.allclose(advantages.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.per_sample])
+@pytest.mark.parametrize(
+    "name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.reads != TOKENS and e.outcome]
+)
 def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(name):
     lengths = [2, 4, 1, 3, 3, 2]
     mask = torch.arange(4) < torch.tensor(lengths)[:, None]
@@ -56,6 +64,17 @@ def test_a_column_per_sample_gives_every_token_what_a_column_per_token_would(nam
     column, counts = placed.sum(dim=1, keepdim=True), torch.tensor(lengths)[:, None]
     by_sample = ADVANTAGE_ESTIMATORS[name](column, counts, groups, valid=valid, **inputs)
     assert torch.allclose(by_sample.expand_as(mask).where(mask, 0), by_token, atol=1e-12)
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 4, 8, 9, 15, 17, 40])
+def test_a_reverse_scan_is_its_recurrence_and_leaves_its_arguments_alone(width):
+    terms, decay = torch.rand(2, 3, width, dtype=torch.float64)
+    given = terms.clone(), decay.clone()
+    expected, following = torch.zeros_like(terms), torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(width)):
+        expected[:, t] = following = terms[:, t] + decay[:, t] * following
+    assert torch.allclose(reverse_scan(terms, decay), expected, atol=1e-12)
+    assert torch.equal(terms, given[0]) and torch.equal(decay, given[1])
 
 
 def test_a_source_without_a_mask_counts_on_all_tokens():

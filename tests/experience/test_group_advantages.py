@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, TOKENS
 from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
@@ -282,3 +282,30 @@ def test_the_mean_of_the_group_stands_in_only_if_every_failure_asks_for_it(culpr
     three = group(sample(3, 1.0), sample(3, 3.0), replace(sample(3), verdict=lost))
     changed = with_group_mean(three, policies, 2).samples[2].verdict
     assert changed.reward == filled and changed.filled == (filled is not None)
+
+
+SAMPLES = st.builds(
+    lambda length, steps, reward, ref: sample(
+        length, reward, steps=[(at % length, paid) for at, paid in steps], ref=ref
+    ),
+    length=st.integers(1, 6),
+    steps=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=3),
+    reward=st.sampled_from([None, 0.0, 1.0]),
+    ref=st.sampled_from([-1.0, -0.5, 0.0]),
+)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize("process", [(), ("prm",)])
+@pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.reads != TOKENS])
+@settings(max_examples=8, deadline=None)
+@given(groups=st.lists(st.lists(SAMPLES, min_size=2, max_size=4), min_size=1, max_size=3))
+def test_columns_of_runs_and_scores_give_what_columns_of_tokens_give(name, process, kl, groups):
+    greedy = sample(2, 0.5).verdict
+    groups = [group(*samples, sequence_number=n, baseline=greedy) for n, samples in enumerate(groups)]
+    plan = rule(RunFacts(process=process), advantage_estimator=name, kl_coef=kl, kl_in_reward=bool(kl))
+    coarse = advantages(plan, *groups)
+    plan.entry = replace(plan.entry, reads=TOKENS, per_sample=False)
+    for got, expected in zip(coarse, advantages(plan, *groups), strict=True):
+        assert (got is None) == (expected is None)
+        assert got is None or np.allclose(got, expected, atol=1e-6)
