@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -91,6 +92,7 @@ def accuracies(checkpoints: dict[int, str]) -> dict[int, float]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the side that runs is ended, too
     options, further = arguments()
     rows = report.read(options.output)
     if options.report:

@@ -32,6 +32,9 @@ class Case:
     tokens_per_call: int = 4096
     samples_per_call: int = 256
     staleness: tuple[int, ...] = (1,)
+    mask_truncated: bool = (
+        True  # the library's default; where every completion is truncated nothing would be trained
+    )
     checkpoint_every: int = 0  # steps; the checkpoints are evaluated after the run
     repetitions: int = 0  # 0: as many as asked for
     trl: dict[str, Any] = field(default_factory=dict)  # further settings of TRL
@@ -105,6 +108,7 @@ CASES = {
         minutes=3.0,
         tokens_per_call=8192,
         samples_per_call=32,
+        mask_truncated=False,
     ),
     "learning": Case(
         "as short, learning until 0.40 of the held-out tasks are solved (a seed a repetition)",

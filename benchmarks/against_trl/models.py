@@ -109,5 +109,7 @@ def thirty_million() -> Qwen2ForCausalLM:
         model.lm_head.weight[:, 0] = 0.0
         for token in json.loads((DATA / "tiny-model" / "generation_config.json").read_text())["eos_token_id"]:
             model.lm_head.weight[token] = 0.0
-            model.lm_head.weight[token, 0] = -40.0
+            model.lm_head.weight[
+                token, 0
+            ] = -300.0  # the constant is 0.1 after the last norm: -30 in the logits
     return model

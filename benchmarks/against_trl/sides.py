@@ -88,6 +88,7 @@ def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str
             if case.reward in ("slow", "judge")
             else []
         ),
+        *([] if case.mask_truncated else ["--no-mask-truncated"]),
         *further,
     ]
 

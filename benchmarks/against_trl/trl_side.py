@@ -132,7 +132,7 @@ def configuration(settings: dict[str, Any], folder: Path) -> GRPOConfig:
         gradient_accumulation_steps=samples // per_call,
         num_generations=settings["group"],
         max_completion_length=settings["max_tokens"],
-        mask_truncated_completions=True,  # as ours
+        mask_truncated_completions=settings["mask_truncated"],
         max_steps=settings["steps"],
         learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",

@@ -119,6 +119,15 @@ def test_a_model_made_for_its_lengths_draws_from_that_chain(tmp_path):
     assert said[258].exp() == pytest.approx(chain[state, 0].exp().item(), abs=1e-4)
 
 
+def test_the_larger_model_never_ends_a_completion_before_the_limit():
+    torch.manual_seed(0)
+    model = models.thirty_million()
+    with torch.no_grad():
+        said = model(torch.randint(0, 256, (2, 64))).logits.log_softmax(-1)
+    assert said[..., [256, 258]].max() < -20 and sum(map(torch.numel, model.parameters())) > 30e6
+    assert not CASES["30m"].mask_truncated  # or nothing would be trained
+
+
 def test_what_a_reward_takes_is_the_samples_own_and_has_the_stated_distribution():
     samples = [{"input": "a", "completion_token_ids": [number]} for number in range(4000)]
     waits = [rewards.judge_seconds(sample) for sample in samples]
