@@ -36,7 +36,6 @@ VICTIMS = {
     "logprob dispatcher": ["async_grpo.programs.worker", "--mode=logprob"],
     "generation worker": ["ray::GenerationActor"],
     "vLLM engine core": ["EngineCore"],
-    "vLLM worker": ["VLLM::Worker"],
     "logprob worker": ["ray::LogprobActor"],
     "controller": ["ray::RunController"],
     "verifier worker": ["ray::VerifierActor"],

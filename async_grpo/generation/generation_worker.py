@@ -69,9 +69,8 @@ class GenerationWorker:
     @classmethod
     def start(cls, options: EngineConfig, settings: SharedRunSettings) -> "GenerationWorker":
         """Load the model and start the engine (tens of seconds). Must run inside an event loop."""
-        if (
-            current_platform.is_cpu()
-        ):  # or even a single worker gets a process, and an import of vLLM, of its own
+        if current_platform.is_cpu() and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+            # Or the model gets a process and an import of vLLM of its own: only needed to bind its threads
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         timeline = TokenTimeline()
         arguments = engine_arguments(options, settings, cls.worker_extension)
