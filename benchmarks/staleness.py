@@ -3,9 +3,10 @@
     python -m benchmarks.staleness --staleness 0 1 2 4 8 --seeds 0 1 2 --steps 50 --output staleness.jsonl
 
 The same run on the tiny countdown model at each --max-staleness, with the plain policy gradient (loss `grpo`: no ratio, no
-clip) and with truncated importance weights on top (TIS, bound 2). Prints held-out accuracy at the end, and the first
-evaluated step that reached --target, by seed. Results are appended to --output as they come; what stands there already
-is not run again.
+clip) and with truncated importance weights on top (TIS, bound 2). With --groups-alive any finished group may join a step; a
+step takes 16, so `--staleness 4 --groups-alive 32` has a mean staleness of 1. Prints held-out accuracy at the end, and the
+first evaluated step that reached --target, by seed. Results are appended to --output as they come; what stands there
+already is not run again.
 """
 
 import argparse
@@ -26,28 +27,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
+    parser.add_argument("--groups-alive", type=int, help="default: as many as the bound allows")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--target", type=float, default=0.35, help="accuracy whose first step is reported")
     parser.add_argument("--output", type=Path, default=Path("staleness.jsonl"))
     args = parser.parse_args()
+    alive = [] if args.groups_alive is None else [f"--groups-alive={args.groups_alive}"]
     done = {_key(row): row for row in _rows(args.output)}
     for seed in args.seeds:
         for staleness in args.staleness:
             for arm, options in ARMS.items():
-                key = (staleness, arm, seed)
+                key = (staleness, args.groups_alive, arm, seed)
                 if key in done or (staleness == 0 and arm != "none"):  # on-policy every weight is 1
                     continue
                 run = countdown_run(
                     f"--max-staleness={staleness}",
                     *options,
+                    *alive,
                     seed=seed,
                     steps=args.steps,
                     eval_every=args.eval_every,
                 )
                 row = {
                     "staleness": staleness,
+                    "groups_alive": args.groups_alive,
                     "arm": arm,
                     "seed": seed,
                     "accuracy": run.accuracy(),
@@ -63,10 +68,12 @@ def main() -> None:
 
 def _report(rows: list[dict], target: float) -> None:
     print(
-        f"{'S':>2} {'correction':>10} {'mean S':>7} {'KL':>8} {'ESS':>6}  final accuracy (mean; by seed)  steps to {target}"
+        f"{'S':>2} {'alive':>5} {'correction':>10} {'mean S':>7} {'KL':>8} {'ESS':>6}  "
+        f"final accuracy (mean; by seed)  steps to {target}"
     )
-    for staleness, arm in sorted({(row["staleness"], row["arm"]) for row in rows}):
-        chosen = [row for row in rows if (row["staleness"], row["arm"]) == (staleness, arm)]
+    for which in sorted({_key(row)[:3] for row in rows}, key=str):
+        chosen = [row for row in rows if _key(row)[:3] == which]
+        staleness, alive, arm = which
         finals = [list(row["accuracy"].values())[-1] for row in chosen]
         firsts = [_first(row["accuracy"], target) for row in chosen]
         means = {
@@ -74,7 +81,8 @@ def _report(rows: list[dict], target: float) -> None:
             for key in ("staleness_mean", "mismatch_kl", "ess")
         }
         print(
-            f"{staleness:>2} {arm:>10} {means['staleness_mean']:>7.2f} {means['mismatch_kl']:>8.4f} {means['ess']:>6.3f}  "
+            f"{staleness:>2} {alive or '':>5} {arm:>10} {means['staleness_mean']:>7.2f} {means['mismatch_kl']:>8.4f} "
+            f"{means['ess']:>6.3f}  "
             f"{statistics.fmean(finals):.3f}; {' '.join(f'{final:.3f}' for final in finals)}   "
             f"{' '.join(map(str, firsts))}"
         )
@@ -84,8 +92,8 @@ def _first(accuracy: dict, target: float) -> int | str:
     return next((int(step) for step, value in accuracy.items() if value >= target), "-")
 
 
-def _key(row: dict) -> tuple[int, str, int]:
-    return row["staleness"], row["arm"], row["seed"]
+def _key(row: dict) -> tuple[int, int | None, str, int]:
+    return row["staleness"], row.get("groups_alive"), row["arm"], row["seed"]
 
 
 def _rows(path: Path) -> list[dict]:
