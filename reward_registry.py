@@ -85,21 +85,10 @@ def sympy(sample: dict) -> dict:
     return score(sample)
 
 
-def countdown(sample: dict) -> dict:
-    """The <answer> reaches `target` with each of `nums` used once: 1, plus 0.1 for the format."""
-    return countdown_rules.score(sample)
-
-
 @process_reward
 def countdown_steps(sample: dict) -> dict:
     """`countdown` step by step: fitting numbers in the <answer> pay a little, the right answer at its end 1."""
     return countdown_rules.score_steps(sample)
-
-
-@best_reward(lambda weight=0.1: weight)
-def format(sample: dict, weight: float = 0.1) -> dict:
-    """`weight` if the completion is a thought followed by exactly one answer, less if it nearly is."""
-    return text.format(sample, weight)
 
 
 @cacheable
@@ -164,9 +153,9 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.MATH_VERIFY: math_verify,
     RewardType.MATHD: mathd,
     RewardType.SYMPY: sympy,
-    RewardType.COUNTDOWN: countdown,
+    RewardType.COUNTDOWN: countdown_rules.score,  # as it is: known to be bounded in time, it needs no process
     RewardType.COUNTDOWN_STEPS: countdown_steps,
-    RewardType.FORMAT: format,
+    RewardType.FORMAT: text.format,
     RewardType.CODE: code,
     RewardType.REGEX: regex,
     RewardType.EXACT: exact,

@@ -67,6 +67,7 @@ def command(folder: Path, steps: int, judged: bool) -> list[str]:
         *[f"--model-name-or-path={data / 'tiny-model'}", f"--data-path={data / 'countdown_train.jsonl'}"],
         *[
             f"--reward-fns={rewards}",
+            "--verifiers=countdown=4",  # else it would have no process to kill
             "--batch-size=8",
             "--samples-per-question=8",
             "--nproc-per-node=2",

@@ -20,6 +20,7 @@ from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.config import RewardConfig
+from async_grpo.rewards.inline import InlineReward, is_bounded
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judge_worker import JudgeWorker, LimitedWorker
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
@@ -70,6 +71,16 @@ class RunVerification:
         rewards = resolve(source, config.all_names)
         self._adapters = {name: addresses.give(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
+        self._inline = {
+            name
+            for name, adapter in self._adapters.items()
+            if is_bounded(adapter) and name not in config.verifiers_by_name
+        }
+        if self._inline:
+            names = ", ".join(sorted(self._inline))
+            log.info(
+                "computed without processes of their own: %s (--verifiers NAME=COUNT gives them some)", names
+            )
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()
@@ -79,7 +90,7 @@ class RunVerification:
             self._open.push_async_callback(self._idle_sleep.close)
         self._open.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware(budget_path)
-        in_processes = self._adapters.keys() - self._judges.keys()
+        in_processes = self._adapters.keys() - self._judges.keys() - self._inline
         self._pool = pool = VerifierPool(
             config.adapters,
             partial(self._make_worker, phase=TRAINING),
@@ -137,6 +148,18 @@ class RunVerification:
                 endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
             idle_sleep = self._idle_sleep if self._addresses.are_asked_by(judge) else None
             return JudgeWorker(adapter, judge, endpoint, self._rate_limiter, phase, idle_sleep)
+        slot = (
+            InlineReward(adapter, judge, self._config.options_by_name)
+            if adapter in self._inline
+            else await self._make_slot(adapter)
+        )
+        if limits is None:
+            return slot
+        key = f"{adapter} of {ray.get_runtime_context().namespace}"  # another run's has limits of its own
+        return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
+
+    async def _make_slot(self, adapter: str) -> "_VerifierSlot":
+        """One process more, in an actor that has room for it, or in a new one."""
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
@@ -150,11 +173,7 @@ class RunVerification:
             )
             host = _VerifierHost(adapter, make_process)
             hosts.append(host)
-        slot = await host.open()
-        if limits is None:
-            return slot
-        key = f"{adapter} of {ray.get_runtime_context().namespace}"  # another run's has limits of its own
-        return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
+        return await host.open()
 
 
 class _VerifierHost:

@@ -21,6 +21,7 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.rewards.adapter.result import failure
+from async_grpo.rewards.inline import InlineReward
 from async_grpo.rewards.verifier_worker import (
     PREFETCH_S,
     CallInterrupted,
@@ -80,6 +81,12 @@ class AdapterQueue:
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
+        worker = self._slots[0].worker if self._slots and not self._broken_reason else None
+        if isinstance(worker, InlineReward):
+            result = worker.score_now(sample)
+            self.stats.sums["busy_s"] += result.latency_s
+            self.stats.add(result)
+            return result
         job = Job(next(self._tickets), "score", sample)
         self._enqueue(job)
         self._dispatch()

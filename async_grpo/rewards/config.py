@@ -42,8 +42,12 @@ class RewardConfig(Section):
     reward_env: str = _reward(
         "", "Comma list of environment variables that the rewards' processes get as well: MY_API_KEY,..."
     )
-    verifiers_per_reward: int = _reward(4, "Worker processes for each reward.", range=POSITIVE)
-    verifiers: str = _reward("", "The same by name: math_verify=8,code=16.")
+    verifiers_per_reward: int = _reward(
+        4, "Worker processes for each reward that needs processes.", range=POSITIVE
+    )
+    verifiers: str = _reward(
+        "", "The same by name, also for countdown and format, which need none: math_verify=8,code=16."
+    )
     evaluation_verifiers: int = _reward(2, "Worker processes for each reward in evaluations.", range=POSITIVE)
     reward_timeout_s: float = _reward(
         30.0, "Longest scoring of one sample; then it counts as timed out.", range=POSITIVE

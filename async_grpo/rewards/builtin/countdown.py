@@ -24,6 +24,7 @@ from async_grpo.rewards.builtin.text import well_formedness
 
 FORMAT_WEIGHT = 0.1
 NUMBERS_CREDIT = 0.3  # of all numbers together, where steps are judged
+MAX_NUMBER_CHARACTERS, MAX_EXPONENT_CHARACTERS = 400, 4  # of the row: 1e999999999 would take hours
 MAX_CHARACTERS = 300  # these also bound the depth of the tree and the digits of every value
 
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
@@ -70,7 +71,12 @@ def task_of(sample: dict[str, Any]) -> tuple[list[int], Fraction]:
     try:
         if not isinstance(nums, (list, tuple)) or not nums:
             raise ValueError("no list of numbers")
-        *numbers, goal = [Fraction(str(number)) for number in [*nums, target]]
+        texts = [str(number) for number in [*nums, target]]
+        for text in texts:
+            exponent = text.lower().partition("e")[2]
+            if len(text) > MAX_NUMBER_CHARACTERS or len(exponent.strip()) > MAX_EXPONENT_CHARACTERS:
+                raise ValueError("a number is too large")
+        *numbers, goal = map(Fraction, texts)
         if any(number.denominator != 1 for number in numbers):
             raise ValueError("a fraction among the numbers")
     except (ValueError, ZeroDivisionError) as error:

@@ -9,6 +9,7 @@ import unicodedata
 from importlib import import_module
 from typing import Any
 
+from async_grpo.rewards.adapter.decorators import best_reward
 from async_grpo.rewards.builtin import answers
 
 SECONDS = 2.0  # for one match
@@ -47,6 +48,7 @@ def _normalised(text: str, strip: bool, case: bool) -> str:
     return answers.ungrouped(text if case else text.casefold())
 
 
+@best_reward(lambda weight=0.1: weight)
 def format(sample: dict[str, Any], weight: float = 0.1) -> dict[str, float]:
     """`weight` times the well-formedness."""
     format_reward = well_formedness(answers.completion_text(sample))

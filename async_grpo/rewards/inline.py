@@ -1,0 +1,44 @@
+"""Shipped rewards that need no process: they cannot hang, so the queue computes them where it is.
+
+What stands in `BOUNDED` looks at a character a bounded number of times, computes with numbers of a bounded number of
+digits, keeps nothing, and reads no file. Any other function goes to a process, whatever its name and its marks.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from async_grpo.rewards.builtin import countdown, text
+from async_grpo.rewards.isolation.child import Reward, run_plain
+from async_grpo.rewards.verifier_worker import fields_of
+from async_grpo.types import AdapterResult
+
+BOUNDED = (countdown.score, text.format)
+
+
+def is_bounded(adapter: Any) -> bool:
+    """Whether it is one of these very functions: a wrapper may do anything."""
+    return any(adapter is function for function in BOUNDED)
+
+
+class InlineReward:
+    """A `VerifierWorker` whose answer is there at once, in the same form as a process gives it. Its queue asks
+    `score_now`; `score` is for who wraps it (see `LimitedWorker`)."""
+
+    capacity = 1
+
+    def __init__(self, name: str, adapter: Any, options: Mapping[str, Any]) -> None:
+        self._name, self._reward = name, Reward(adapter, options)
+
+    def score_now(self, sample: dict[str, Any]) -> AdapterResult:
+        """The result; FAILED for what the reward raises."""
+        started = time.monotonic()
+        ((answer,),) = run_plain(self._reward.replies([{"sample": sample}]))
+        return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started)
+
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        """The same; no time-out is needed."""
+        return self.score_now(sample)
+
+    async def close(self) -> None:
+        """Nothing is open."""
