@@ -176,11 +176,14 @@ class ExperienceBatcher:
             raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
         finally:
             self._generating(len(scoring) - count)
-        samples = [task.result() for task in scoring]
+        samples = tuple(task.result() for task in scoring)
+        if not self.facts.whole_groups or greedy:
+            return samples
+        seen = [
+            reward_sample(prompt, sample.completion) for sample in samples
+        ]  # a reward looks at all of the group
         verdicts = [sample.verdict for sample in samples]
-        if self.facts.whole_groups and not greedy:  # a reward looks at all of the group
-            seen = [reward_sample(prompt, sample.completion) for sample in samples]
-            verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
+        verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:

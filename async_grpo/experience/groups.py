@@ -48,7 +48,8 @@ def wants_refill(group: Group, policies: Mapping[str, str]) -> bool:
 
 def with_group_mean(group: Group, policies: Mapping[str, str], min_valid: int) -> Group:
     """The group with its mean reward where all failures of a sample ask for it, if `min_valid` others have one."""
-    if (mean := mean_reward(group, min_valid)) is None:
+    mean = mean_reward(group, min_valid)
+    if mean is None or "group_mean" not in policies.values():
         return group
     samples = []
     for sample in group.samples:

@@ -55,6 +55,7 @@ class AdapterQueue:
         self._calls: set[asyncio.Task[None]] = set()
         self._makes: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self.inline: InlineReward | None = None  # the worker, if it answers at once
         self._broken_reason = ""  # why no sample can be scored any more
 
     def counts(self) -> dict[str, Any]:
@@ -81,9 +82,8 @@ class AdapterQueue:
 
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
-        worker = self._slots[0].worker if self._slots and not self._broken_reason else None
-        if isinstance(worker, InlineReward):
-            result = worker.score_now(sample)
+        if self.inline is not None and not self._broken_reason:
+            result = self.inline.score_now(sample)
             self.stats.sums["busy_s"] += result.latency_s
             self.stats.add(result)
             return result
@@ -247,6 +247,7 @@ class AdapterQueue:
                 error = latest
             else:
                 self._slots.append(WorkerSlot(worker))
+                self.inline = worker if isinstance(worker, InlineReward) else None
                 self.stats.has_hook |= getattr(worker, "has_post_process", False)
                 if not self._closed:
                     self._broken_reason = ""

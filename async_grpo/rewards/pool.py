@@ -129,7 +129,8 @@ class VerifierPool:
         phase = EVALUATION if evaluation else TRAINING
         if evaluation:
             await self._started(EVALUATION)
-        return await self._combination(sample, partial(self._score, sample, phase))
+        in_turn = all(queue.inline for queue in self._queues[phase].values())
+        return await self._combination(sample, partial(self._score, sample, phase), in_turn)
 
     async def post_process(
         self, samples: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], *, evaluation: bool = False
