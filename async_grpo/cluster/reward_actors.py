@@ -74,13 +74,8 @@ class RunVerification:
         self._inline = {
             name
             for name, adapter in self._adapters.items()
-            if is_bounded(adapter) and name not in config.verifiers_by_name
+            if is_bounded(adapter) and not config.has_verifiers(name)
         }
-        if self._inline:
-            names = ", ".join(sorted(self._inline))
-            log.info(
-                "computed without processes of their own: %s (--verifiers NAME=COUNT gives them some)", names
-            )
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()

@@ -23,6 +23,7 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
+VERIFIERS = 4  # by default, for each reward that needs processes
 _reward, _judge = partial(option, panel="Rewards"), partial(option, panel="Judge")
 
 
@@ -43,11 +44,11 @@ class RewardConfig(Section):
         "", "Comma list of environment variables that the rewards' processes get as well: MY_API_KEY,..."
     )
     verifiers_per_reward: int = _reward(
-        4, "Worker processes for each reward that needs processes.", range=POSITIVE
+        VERIFIERS,
+        "Worker processes for each reward; countdown and format get some if it is not the default.",
+        range=POSITIVE,
     )
-    verifiers: str = _reward(
-        "", "The same by name, also for countdown and format, which need none: math_verify=8,code=16."
-    )
+    verifiers: str = _reward("", "The same by name: math_verify=8,code=16.")
     evaluation_verifiers: int = _reward(2, "Worker processes for each reward in evaluations.", range=POSITIVE)
     reward_timeout_s: float = _reward(
         30.0, "Longest scoring of one sample; then it counts as timed out.", range=POSITIVE
@@ -152,6 +153,10 @@ class RewardConfig(Section):
     def num_verifiers(self, adapter: str) -> int:
         """Worker processes of a reward that has processes."""
         return int(self.verifiers_by_name.get(adapter, self.verifiers_per_reward))
+
+    def has_verifiers(self, adapter: str) -> bool:
+        """Whether the run asks for processes also where the reward needs none (see `inline`)."""
+        return adapter in self.verifiers_by_name or self.verifiers_per_reward != VERIFIERS
 
     @property
     def judge_addresses(self) -> JudgeAddresses:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from async_grpo.data import registry_file
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.builtin import countdown, text
+from async_grpo.rewards.config import RewardConfig
 from async_grpo.rewards.inline import BOUNDED, InlineReward, is_bounded
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.pool import VerifierPool
@@ -126,3 +127,12 @@ def test_a_sample_stays_as_it_was_and_an_error_is_a_failure() -> None:
     result = inline("spoils", spoils).score_now(sample)
     assert result.status is RewardStatus.FAILED and "away" in result.reason and sample["completion"] == "x"
     assert asyncio.run(inline("format").score(sample, 1.0)).reward == 0.0
+
+
+def test_who_asks_for_processes_gets_them() -> None:
+    def asked(**options: Any) -> list[bool]:
+        config = RewardConfig(reward_fns="countdown,format", **options)
+        return [config.has_verifiers(name) for name in config.adapters]
+
+    assert asked() == [False, False] and asked(verifiers="format=4") == [False, True]
+    assert asked(verifiers_per_reward=5) == [True, True]
