@@ -23,7 +23,7 @@ from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks, distributed_run
-from async_grpo.training.objective import Objective
+from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
 from async_grpo.types import PROMPT_TOKEN, MicroBatch
@@ -138,10 +138,15 @@ def packed_gradients(
     policy: PolicyModel, objective: Objective, micro_batches: list[MicroBatch]
 ) -> dict[str, Tensor]:
     for batch in micro_batches:
-        objective(policy, batch).loss.backward()
+        backward(policy, objective, batch)
     gradients = {name: p.grad.full_tensor().cpu() for name, p in policy.model.named_parameters()}
     policy.zero_grad(set_to_none=True)
     return gradients
+
+
+def backward(policy: PolicyModel, objective: Objective, batch: MicroBatch) -> None:
+    loss, _ = objective(policy, BatchTensors(batch, policy.device))
+    loss.backward()
 
 
 def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

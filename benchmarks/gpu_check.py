@@ -1,0 +1,529 @@
+"""What must be checked on a GPU: each row is computed, timed and judged by itself, and one that fails hides no other.
+
+    scripts/gpu_check                            # all rows, under 10 minutes on one GPU
+    scripts/gpu_check --only head --only step    # these
+    scripts/gpu_check --tiny                     # in small, also on a CPU: shows that the rows work
+
+Random weights in the shapes of Qwen2.5, no network; neither vLLM nor Ray is imported. Writes `gpu_check.json` and
+`gpu_check.md` after every row. Exit code 1: a row failed or broke, 0: all that ran passed. What is not installed is named.
+"""
+
+import gc
+import importlib.metadata
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.modeling import packed
+from async_grpo.modeling.logprobs import chunked_logprobs
+from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS, PolicyModel
+from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.objective import Objective
+from async_grpo.training.sharding import canary_logprobs, shard_policy
+from async_grpo.types import MicroBatch
+from async_grpo.weights.package import rms, tensor_digest
+from async_grpo.weights.publisher import MAX_ROUNDING, MIN_TOLERANCE, ROUNDINGS
+from async_grpo.weights.self_test import perturbed, self_test_groups
+from benchmarks import gpu_step
+
+OPTIONAL = ("vllm", "ray", "flash_attn", "trl")
+HALF_B = gpu_step.QWEN_05B
+ONE_B = HALF_B | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
+SEVEN_B = ONE_B | {
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+GB = 1e9
+
+
+@dataclass
+class Bench:
+    """Where the rows run, and how large they are."""
+
+    ranks: Ranks
+    tiny: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def of(self, full: Any, tiny: Any) -> Any:
+        return tiny if self.tiny else full
+
+    def model(self, shape: dict[str, Any], dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+        torch.manual_seed(gpu_step.SEED)
+        with torch.device(self.device):
+            return Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype)
+
+    def policy(self, shape: dict[str, Any], **options: Any) -> PolicyModel:
+        return shard_policy(PolicyModel(self.model(shape)), self.ranks, dtype="bfloat16", **options)
+
+    def objective(self) -> Objective:
+        return Objective(AlgorithmConfig(policy_loss="ppo_clip"))
+
+    def micro_batch(self, vocab: int, tokens: int, longest: int) -> MicroBatch:
+        """One of exactly so many tokens."""
+        rng, lengths = np.random.default_rng(0), []
+        while (left := tokens - sum(lengths)) > 0:
+            lengths.append(min(left, int(rng.integers(longest // 4, longest + 1))))
+        return gpu_step.random_micro_batch(rng, vocab, lengths)
+
+    def seconds(self, call: Callable[[], Any], repeats: int = 5) -> float:
+        """The median of a call, after one that is not timed."""
+        call()
+        taken = []
+        for _ in range(repeats):
+            self.ranks.synchronize()
+            begun = time.perf_counter()
+            call()
+            self.ranks.synchronize()
+            taken.append(time.perf_counter() - begun)
+        return float(np.median(taken))
+
+    def peak_GB(self, call: Callable[[], Any]) -> float | None:
+        """Device memory that the call adds at its peak; None on a CPU."""
+        if not self.on_gpu:
+            return None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        self.ranks.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / GB
+
+
+Figures = dict[str, Any]  # of a row; "passed" among them
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def gradients(bench: Bench) -> Figures:
+    """1. A packed bfloat16 gradient, and log-probs, against plain float32, one sequence at a time."""
+    shape, (sequences, longest, budget) = (
+        bench.of(HALF_B, gpu_step.TINY),
+        bench.of((32, 2048, 36_000), (12, 64, 256)),
+    )
+    batches = gpu_step.random_step(shape["vocab_size"], sequences, longest, budget)
+    expected = gpu_step.reference_gradients(bench.model(shape), batches)
+    policy = bench.policy(shape, gradient_checkpointing=True)
+    figures = gpu_step.compare(gpu_step.packed_gradients(policy, bench.objective(), batches), expected)
+    ids = batches[0].input_ids[: batches[0].cu_seqlens[1]]
+    figures["logprob_rms"] = rms(canary_logprobs(policy, ids) - eager_logprobs(bench.model(shape), ids))
+    return figures | {"passed": figures["gradient_cosine"] >= 0.999 and figures["logprob_rms"] < 0.03}
+
+
+@torch.no_grad()
+def eager_logprobs(model: Qwen2ForCausalLM, ids: np.ndarray) -> np.ndarray:
+    """(N,): transformers' own forward; the first is 0."""
+    tokens = torch.tensor(ids, dtype=torch.int64, device=model.device)
+    logits = model(tokens[None]).logits[0, :-1].float()
+    return np.concatenate([[0.0], -cross_entropy(logits, tokens[1:], reduction="none").cpu().numpy()])
+
+
+def attention(bench: Bench) -> Figures:
+    """2. Packed attention against SDPA of each sequence: forward and backward, grouped heads, a sliding window."""
+    heads, grouped, width, window = 14, 2, 64, bench.of(128, 5)
+    lengths = bench.of([700, 33, 1500, 1, 256], [7, 1, 12, 5])
+    bounds = torch.tensor([0, *np.cumsum(lengths)], device=bench.device)
+    ids = torch.randint(0, 1000, (sum(lengths),), device=bench.device)
+    packing = packed.Packing(ids, bounds)
+
+    def run(dtype: torch.dtype, attend: Callable[..., Tensor], windowed: int | None) -> list[float]:
+        torch.manual_seed(0)
+        shapes = [(sum(lengths), n, width) for n in (heads, grouped, grouped)]
+        q, k, v = (torch.randn(s, device=bench.device).to(dtype).requires_grad_() for s in shapes)
+        weights = torch.randn(shapes[0], device=bench.device).to(dtype)
+        out = attend(q, k, v)
+        found = [out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        parts = []
+        for begin, end in pairwise(bounds.tolist()):
+            one = [x[begin:end].transpose(0, 1)[None] for x in wide]
+            t = torch.arange(end - begin, device=bench.device)
+            seen = (t[:, None] >= t) & (t[:, None] - t <= (windowed if windowed is not None else end))
+            parts.append(
+                scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+            )
+        expected = torch.cat(parts)
+        right = [
+            expected.detach(),
+            *torch.autograd.grad((expected * weights.double()).sum(), wide),
+        ]
+        return [relative_error(a, b) for a, b in zip(found, right, strict=True)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # the states are of rows; without equal beginnings a row is a token
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return packed.packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)[0][0]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        limits = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
+        return packed.varlen_attn(q, k, v, *limits, enable_gqa=True, window_size=(window, 0))
+
+    errors = {"float32": run(torch.float32, ours, None)}
+    if bench.on_gpu:
+        errors["bfloat16"] = run(torch.bfloat16, ours, None)
+        errors["bfloat16, window"] = run(torch.bfloat16, kernel, window)
+    flash = "used" if packed.flash_attn_varlen_func is not None else "not installed"
+    passed = all(max(e) < (1e-5 if name == "float32" else 2e-2) for name, e in errors.items())
+    return {"errors (out, dq, dk, dv)": errors, "flash_attn": flash, "passed": passed}
+
+
+def sharded(bench: Bench) -> Figures:
+    """3. FSDP2, one rank: float32 masters, bfloat16 compute; recomputed activations give the same gradient."""
+    shape = bench.of(HALF_B, gpu_step.TINY)
+    batches = [bench.micro_batch(shape["vocab_size"], *bench.of((8192, 1024), (128, 32)))]
+    found = [
+        gpu_step.packed_gradients(
+            bench.policy(shape, gradient_checkpointing=recomputed), bench.objective(), batches
+        )
+        for recomputed in (False, True)
+    ]
+    figures = gpu_step.compare(found[1], found[0])
+    masters = {str(p.dtype) for p in bench.policy(shape).parameters()}
+    passed = figures["gradient_cosine"] >= 0.9999 and masters == {"torch.float32"}
+    return figures | {"masters": sorted(masters), "passed": passed}
+
+
+def head(bench: Bench) -> Figures:
+    """4. The chunked head against the whole one: time and memory of forward and backward."""
+    tokens, vocab, width = bench.of((16_384, 151_936, 1536), (512, 2048, 64))
+    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
+    hidden, weight = (
+        torch.randn(n, width, device=bench.device).mul_(0.05).to(dtype).requires_grad_()
+        for n in (tokens, vocab)
+    )
+    targets = torch.randint(0, vocab, (tokens,), device=bench.device)
+
+    def chunked(size: int) -> None:
+        logprobs, _ = chunked_logprobs(hidden, weight, None, targets, 1.0, size)
+        torch.autograd.grad(logprobs.sum(), (hidden, weight))
+
+    def whole() -> None:
+        logits = torch.mm(hidden, weight.T).float()
+        torch.autograd.grad(-cross_entropy(logits, targets, reduction="sum"), (hidden, weight))
+
+    figures: Figures = {"tokens": tokens, "vocab": vocab}
+    for size in bench.of((512, DEFAULT_CHUNK_TOKENS, 4096), (128,)):
+        figures[f"chunks of {size}"] = {
+            "seconds": bench.seconds(lambda size=size: chunked(size)),
+            "peak_GB": bench.peak_GB(lambda size=size: chunked(size)),
+        }
+    with fits(figures, "whole"):
+        figures["whole"] = {"seconds": bench.seconds(whole), "peak_GB": bench.peak_GB(whole)}
+    default = figures[f"chunks of {bench.of(DEFAULT_CHUNK_TOKENS, 128)}"]
+    if isinstance(figures["whole"], dict):
+        figures["ratio"] = default["seconds"] / figures["whole"]["seconds"]
+    # On a CPU, in small, a time says nothing
+    return figures | {"passed": not bench.on_gpu or figures.get("ratio", 0.0) <= 1.15}
+
+
+@contextmanager
+def fits(figures: Figures, name: str) -> Iterator[None]:
+    """What needs more memory than there is is a figure, not a failure."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        figures[name] = "out of memory"
+    clear()
+
+
+def clear() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def step(bench: Bench) -> Figures:
+    """5. A whole step, forward, backward, AdamW: tokens/s, share of the matmul ceiling, memory; where the time goes."""
+    size = bench.of(8192, 256)
+    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
+    a, b = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
+    matmul = 2 * size**3 / bench.seconds(lambda: a @ b)
+    copy = 2 * a.nbytes / bench.seconds(lambda: b.copy_(a))
+    figures: Figures = {"matmul_TFLOPs": matmul / 1e12, "copy_GB_per_s": copy / GB}
+    sizes = {"0.5B": HALF_B, "1.5B": ONE_B, "7B": SEVEN_B}
+    for name, shape in bench.of(sizes, {"tiny": gpu_step.TINY}).items():
+        for tokens in bench.of((4096, 16_384, 32_768), (256,)):
+            if name == "7B" and tokens > 16_384:
+                continue
+            with fits(figures, f"{name} {tokens}"):
+                figures[f"{name} {tokens}"] = full_step(bench, shape, tokens, matmul)
+    aim = figures.get("1.5B 16384")
+    return figures | {"passed": not isinstance(aim, dict) or aim["MFU"] >= 0.45}
+
+
+def full_step(bench: Bench, shape: dict[str, Any], tokens: int, ceiling: float) -> Figures:
+    batch = bench.micro_batch(shape["vocab_size"], tokens, bench.of(2048, 64))
+    policy = bench.policy(shape, gradient_checkpointing=True)
+    if bench.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    found = gpu_step.timed_steps(policy, bench.objective(), bench.ranks, [batch], bench.of(4, 1))
+    flops = 6 * tokens * sum(p.numel() for name, p in policy.model.named_parameters() if "embed" not in name)
+    if shape["tie_word_embeddings"]:
+        flops += 6 * tokens * shape["vocab_size"] * shape["hidden_size"] // 2  # the head; half is prompt
+    squares = int(np.square(np.diff(batch.cu_seqlens).astype(np.int64)).sum())
+    flops += 6 * shape["num_hidden_layers"] * shape["hidden_size"] * squares  # causal: half of 12
+    model_flops = flops / found["step_seconds_median"]
+    return {
+        "tokens_per_second": found["tokens_per_second"],
+        "MFU": model_flops / ceiling,  # of the matmul that was measured here
+        "model_TFLOPs": model_flops / 1e12,
+        "peak_GB": found["peak_memory_GB"],
+        "profile": profile(bench, policy, batch),
+    }
+
+
+def profile(bench: Bench, policy: PolicyModel, batch: MicroBatch) -> dict[str, float]:
+    """Shares of the device's time in forward and backward, the largest ten."""
+    activity = torch.profiler.ProfilerActivity
+    objective = bench.objective()
+    activities = [activity.CPU, *([activity.CUDA] if bench.on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as recorded:
+        gpu_step.backward(policy, objective, batch)
+        bench.ranks.synchronize()
+    policy.zero_grad(set_to_none=True)
+    key = "self_device_time_total" if bench.on_gpu else "self_cpu_time_total"
+    events = sorted(recorded.key_averages(), key=lambda event: -getattr(event, key))
+    total = sum(getattr(event, key) for event in events) or 1
+    return {event.key[:60]: round(getattr(event, key) / total, 3) for event in events[:10]}
+
+
+def canary(bench: Bench) -> Figures:
+    """6. The self-test in bfloat16, trainer packed and engine eager: no false refusal, each lost tensor seen."""
+    shapes = {"28 x 1536": ONE_B, "28 x 3584": SEVEN_B | {"vocab_size": 32_768}}
+    figures: Figures = {}
+    for name, shape in bench.of(shapes, {"tiny": gpu_step.TINY}).items():
+        with fits(figures, name):
+            figures[name] = self_test(bench, shape)
+    ran = [found for found in figures.values() if isinstance(found, dict)]
+    passed = bool(ran) and not any(found["refused"] or found["unseen"] for found in ran)
+    return figures | {"passed": passed}
+
+
+def self_test(bench: Bench, shape: dict[str, Any]) -> Figures:
+    """The rounds of `Publisher`, with an engine that is transformers' own forward of the same bfloat16 weights."""
+    ids = np.random.default_rng(0).integers(0, shape["vocab_size"], bench.of(256, 64)).astype(np.int32)
+    engine, trained = (bench.model(shape, torch.bfloat16).eval() for _ in range(2))
+    policy = PolicyModel(trained).eval()
+    ours, theirs = dict(trained.named_parameters()), dict(engine.named_parameters())
+    unchanged = canary_logprobs(policy, ids)
+    rounding = rms(eager_logprobs(engine, ids) - unchanged)
+    refused, unseen, worst = [], [], 0.0
+    for group in self_test_groups(ours):
+        before = {name: theirs[name].detach().clone() for name in group}
+        with perturbed({n: w for n, w in ours.items() if n in group}):
+            expected = canary_logprobs(policy, ids)
+            moved = rms(expected - unchanged)
+            unit = ROUNDINGS * torch.finfo(torch.bfloat16).eps * moved
+            allowed = max(unit, 1.5 * rounding, MIN_TOLERANCE)
+            with perturbed({n: w for n, w in theirs.items() if n in group}):
+                missed = rms(eager_logprobs(engine, ids) - expected)
+                worst = max(worst, missed / allowed)
+                refused += [min(group)] if missed > allowed else []
+                for name in group:
+                    arrived = theirs[name].detach().clone()
+                    theirs[name].data.copy_(before[name])
+                    unseen += [name] if rms(eager_logprobs(engine, ids) - expected) <= allowed else []
+                    theirs[name].data.copy_(arrived)
+    return {
+        "rounding_rms": rounding,
+        "rounding_below_its_limit": rounding < MAX_ROUNDING[torch.bfloat16],
+        "worst_miss_over_allowed": worst,
+        "refused": refused,
+        "unseen": unseen,
+        "tensors": len(ours),
+    }
+
+
+def sync(bench: Bench) -> Figures:
+    """7. What a sync does with the weights, seconds per GB of bfloat16, against a copy on the device and to the host."""
+    number = bench.of(1 << 29, 1 << 20)
+    master = torch.randn(number, device=bench.device)
+    wire = master.bfloat16()
+    host = torch.empty(number, dtype=torch.bfloat16, pin_memory=bench.on_gpu)
+    work = {
+        "copy on the device": lambda: wire.clone(),
+        "cast float32 to bfloat16": lambda: master.bfloat16(),
+        "digest": lambda: tensor_digest(wire),
+        "to the host": lambda: host.copy_(wire),
+        "digest on the host": lambda: tensor_digest(host[: number // 8]),
+    }
+    share = {"digest on the host": 8}
+    found = {
+        name: bench.seconds(call, 3) / wire.nbytes * GB * share.get(name, 1) for name, call in work.items()
+    }
+    same = tensor_digest(wire) == tensor_digest(host)
+    return {"seconds_per_GB": found, "same_digest_on_host": same, "passed": same}
+
+
+def against_transformers(bench: Bench) -> Figures:
+    """8. The same sequences by plain transformers: padded rows, autocast, AdamW. Ours: at least 1.3 x its tokens/s."""
+    shape = bench.of(HALF_B, gpu_step.TINY)
+    batch = bench.micro_batch(shape["vocab_size"], *bench.of((16_384, 2048), (256, 64)))
+    policy = bench.policy(shape, gradient_checkpointing=True)
+    ours = gpu_step.timed_steps(policy, bench.objective(), bench.ranks, [batch], bench.of(5, 2))
+    del policy
+    clear()
+    model = bench.model(shape).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=bench.on_gpu)
+    parts = [torch.tensor(batch.input_ids[a:b]).long() for a, b in pairwise(batch.cu_seqlens)]
+    rows = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(bench.device)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in parts], batch_first=True).to(rows)
+
+    def plain() -> None:
+        for ids, seen in zip(rows.split(4), mask.split(4), strict=True):
+            with torch.autocast(bench.device.type, torch.bfloat16):
+                logits = model(ids, attention_mask=seen).logits[:, :-1]
+            taken = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            (taken * seen[:, 1:].flatten()).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    theirs = len(batch.input_ids) / bench.seconds(plain, bench.of(3, 1))
+    ratio = ours["tokens_per_second"] / theirs
+    return {
+        "ours_tokens_per_second": ours["tokens_per_second"],
+        "transformers_tokens_per_second": theirs,
+        "ratio": ratio,
+        "trl": installed("trl"),
+        "passed": not bench.on_gpu or ratio >= 1.3,
+    }
+
+
+def compiled(bench: Bench) -> Figures:
+    """9. `torch.compile` of the forward: time on and off, and how often varied packings compile it again."""
+    shape = bench.of(HALF_B, gpu_step.TINY)
+    policy = bench.policy(shape)
+    layouts = [
+        bench.micro_batch(shape["vocab_size"], n * bench.of(1024, 32), bench.of(1024, 32))
+        for n in (4, 5, 7, 8)
+    ]
+    objective = bench.objective()
+
+    def steps() -> None:
+        for batch in layouts:
+            gpu_step.backward(policy, objective, batch)
+        policy.zero_grad(set_to_none=True)
+
+    figures: Figures = {"off_seconds": bench.seconds(steps, bench.of(3, 1))}
+    torch._dynamo.utils.counters.clear()
+    backend = "inductor" if bench.on_gpu else "eager"  # on a CPU only what compiles again is looked at
+    for layer in policy.model.base_model.layers:
+        layer.compile(dynamic=True, backend=backend)
+    begun = time.perf_counter()
+    steps()
+    figures |= {
+        "first_seconds": time.perf_counter() - begun,
+        "on_seconds": bench.seconds(steps, bench.of(3, 1)),
+    }
+    counted = torch._dynamo.utils.counters
+    graphs, reasons = counted["stats"]["unique_graphs"], dict(counted["graph_break"])
+    speedup = figures["off_seconds"] / figures["on_seconds"]
+    more = {"graphs": graphs, "graph_breaks": {k[:100]: n for k, n in reasons.items()}}
+    return figures | more | {"backend": backend, "speedup": speedup, "passed": graphs > 0}
+
+
+ROWS: dict[str, Callable[[Bench], Figures]] = {
+    "gradients": gradients,
+    "attention": attention,
+    "sharded": sharded,
+    "head": head,
+    "step": step,
+    "canary": canary,
+    "sync": sync,
+    "transformers": against_transformers,
+    "compile": compiled,
+}
+
+
+def installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def checked(row: Callable[[Bench], Figures], bench: Bench) -> Figures:
+    """A row's figures, and its outcome: passed, failed or broke (with the error)."""
+    begun = time.perf_counter()
+    try:
+        figures = row(bench)
+        figures = {"outcome": "passed" if figures.pop("passed") else "failed", **figures}
+    except Exception as error:
+        traceback.print_exc()
+        figures = {"outcome": "broke", "error": f"{type(error).__name__}: {error}"[:500]}
+    clear()
+    return {**figures, "seconds": time.perf_counter() - begun}
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [f"On {report['device']}, torch {report['torch']}.", "", "| row | outcome | s | figures |"]
+    lines.append("|---|---|---|---|")
+    for name, figures in report["rows"].items():
+        rest = {k: v for k, v in figures.items() if k not in ("outcome", "seconds")}
+        said = json.dumps(rest, default=str).replace("|", "/")
+        lines.append(f"| {name} | {figures['outcome']} | {figures.get('seconds', 0):.0f} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    tiny: Annotated[bool, typer.Option(help="Toy shapes.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help=f"Rows: {', '.join(ROWS)}.")] = None,
+    output_dir: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("outputs"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    limit_s: Annotated[float, typer.Option(help="No row is begun after so many seconds.")] = 540.0,
+) -> None:
+    if unknown := set(only or ()) - ROWS.keys():
+        raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    begun = time.perf_counter()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with distributed_run(device) as ranks:
+        bench = Bench(ranks, tiny)
+        report: dict[str, Any] = {"device": gpu_step.device_name(ranks.device), "torch": torch.__version__}
+        report |= {"tiny": tiny, "installed": {name: installed(name) for name in OPTIONAL}, "rows": {}}
+        for name in only or ROWS:
+            if time.perf_counter() - begun > limit_s:
+                report["rows"][name] = {"outcome": "not run: out of time"}
+            else:
+                report["rows"][name] = checked(ROWS[name], bench)
+                print(f"{name}: {report['rows'][name]['outcome']}", flush=True)
+            (output_dir / "gpu_check.json").write_text(json.dumps(report, indent=2, default=str))
+            (output_dir / "gpu_check.md").write_text(table(report))
+    print(table(report))
+    if any(figures["outcome"] != "passed" for figures in report["rows"].values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
