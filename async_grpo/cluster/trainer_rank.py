@@ -192,6 +192,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         ranks,
         dtype=settings.dtype,
         gradient_checkpointing=config.gradient_checkpointing,
+        torch_compile=config.torch_compile,
     )
 
 

@@ -81,7 +81,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight += _product(grad_logits.T, hidden[rows])
+            _add_product(grad_weight, grad_logits.T, hidden[rows])
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
@@ -105,3 +105,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without another tensor of the head's size where the product's dtype is the total's."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += _product(left, right)
+    else:
+        total.addmm_(left.float(), right.float())

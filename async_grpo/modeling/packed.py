@@ -4,6 +4,7 @@ Registered as an attention implementation of transformers, which builds no mask 
 comes from the `Packing` among the model's keyword arguments. Cost grows with the sum of the squared lengths.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,33 +30,38 @@ MOST_ROWS = 0.9  # of a row's tokens: where more are distinct, all are computed
 class Packing:
     """Where the sequences of one packed row begin and end, and what of it is computed: equal beginnings only once.
 
-    In a causal model a token's states hang on the tokens before it alone. So the N packed tokens share M rows of states,
-    one for every distinct beginning of a sequence: the members of a group share those of their prompt. Attention is
-    computed over all N. `input_ids` (N,); `cu_seqlens` (S + 1,): 0 ... N.
+    input_ids (N,); cu_seqlens (S + 1,): 0 ... N. Of these, F tokens are inputs: not the last one of a sequence, which
+    nothing follows (unless it is the only one). In a causal model a token's states hang on the tokens up to it alone. So
+    the inputs share M rows of states, one for every distinct beginning of a sequence: the members of a group share
+    those of their prompt. Attention is computed over all F.
     """
 
     def __init__(self, input_ids: Tensor, cu_seqlens: Tensor) -> None:
-        device = input_ids.device
-        self.boundaries = cu_seqlens.to(device, torch.int32)
-        self.starts, self.lengths = self.boundaries[:-1], self.boundaries.diff()
-        bounds = cu_seqlens.cpu().numpy()
-        self.longest = int(np.diff(bounds).max())
-        rows = rows_of_beginnings(input_ids.cpu().numpy(), bounds)
-        num_rows = int(rows.max()) + 1
+        bounds, device = cu_seqlens.cpu().numpy().astype(np.int64), input_ids.device
+        lengths = np.maximum(np.diff(bounds) - 1, 1)
+        boundaries = np.cumsum([0, *lengths])
+        offsets = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
+        inputs = np.repeat(bounds[:-1], lengths) + offsets
+        rows = rows_of_beginnings(input_ids.cpu().numpy()[inputs], boundaries)
         # Few equal beginnings do not pay for bringing states together and apart in every layer
-        self.shares = num_rows <= MOST_ROWS * len(rows)
+        self.shares = bool(rows.max() < MOST_ROWS * len(rows))
         if not self.shares:
-            rows, num_rows = np.arange(len(rows)), len(rows)
-        # (N,) int64: the row of each token's states
-        self.rows = torch.tensor(rows, device=device)
-        tokens = torch.arange(len(rows), device=device)
-        # (M,) int64: a packed token whose states a row holds, the first
-        self.tokens = tokens.new_empty(num_rows).scatter_reduce(
-            0, self.rows, tokens, "amin", include_self=False
-        )
-        starts = self.starts.repeat_interleave(self.lengths, output_size=len(rows))
-        # (M,) int64, counting from 0 in every sequence
-        self.position_ids = (tokens - starts)[self.tokens]
+            rows = np.arange(len(rows))
+        firsts = np.unique(rows, return_index=True)[1]
+        rows_of_tokens = np.zeros(bounds[-1], np.int64)
+        rows_of_tokens[inputs] = rows
+        self.longest = int(lengths.max())
+        self.boundaries = torch.tensor(boundaries, dtype=torch.int32, device=device)
+        self.starts, self.lengths = self.boundaries[:-1], self.boundaries.diff()
+        self.rows = torch.tensor(rows, device=device)  # (F,) int64: of each input
+        self.rows_of_tokens = torch.tensor(
+            rows_of_tokens, device=device
+        )  # (N,) int64; 0 where a token is no input
+        self.firsts = torch.tensor(firsts, device=device)  # (M,) int64: the first input of a row
+        self.tokens = torch.tensor(inputs[firsts], device=device)  # (M,) int64: the same, among all N
+        self.position_ids = torch.tensor(
+            offsets[firsts], device=device
+        )  # (M,) int64, from 0 in every sequence
 
     @cached_property
     def buckets(self) -> list[Tensor]:
@@ -78,7 +84,7 @@ class Packing:
         """(M,) int64: the first place of each row in the concatenated outputs of the buckets, before its fillings."""
         rows = torch.cat([index.flatten() for index in self.buckets])
         places = torch.arange(len(rows), device=rows.device)
-        return torch.empty_like(self.tokens).scatter_reduce(0, rows, places, "amin", include_self=False)
+        return torch.empty_like(self.firsts).scatter_reduce(0, rows, places, "amin", include_self=False)
 
 
 def rows_of_beginnings(input_ids: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
@@ -124,7 +130,7 @@ def packed_attention(
         if not packing.shares:
             return _attend_with_kernel(q, k, v, packing, scaling)[None], None
         q, k, v = (one.index_select(0, packing.rows) for one in (q, k, v))
-        return _attend_with_kernel(q, k, v, packing, scaling).index_select(0, packing.tokens)[None], None
+        return _attend_with_kernel(q, k, v, packing, scaling).index_select(0, packing.firsts)[None], None
     outputs = []
     for index in packing.buckets:
         q, k, v = (
@@ -151,6 +157,15 @@ def _attend_with_kernel(
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
+
+
+def compile_around_attention(layers: Sequence[nn.Module]) -> None:
+    """torch.compile the layers' forwards, once for all of one kind and any number of tokens."""
+    # How sequences lie differs in every batch: traced, it would be compiled anew for each
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    for layer in layers:
+        # Not layer.compile(), which would trace the hooks of FSDP as well
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def check_packable(model: PreTrainedModel) -> None:

@@ -75,8 +75,11 @@ class PolicyModel(nn.Module):
         rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
         hidden = self.model.base_model(**rows, use_cache=False, packing=packing).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        positions = (loss_mask & (packing.position_ids > 0)[packing.rows]).nonzero().flatten()
-        states = hidden.index_select(0, packing.rows[positions - 1])  # known before the token is chosen
+        first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
+        positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
+        states = hidden.index_select(
+            0, packing.rows_of_tokens[positions - 1]
+        )  # known before the token is chosen
         results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )

@@ -75,28 +75,34 @@ class GradientAccumulator:
         for row in rows:
             self._backward(row)
         self._waiting, self._steps = [], self._steps + 1
-        totals, histogram = self._reduce()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        totals, histogram = self._reduce(gradients)
         lr, unit = self._scheduler.get_last_lr()[0], self._objective.unit
         count = totals[unit] if unit else float(totals["tokens"] > 0)
-        update = self._update(count, totals["backward_loss"]) if count else {"grad_norm": 0.0}
+        square, memory = totals.pop("gradient_square"), totals.pop("memory_max")
+        update = {"grad_norm": 0.0, "peak_memory_usage_GB": memory}
+        if count:
+            update |= self._update(gradients, count, totals["backward_loss"], square)
         self._optimizer.zero_grad(set_to_none=True)
-        report = _metrics(totals, histogram, count) | update | self._peak_memory()
+        report = _metrics(totals, histogram, count) | update
         return report | {"lr": float(lr), "update_skipped": float(count == 0)}
 
-    def _reduce(self) -> tuple[dict[str, float], Tensor]:
-        """This step's totals and histogram over all ranks; forgets them."""
+    def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Tensor]:
+        """This step's totals, with the gradient's square and the memory, and histogram, over all ranks; forgets them."""
         totals, self._totals = self._totals, {}
-        histogram = self._ranks.sum(totals.pop("histogram").tolist())
+        histogram = totals.pop("histogram")
+        totals["gradient_square"] = _squares(gradients).sum().to(histogram.device)
+        totals["memory_max"] = histogram.new_tensor(self._peak_memory_GB())
         maxima = [name for name in totals if name.endswith("_max")]
         sums = [name for name in totals if name not in maxima]
-        reduced = self._ranks.sum([totals[name].item() for name in sums])
-        reduced += self._ranks.max([totals[name].item() for name in maxima])
-        return dict(zip(sums + maxima, reduced, strict=True)), torch.tensor(histogram)
+        row = torch.cat([torch.stack([totals[name] for name in sums]), histogram])
+        summed, highest = self._ranks.sum_and_max(row, torch.stack([totals[name] for name in maxima]))
+        values = summed[: len(sums)].tolist() + highest.tolist()
+        return dict(zip(sums + maxima, values, strict=True)), summed[len(sums) :]
 
-    def _update(self, count: float, loss: float) -> dict[str, float]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+    def _update(self, gradients: list[Tensor], count: float, loss: float, square: float) -> dict[str, float]:
         scale = self._ranks.world_size / count  # FSDP averaged over ranks what has to be a sum
-        grad_norm = scale * tensor_norms(gradients, self._ranks).norm().item()
+        grad_norm = scale * math.sqrt(square)
         # The loss too: a NaN log-ratio lies outside every clip, where the gradient is 0, and go unseen
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self._optimizer.zero_grad(set_to_none=True)
@@ -113,9 +119,14 @@ class GradientAccumulator:
         return {"grad_norm": grad_norm} | (self._moved(before, shards) if before else {})
 
     def _moved(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
-        """model_norm (before the step), model_delta_norm, quantiles over tensors of |delta| / |weight|."""
-        model_norms = tensor_norms(before, self._ranks)
-        delta_norms = tensor_norms(torch._foreach_sub(after, before), self._ranks)
+        """model_norm (before the step), model_delta_norm, quantiles over tensors of |delta| / |weight|.
+
+        `before` becomes the difference, so that there is no third copy.
+        """
+        squares = _squares(before)
+        torch._foreach_sub_(before, after)
+        both = torch.cat([squares, _squares(before)])
+        model_norms, delta_norms = self._ranks.sum_and_max(both, both[:0])[0].sqrt().chunk(2)
         moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
         quantiles = torch.linspace(0, 1, 5, dtype=torch.float64)
         ratios = torch.quantile((delta_norms / model_norms)[moved], quantiles).tolist()
@@ -126,8 +137,8 @@ class GradientAccumulator:
             **{f"update_ratio_{name}": ratio for name, ratio in zip(names, ratios, strict=True)},
         }
 
-    def _peak_memory(self) -> dict[str, float]:
-        """The highest of all ranks: the GPU's allocator since the last step; on a CPU, the process."""
+    def _peak_memory_GB(self) -> float:
+        """Of this rank: the GPU's allocator since the step before came to this point; on a CPU, the process."""
         device = self._ranks.device
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
@@ -135,14 +146,13 @@ class GradientAccumulator:
         else:
             unit = 1 if sys.platform == "darwin" else 1024
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {"peak_memory_usage_GB": self._ranks.max([peak / 1e9])[0]}
+        return peak / 1e9
 
 
-def tensor_norms(tensors: Sequence[Tensor], ranks: Ranks) -> Tensor:
-    """(len(tensors),) float64 on the CPU: the L2 norm of each full tensor. A collective."""
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    """(len(tensors),) float64: the squared L2 norm of this rank's part of each tensor."""
     local = torch._foreach_norm([local_shard(tensor) for tensor in tensors], 2, dtype=torch.float32)
-    squares = torch.stack(local).double().square()
-    return torch.tensor(ranks.sum(squares.tolist()), dtype=torch.float64).sqrt()
+    return torch.stack(local).double().square()
 
 
 def _metrics(totals: dict[str, float], histogram: Tensor, count: float) -> dict[str, float]:

@@ -38,6 +38,9 @@ class OptimizerConfig(Section):
         everyday=True,
     )
     gradient_checkpointing: bool = _optimizer(False, "Recompute activations: less memory, a third more time.")
+    torch_compile: bool = _optimizer(
+        False, "Compile the layers: quicker steps, a slower first one; needs a C++ compiler on CPUs."
+    )
     logprob_chunk_size: int = _optimizer(1024, "Tokens per slice of the vocabulary head.", range=POSITIVE)
     update_stats: bool = option(
         True, "Log norms and ratios of the weight update (one more copy of the shards).", "Output"

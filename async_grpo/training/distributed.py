@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import die_with
@@ -18,7 +19,7 @@ from async_grpo.processes.process_tree import die_with
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the trainer's processes. `sum`, `max`, `mean` and `must_agree` are collectives."""
+    """This process among the trainer's processes. Its methods but `synchronize` are collectives."""
 
     rank: int
     world_size: int
@@ -40,6 +41,14 @@ class Ranks:
     def max(self, values: list[float]) -> list[float]:
         """The element-wise maximum over all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def sum_and_max(self, sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """Element-wise over all ranks, (A,) and (B,) float64, on the CPU then; the device is waited for once."""
+        for values, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+            if self.world_size > 1 and len(values):
+                dist.all_reduce(values, operation)
+        sums, maxima = torch.cat([sums, maxima]).cpu().split([len(sums), len(maxima)])
+        return sums, maxima
 
     def mean(self, values: list[float]) -> list[float]:
         """The element-wise mean over all ranks."""

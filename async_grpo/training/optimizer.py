@@ -62,7 +62,7 @@ def build_policy_optimizer(
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
-        foreach=True,
+        fused=True,
     )
     schedule, warmup_steps = LR_SCHEDULES[config.lr_scheduler], config.num_warmup_steps
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, warmup_steps, total_steps))

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import torch_dtype
+from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 
@@ -21,11 +22,13 @@ def shard_policy(
     *,
     dtype: str | torch.dtype = "float32",
     gradient_checkpointing: bool = False,
+    torch_compile: bool = False,
 ) -> PolicyModel:
     """Shard `policy`, its weights in float32, in place over all ranks and return it, in training mode.
 
-    dtype: the compute dtype, float32 or bfloat16; gradients are reduced in float32 all the same. ConfigurationError: the
-    model does not say what its decoder layers are.
+    One rank that computes in float32 has nothing to shard or cast: its policy stays as it is. dtype: the compute dtype,
+    float32 or bfloat16; gradients are reduced in float32 all the same. torch_compile: the layers, all but their attention.
+    ConfigurationError: the model does not say what its decoder layers are.
     """
     names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.model.modules() if type(module).__name__ in names]
@@ -33,7 +36,11 @@ def shard_policy(
         raise ConfigurationError(f"{type(policy.model).__name__} does not declare its decoder layers")
     if gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if torch_compile:
+        compile_around_attention(layers)
     compute, precision = torch_dtype(dtype), MixedPrecisionPolicy()
+    if ranks.world_size == 1 and compute is torch.float32:
+        return policy.train()  # FSDP's hooks and copies would cost a small model a tenth of its step
     if compute is not torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))

@@ -63,9 +63,9 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(shapes, temperature)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
 @settings(max_examples=25, deadline=None)
 def test_attention_of_each_token_is_that_of_its_sequence_alone_to_the_last_token(lengths):
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     query, key, value = torch.randn(3, 1, 2, sum(lengths), 4)
-    packing = Packing(torch.arange(sum(lengths)), cu_seqlens)
+    with_last = torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0)  # which is no input
+    packing = Packing(torch.arange(with_last[-1]), with_last)
     output, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
     sequences = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
     alone = [torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True) for one in sequences]
@@ -91,7 +91,7 @@ def test_the_prompt_of_a_group_is_computed_once():
     packed(POLICY, alike(members, [30] * 8))
     packed(POLICY, alike(members, [1] * 8))
     hook.remove()
-    assert widths == [30 + 8 * 10, 320]
+    assert widths == [30 + 8 * 9, 8 * 39]  # and of no last token anything
 
 
 def test_many_key_value_heads_and_an_untied_head_work_too():
