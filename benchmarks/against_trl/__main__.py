@@ -78,9 +78,11 @@ def accuracies(checkpoints: dict[int, str]) -> dict[int, float]:
     """Step -> share of held-out tasks solved at temperature 1, by transformers' sampling: the same for both sides."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from examples.plain_grpo import heldout_scores
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tiny-model")
     rows = [json.loads(line) for line in (DATA / "countdown_heldout.jsonl").read_text().splitlines()]
