@@ -52,7 +52,7 @@ def measure(arm: str, case: Case, seed: int, place: Place, further: list[str]) -
     window = steps.ends[last - 1] - steps.ends[first - 1]
     samples = case.samples * case.steps
     return {
-        "command": " ".join(command),
+        "command": " ".join(["python", *command[1:]]).replace(f"{ROOT}/", ""),
         "first_step_s": steps.ends[0] - steps.begun,
         "window_s": window,
         "samples_per_s": samples / window,

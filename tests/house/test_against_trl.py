@@ -50,6 +50,9 @@ def test_the_window_begins_when_the_warm_up_ends_and_what_comes_after_it_does_no
     found = sides.measure("ours S=1", case, 0, place, [])
     assert found["window_s"] == 6.0 and found["samples_per_s"] == 8 / 6 and found["tokens_per_s"] == 20.0
     assert found["step_s"] == [2.0, 4.0] and found["first_step_s"] == 10.0 and found["reward"] == 0.75
+    assert (
+        found["command"].startswith("python -m async_grpo run ") and str(sides.ROOT) not in found["command"]
+    )
     assert found["cpu_ms_per_sample"] == {"trainer": pytest.approx(100.0)}
 
 
