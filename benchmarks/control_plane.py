@@ -4,8 +4,9 @@
     python benchmarks/control_plane.py --engine fake          what carries samples alone: nothing is decoded
 
 The control plane is everything but the engine, the trainer and the reward functions: controller, verifier actors, the
-processes of rewards (theirs is mostly the function itself), and the generation actor, whose share beside vLLM's own front
-end `--engine fake` shows. User and system time are read from /proc.
+processes of rewards (theirs is mostly the function itself; there are none but with `--verifiers=countdown=4,format=4`), and
+the generation actor, whose share beside vLLM's own front end `--engine fake` shows. User and system time are read from
+/proc.
 """
 
 import argparse

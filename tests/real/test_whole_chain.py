@@ -22,6 +22,7 @@ OPTIONS = {
     "model-name-or-path": DATA / "tiny-model",
     "data-path": DATA / "countdown_train.jsonl",
     "reward-fns": "countdown,format",
+    "verifiers": "countdown=2",  # one reward in processes, one without
     "batch-size": 8,
     "samples-per-question": 8,
     "num-training-batches": STEPS,
