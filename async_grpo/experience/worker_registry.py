@@ -81,12 +81,13 @@ class WorkerRegistry:
         self._members_changed()
 
     def _members_changed(self) -> None:
-        members, self._active = self._members.values(), [m for m in self._members.values() if m.active]
-        self._largest = max((member.info.max_sequences for member in members), default=0)
+        self._active = active = [member for member in self._members.values() if member.active]
+        self._largest = max((member.info.max_sequences for member in self._members.values()), default=0)
         # (2, active): places and tokens, as arrays to compare a thousand workers in microseconds
-        limits = [m.info.max_sequences for m in self._active], [m.info.max_tokens for m in self._active]
-        held = [member.sequences for member in self._active], [member.tokens for member in self._active]
-        self._limits, self._held = np.array(limits, float), np.array(held, float)
+        self._limits = np.array(
+            [[m.info.max_sequences for m in active], [m.info.max_tokens for m in active]], float
+        )
+        self._held = np.array([[m.sequences for m in active], [m.tokens for m in active]], float)
         for column, member in enumerate(self._active):
             member.column = column
         self._serve()

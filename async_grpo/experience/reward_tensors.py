@@ -1,0 +1,177 @@
+"""Rewards as tensors for an estimator: who said what, on which token, as finely as the estimator looks at it."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from async_grpo.algorithm.advantages import COMPONENTS, RUNS, SOURCES, TOKENS, TOTAL
+from async_grpo.algorithm.kl import kl_penalty
+from async_grpo.errors import RunFailed
+from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
+from async_grpo.types import Group, Sample
+
+
+class RewardTensors:
+    """Groups as padded tensors: rows are samples, columns what the estimator `reads`, (B, K) float64.
+
+    (4,096 samples of up to 8,192 tokens would be 268 MB of mostly zeros for every tensor, were columns always tokens.)
+    """
+
+    def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], reads: str) -> None:
+        self._config, self.facts = config, facts
+        self._samples = [sample for group in groups for sample in group.samples]
+        self._lengths = [len(sample.completion) for sample in self._samples]
+        self._runs: list[np.ndarray] | None = None  # (K,) each: how many tokens its columns stand for
+        if reads == TOKENS:
+            self.tokens = torch.arange(max(self._lengths)) < torch.tensor(self._lengths)[:, None]
+        else:
+            self._runs = [self._runs_of(sample, reads) for sample in self._samples]
+            self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
+        # (B, K): how many tokens each entry stands for; (B, 1): the column of a row's last token
+        self._last = (self.tokens > 0).sum(dim=1, keepdim=True) - 1
+        self.group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
+        self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in self._lengths)
+        # (B,): the reward of the greedy completion of each sample's prompt; NaN where it has none
+        greedy = [group.baseline.reward if group.baseline else None for group in groups]
+        self.baselines = _numbers(greedy, missing=math.nan)[self.group_ids]
+
+    def _runs_of(self, sample: Sample, reads: str) -> np.ndarray:
+        """How many tokens go up to each reward, and on to the end."""
+        ends = {len(sample.completion)}
+        for result in sample.verdict.results if reads == RUNS else ():
+            if result.adapter in self.facts.process:
+                ends |= {token + 1 for token, _ in result.steps or ()}
+        return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
+
+    def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
+        """The (T,) float32 of every sample, from (B, K)."""
+        for row, values in enumerate(columns.numpy().astype(np.float32)):
+            if self._runs is None:  # a copy: the padding must not live on in a view
+                yield values[: self._lengths[row]].copy()
+            else:
+                runs = self._runs[row]
+                yield repeated(values, runs[0]) if len(runs) == 1 else np.repeat(values[: len(runs)], runs)
+
+    @property
+    def rewards(self) -> Tensor:
+        """Everything that pays, on the token that it pays for; an outcome less the length penalty on the last one."""
+        paid = self._outcome()[0] - self._kl()
+        for name in self.facts.process:
+            paid += self.facts.weight(name) * self._steps(name)[0]
+        return paid
+
+    @property
+    def sources(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(rewards, their tokens) of each process reward, and of the best outcome if there is any."""
+        sources = {name: self._steps(name) for name in self.facts.process}
+        outcome, judged = self._outcome()
+        return sources | ({OUTCOME: (outcome, judged)} if judged.any() else {})
+
+    @property
+    def step_mask(self) -> Tensor:
+        """Where a reward stands."""
+        places = [self._steps(name)[1] for name in self.facts.process]
+        return torch.stack([*places, self._outcome()[1]]).any(dim=0)
+
+    @property
+    def components(self) -> dict[str, Tensor]:
+        """The reward of each adapter on the last token, apart; the length penalty is a component of its own."""
+        said = [{r.adapter: r.reward for r in s.verdict.results} for s in self._samples]
+        names = sorted({name for rewards in said for name in rewards})
+        components = {name: _numbers(rewards.get(name) for rewards in said) for name in names}
+        if self._config.overlong_buffer:
+            components[OVERLONG] = -self._overlong
+        return {name: self._on_last(rewards) for name, rewards in components.items()}
+
+    def own_input(self, name: str, read: Callable[[Sample], Any]) -> Tensor:
+        """What an estimator asks of every sample, (B,) or per token (B, T); RunFailed: it has none, or another shape."""
+        try:
+            values = [torch.as_tensor(read(sample), dtype=torch.float64) for sample in self._samples]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RunFailed(f"the estimator's input {name} cannot be read: {why}") from error
+        if all(value.dim() == 0 for value in values):
+            return torch.stack(values)
+        for value, length in zip(values, self._lengths, strict=True):
+            if value.shape != (length,) or self._runs is not None:
+                raise RunFailed(
+                    f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
+                    "give every sample a number, or (unless the estimator is per_sample) one per token"
+                )
+        return pad_sequence(values, batch_first=True)
+
+    def _outcome(self) -> tuple[Tensor, Tensor]:
+        """(the best reward that is no process reward, its place); who abstained has not said 0."""
+        found = [self._best_outcome(sample) for sample in self._samples]
+        judged = [reward is not None or bool(self._config.overlong_buffer) for reward in found]
+        return self._on_last(_numbers(found) - self._overlong), self._on_last(torch.tensor(judged))
+
+    def _best_outcome(self, sample: Sample) -> float | None:
+        if not self.facts.process:
+            return sample.verdict.reward
+        others = [r for r in sample.verdict.results if r.adapter not in self.facts.process]
+        return max((r.reward for r in others if r.reward is not None), default=None)
+
+    def _steps(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """(rewards, places) of a process reward."""
+        rewards = torch.zeros(self.tokens.shape, dtype=torch.float64)
+        places = torch.zeros(rewards.shape, dtype=torch.bool)
+        for row, sample in enumerate(self._samples):
+            for result in sample.verdict.results:
+                if result.adapter == adapter and result.steps:
+                    tokens, paid = zip(*result.steps, strict=True)
+                    columns = torch.tensor(tokens)
+                    if self._runs is not None:
+                        ends = torch.from_numpy(self._runs[row]).cumsum(0)
+                        columns = torch.searchsorted(ends, columns, right=True)
+                    rewards[row].index_add_(0, columns, torch.tensor(paid, dtype=torch.float64))
+                    places[row, columns] = True
+        return rewards, places
+
+    def _kl(self) -> Tensor:
+        """(B, K): what the distance to the reference costs; never in runs, as each token has its own."""
+        if not (config := self._config).reward_kl_coef:
+            return torch.zeros(1)
+        own, reference = (
+            torch.from_numpy(np.concatenate(parts)).double()
+            for parts in zip(*((s.completion.logprobs, s.ref_logprobs) for s in self._samples), strict=True)
+        )
+        costs = kl_penalty(own, reference, config.kl_kind, clamp=config.kl_clamp).split(self._lengths)
+        costs = costs if self._runs is None else [cost.sum()[None] for cost in costs]
+        return config.reward_kl_coef * pad_sequence(costs, batch_first=True)
+
+    def _on_last(self, values: Tensor) -> Tensor:
+        """(B,) -> (B, K): on the last token of each sample."""
+        return values.new_zeros(self.tokens.shape).scatter(1, self._last, values[:, None])
+
+
+def _numbers(values: Iterable[float | None], missing: float = 0.0) -> Tensor:
+    """(B,), `missing` for None."""
+    return torch.tensor([missing if value is None else value for value in values], dtype=torch.float64)
+
+
+def repeated(value: np.ndarray, length: int) -> np.ndarray:
+    """(length,) of the first value: a view, and made ten times as fast as by `broadcast_to`."""
+    view = np.ndarray(length, value.dtype, value, strides=(0,))
+    view.flags.writeable = False
+    return view
+
+
+# How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
+# of that name
+REWARDS: dict[str, Callable[[RewardTensors], Any]] = {
+    TOTAL: lambda batch: batch.rewards,
+    COMPONENTS: lambda batch: batch.components,
+    SOURCES: lambda batch: {name: rewards for name, (rewards, _) in batch.sources.items()},
+}
+INPUTS: dict[str, Callable[[RewardTensors, Any], Any]] = {
+    "baselines": lambda batch, rewards: batch.baselines,
+    "step_mask": lambda batch, rewards: batch.step_mask,
+    "masks": lambda batch, rewards: {name: at for name, (_, at) in batch.sources.items()},
+    "weights": lambda batch, rewards: {name: batch.facts.weight(name) for name in rewards},
+}
