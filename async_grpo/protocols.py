@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.types import Completion, MicroBatch, Prompt, SharedRunSettings, StepEnd, Verdict
+from async_grpo.types import Completion, Message, Prompt, SharedRunSettings, Verdict
 
 
 class Generation(Protocol):
@@ -59,7 +59,7 @@ class ExperienceSource(Protocol):
     def start(self) -> None:
         """Begin to generate. Called once on every rank, after the first weights are live."""
 
-    def next_message(self, rank: int) -> MicroBatch | StepEnd:
+    def next_message(self, rank: int) -> Message:
         """The next message for `rank`; waits for it, and raises when its deadline passes."""
 
 
@@ -73,6 +73,7 @@ class WeightPublisher(Protocol):
     def publish(self, model: Any, version: int, *, self_test: bool) -> Proof:
         """Publish `model` (a `PolicyModel`) as `version`, after a self-test if asked; a collective of all ranks.
 
+        A self-test after the first one is for the workers that have joined since: they alone are sent anything.
         They travel on afterwards: `model` must not change before the proof is asked for, gradients may.
         """
 
@@ -100,6 +101,7 @@ class WeightPackage:
     canary_ids: np.ndarray  # (N,) int32, a fixed text
     canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
     tolerance: float  # root mean square of canary differences that rounding explains, nats
+    for_late: bool = False  # sent to the workers that joined late, and to no other
 
 
 class EngineLink(Protocol):
@@ -109,10 +111,13 @@ class EngineLink(Protocol):
         """Store one chunk where every engine can read it; returns its reference."""
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        """Load the package into every engine; returns what each one received and computes, by worker."""
+        """Load the package into every engine that it is for; returns what each one received and computes, by worker."""
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
-        """`landed` may work (not with a self-test's weights); who joins from now on loads and proves this package."""
+        """`landed` may work (not with a self-test's weights); chunks are needed no more."""
+
+    def fence(self, worker_id: str, error: Exception) -> None:
+        """A worker that joined late did not prove its weights: it is left out, and the run goes on."""
 
     def abort(self, error: BaseException) -> None:
         """The sync failed: every rank that waits for experience must hear of it, as the run is over."""
@@ -126,8 +131,8 @@ class Engines(EngineLink, Protocol):
 
     address: str  # of this node, as the engines reach it
 
-    def begin(self) -> Mapping[str, int]:
-        """Nobody joins until `commit`; returns worker id -> processes that hold its weights."""
+    def begin(self, for_late: bool) -> Mapping[str, int]:
+        """Nobody joins until `commit`; returns worker id -> processes that hold its weights, of those it is for."""
 
     def each(self, method: str, *args: Any) -> Mapping[str, Any]:
         """One step of all engines, by name (`pause`, `resume` or `receipt`); returns the answers by worker."""

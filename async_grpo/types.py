@@ -209,6 +209,16 @@ class StepEnd:
 
 
 @dataclass(frozen=True)
+class WorkersJoined:
+    """Workers wait for the current weights: all ranks publish them once more, with the self-test."""
+
+
+Message = (
+    MicroBatch | StepEnd | WorkersJoined
+)  # what a rank is told; every rank, as many of each, in one order
+
+
+@dataclass(frozen=True)
 class SharedRunSettings:
     """The settings that every worker must share, published by the trainer: typed once, never twice."""
 

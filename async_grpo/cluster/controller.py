@@ -1,6 +1,6 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
-    dispatchers   settings, register, activate, deregister, refuse, closed
+    dispatchers   settings, register, deregister, refuse, closed
     the sync      begin_sync, end_sync, fail
     rank 0        lacks, start_batcher, start, evaluate, stop, close
     every rank    settings, next_message
@@ -22,7 +22,7 @@ from async_grpo.experience.config import BatchConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.protocols import Connect, Verification, WeightPackage
-from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
+from async_grpo.types import Message, SharedRunSettings, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 GENERATION = "generation"  # the kind of worker that every run needs
@@ -50,17 +50,17 @@ class RunController:
         self._open = AsyncExitStack()
         self._over = asyncio.Event()
         self._reason = ""  # why it is over
+        self._late_sync_asked = False  # and not yet begun
 
     async def settings(self) -> SharedRunSettings:
         return self._settings
 
-    async def register(self, info: WorkerInfo, handle: Any) -> list[WeightPackage]:
-        """See `RegisteredWorkers`."""
-        return await self._workers[info.kind].register(info, handle)
-
-    async def activate(self, info: WorkerInfo, version: int) -> list[WeightPackage]:
-        """See `RegisteredWorkers`."""
-        return await self._workers[info.kind].activate(info.worker_id, version)
+    async def register(self, info: WorkerInfo, handle: Any) -> None:
+        """Let a worker in. One that comes late gets work after a sync for such as it is, between two micro-batches."""
+        is_late = await self._workers[info.kind].register(info, handle)
+        if is_late and not self._late_sync_asked:
+            self._late_sync_asked = True
+            self.batcher.workers_joined()
 
     async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced."""
@@ -75,16 +75,17 @@ class RunController:
         await self._over.wait()
         return self._reason
 
-    async def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
+    async def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those to send them to, with handles."""
-        return [member for workers in self._workers.values() for member in workers.begin_sync()]
+        self._late_sync_asked &= not for_late
+        return [member for workers in self._workers.values() for member in workers.begin_sync(for_late)]
 
     async def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
         """`landed` have proven `package`. If these are a policy's weights they generate with them: the workers may work,
         and new groups be admitted."""
         for workers in self._workers.values():
             workers.end_sync(package, landed)
-        if self._batcher is not None and package.version != SELF_TEST:
+        if self._batcher is not None and package.version != SELF_TEST and not package.for_late:
             await self._batcher.weights_live(package.version)
 
     async def fail(self, error: BaseException) -> None:
@@ -141,7 +142,7 @@ class RunController:
         gc.freeze()  # or every full collection looks through torch and transformers again, for some 0.4 s
         await self.batcher.start()
 
-    async def next_message(self, rank: int) -> MicroBatch | StepEnd:
+    async def next_message(self, rank: int) -> Message:
         """See `ExperienceBatcher`."""
         return await self.batcher.next_message(rank)
 

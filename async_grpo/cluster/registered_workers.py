@@ -28,7 +28,7 @@ class _Worker:
     info: WorkerInfo
     handle: Any
     link: WorkerLink
-    is_joining: bool = False  # on its own way to the current weights: no sync may cross it
+    is_late: bool  # it joined a run under way, and has not proven the current weights yet: no other sync may cross it
     progress: asyncio.Future[dict[str, Any]] | None = None  # asked for, and not yet taken
 
 
@@ -40,43 +40,22 @@ class RegisteredWorkers:
         self.is_frozen = kind == "reference"  # its workers keep the weights that they started with
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
-        self._self_test: list[WeightPackage] = []
-        self._package: WeightPackage | None = None
+        self._is_live = False  # weights have landed: who joins now is late
         self._last_lost: WorkerLost | None = None
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
 
-    async def register(self, info: WorkerInfo, handle: Any) -> list[WeightPackage]:
-        """Let a worker in; returns what it must load, and prove, before `activate`: nothing before the first sync, nor
-        where weights travel outside the packages (NCCL). Then it takes part in the next sync."""
+    async def register(self, info: WorkerInfo, handle: Any) -> bool:
+        """Let a worker in; it takes part in the next sync. True: it is late, and needs one of its own before."""
         await self._settled.wait()
         self.registry.register(info)
-        worker_id, current = info.worker_id, self._current()
+        worker_id, is_late = info.worker_id, self._is_live
         name = f"{self.kind} worker {worker_id}"
         link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
-        self.by_id[worker_id] = _Worker(info, handle, link, is_joining=bool(current))
+        self.by_id[worker_id] = _Worker(info, handle, link, is_late)
         if self.is_frozen:
             self.registry.activate(worker_id)
-        return [*self._self_test, *current] if current else []
-
-    async def activate(self, worker_id: str, version: int) -> list[WeightPackage]:
-        """A late worker has loaded `version`; returns what it must load next: nothing, unless a sync came in between.
-
-        Raises:
-            WorkerLost: it was fenced meanwhile.
-        """
-        await self._settled.wait()
-        if worker_id not in self.by_id:
-            raise WorkerLost(f"worker {worker_id} was given up while it loaded the current weights")
-        if self._package is None or self._package.version != version:
-            return self._current()
-        self.by_id[worker_id].is_joining = False
-        self.registry.activate(worker_id)
-        return []
-
-    def _current(self) -> list[WeightPackage]:
-        """The current weights, if they are in a package."""
-        return [self._package] if self._package and self._package.chunks else []
+        return is_late
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced: it gets no more work. Unknown ids are ignored (it may be told twice)."""
@@ -84,24 +63,23 @@ class RegisteredWorkers:
         if worker := self.by_id.pop(worker_id, None):
             worker.link.close()
 
-    def begin_sync(self) -> list[tuple[WorkerInfo, Any]]:
-        """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles; not
-        one that is joining: it loads the current package by itself, and again if this comes first."""
+    def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
+        """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles: the
+        workers that joined late, or else all others."""
         if self.is_frozen:
             return []
         self._settled.clear()
-        return [(worker.info, worker.handle) for worker in self.by_id.values() if not worker.is_joining]
+        return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
-        """`landed` hold the weights of `package`: they may work, and no other worker may. Packages of the self-test are
-        kept, for late workers to be tested as the first ones were."""
-        if package.version == SELF_TEST:
-            self._self_test.append(package)
-        elif not self.is_frozen:
-            self._package = package
-            for worker_id in set(landed) & set(self.by_id):
-                self.registry.activate(worker_id)
-            self._settled.set()
+        """`landed` hold the weights of `package`: they may work, and no other worker may. A self-test goes on."""
+        if package.version == SELF_TEST or self.is_frozen:
+            return
+        self._is_live = True
+        for worker_id in set(landed) & set(self.by_id):
+            self.by_id[worker_id].is_late = False
+            self.registry.activate(worker_id)
+        self._settled.set()
 
     @asynccontextmanager
     async def lease(self, sequences: int, tokens_each: int) -> AsyncIterator[tuple[WorkerLink, Lease]]:

@@ -40,7 +40,7 @@ from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.training.trainer import AfterStep, Trainer, WriteLine
-from async_grpo.types import MicroBatch, SharedRunSettings, StepEnd
+from async_grpo.types import Message, MicroBatch, SharedRunSettings
 from async_grpo.weights.config import get_transport
 from async_grpo.weights.publisher import Canary
 
@@ -241,13 +241,14 @@ class RemoteExperience:
         if self._rank == 0:
             answer(self._controller.start.remote())
 
-    def next_message(self, rank: int) -> MicroBatch | StepEnd:
-        """The next micro-batch or step end; raises what the batcher raises."""
+    def next_message(self, rank: int) -> Message:
+        """The next message; raises what the batcher raises."""
         self._next = self._next or self._controller.next_message.remote(rank)
         # The batcher's own deadline has the better message
         message = answer(self._next, self._config.experience_timeout_s + CONTROL_TIMEOUT_S)
         # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates
-        self._next = None if isinstance(message, StepEnd) else self._controller.next_message.remote(rank)
+        ahead = isinstance(message, MicroBatch)
+        self._next = self._controller.next_message.remote(rank) if ahead else None
         return message
 
     def after_step(self, step: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ class RayEngines:
     def __init__(self, controller: Any, timeout_s: float) -> None:
         self._controller, self._timeout_s = controller, timeout_s
         self.address = ray.util.get_node_ip_address()
-        self._members: list[tuple[WorkerInfo, Any]] = []  # since `begin`
+        self._members: dict[str, tuple[WorkerInfo, Any]] = {}  # whom the sync is for, with their handles
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         """Tell the controller that the package is proven."""
@@ -42,39 +42,48 @@ class RayEngines:
         return ray.put(chunk)
 
     def deliver(self, package: WeightPackage) -> dict[str, Receipt]:
-        """Load `package` into all workers at once. One that fails to is fenced, not waited for; the others go on.
+        """Load `package` into all workers that it is for at once. One that fails to is fenced, not waited for; the others
+        go on. Without an engine a run under way waits for a late one, as long as `--worker-grace-s` says.
 
         Raises:
-            WorkerLost: no generation worker is left.
+            WorkerLost: no generation worker took the first weights.
         """
         receipts: dict[str, Receipt] = {}
         losses, generates = [], False
-        members = answer(self._controller.begin_sync.remote(), self._timeout_s)
-        loading = [handle.update_weights.remote(package) for _, handle in members]
+        self._begin(package.for_late)
+        loading = [handle.update_weights.remote(package) for _, handle in self._members.values()]
         if loading:
             ray.wait(loading, num_returns=len(loading), timeout=self._timeout_s)
-        for (info, handle), receipt in zip(members, loading, strict=True):
+        for (info, _), receipt in zip(list(self._members.values()), loading, strict=True):
             try:
                 receipts[info.worker_id] = ray.get(receipt, timeout=0)
                 generates |= info.kind == GENERATION
             except LOST as error:
                 losses.append(f"{info.worker_id}: {cause_of(error)}")
-                ray.kill(handle)  # its open requests fail now, and its dispatcher notices
-                log.error("a worker did not load version %s and is fenced: %s", package.version, losses[-1])
-                answer(self._controller.deregister.remote(info.kind, info.worker_id, losses[-1]))
-        if not generates:
+                self.fence(info.worker_id, error)
+        if not generates and not package.for_late and package.version <= 0:
             raise WorkerLost(f"no engine took the weights of version {package.version}: {'; '.join(losses)}")
         return receipts
 
-    def begin(self) -> dict[str, int]:
-        members = answer(self._controller.begin_sync.remote(), self._timeout_s)
-        self._members = [member for member in members if member[0].kind == GENERATION]
-        return {info.worker_id: info.world_size for info, _ in self._members}
+    def fence(self, worker_id: str, error: Exception) -> None:
+        info, handle = self._members[worker_id]
+        ray.kill(handle)  # its open requests fail now, and its dispatcher notices
+        log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
+        answer(self._controller.deregister.remote(info.kind, worker_id, cause_of(error)))
+
+    def _begin(self, for_late: bool) -> None:
+        members = answer(self._controller.begin_sync.remote(for_late), self._timeout_s)
+        self._members = {info.worker_id: (info, handle) for info, handle in members}
+
+    def begin(self, for_late: bool) -> dict[str, int]:
+        self._begin(for_late)
+        self._members = {n: member for n, member in self._members.items() if member[0].kind == GENERATION}
+        return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every engine joins the group after the ones before it: rank 0 is the trainer."""
         joining, own = [], dict(init_info)
-        for info, handle in self._members:
+        for info, handle in self._members.values():
             joining.append(handle.transfer.remote("init_weight_transfer", dict(own)))
             own["rank_offset"] += info.world_size
         self._get(joining)
@@ -89,8 +98,8 @@ class RayEngines:
         self.each("finish_weight_update")
 
     def each(self, method: str, *args: Any) -> dict[str, Any]:
-        answers = self._get([handle.transfer.remote(method, *args) for _, handle in self._members])
-        return {info.worker_id: one for (info, _), one in zip(self._members, answers, strict=True)}
+        answers = self._get([handle.transfer.remote(method, *args) for _, handle in self._members.values()])
+        return dict(zip(self._members, answers, strict=True))
 
     def _get(self, references: list[Any]) -> list[Any]:
         try:

@@ -28,7 +28,6 @@ from async_grpo.logprob.logprob_worker import LogprobWorker
 from async_grpo.modeling.load import context_length, model_fingerprint
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import SharedRunSettings, WorkerInfo
-from async_grpo.weights.package import prove_landed
 
 log = logging.getLogger(__name__)
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these
@@ -60,12 +59,8 @@ class WorkerActor(ChannelServer):
         return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
 
     async def enlist(self, controller: Any, info: WorkerInfo) -> None:
-        """Register. When the run is under way, load and prove first what the others did: self-test and weights."""
-        packages = await controller.register.remote(info, ray.get_runtime_context().current_actor)
-        while packages:
-            for package in packages:
-                prove_landed(package, {info.worker_id: await self.update_weights(package)})
-            packages = await controller.activate.remote(info, packages[-1].version)
+        """Register. Weights, which must be proven before there is work, come by the next sync."""
+        await controller.register.remote(info, ray.get_runtime_context().current_actor)
 
     async def update_weights(self, package: WeightPackage) -> Receipt:
         """Load a package and answer its canary under the new weights.
@@ -171,7 +166,7 @@ def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controll
         )
         info = WorkerInfo(worker_id, kind, places, max_tokens, config.tensor_parallel_size, config.reward_fns)
         _unless_closed(actor.enlist.remote(controller, info), closed, config.start_timeout_s)
-        log.info("worker %s is at work, on up to %d sequences at once", worker_id, places)
+        log.info("worker %s has joined, with up to %d sequences at once", worker_id, places)
         doing = "died"
         reason = str(_unless_closed(actor.until_failure.remote(), closed, None))
         raise WorkerLost(f"worker {worker_id} died: {reason}")

@@ -27,9 +27,9 @@ from async_grpo.experience.step_metrics import (
     step_stats,
 )
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import Completion, Group, MicroBatch, Prompt, Sample, StepEnd
+from async_grpo.types import Completion, Group, Message, Prompt, Sample, StepEnd, WorkersJoined
 
-Message = MicroBatch | asyncio.Task[StepEnd]
+Queued = Message | asyncio.Task[StepEnd]
 
 
 class ExperienceBatcher:
@@ -66,7 +66,7 @@ class ExperienceBatcher:
         self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
         self.steps = StepAssembler(*bounds, self.packer, self.advantages, slack=self.budget.slack)
         self.utilization = EngineUtilization()
-        self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(num_ranks)]
+        self._queues: list[asyncio.Queue[Queued]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()
         self._offering = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -78,8 +78,8 @@ class ExperienceBatcher:
         self.utilization.take()
         self._supervise(self.rollout_loop(), "the rollout loop")
 
-    async def next_message(self, rank: int) -> MicroBatch | StepEnd:
-        """The next micro-batch of this rank, or the end of the step.
+    async def next_message(self, rank: int) -> Message:
+        """The next micro-batch of this rank, the end of the step, or word of workers that joined.
 
         Raises:
             RunFailed: a task of the batcher failed; carries its error.
@@ -103,7 +103,7 @@ class ExperienceBatcher:
         finally:
             message.cancel()
 
-    async def _next_message(self, rank: int) -> MicroBatch | StepEnd:
+    async def _next_message(self, rank: int) -> Message:
         if not self._offering.locked():  # or the packer is being filled, and who fills it feeds
             self._feed()
         message = await self._queues[rank].get()
@@ -113,6 +113,10 @@ class ExperienceBatcher:
         """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
         await self.budget.weights_live(version, groups=self.config.groups_per_step if version > 0 else 0)
         self._generating(0)
+
+    def workers_joined(self) -> None:
+        """Let every rank know, at the same place among its messages."""
+        self._put([WorkersJoined()] * len(self._queues))
 
     async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
         """Reward statistics of `count` completions of every question, outside the staleness budget; `samples` as text."""
@@ -209,7 +213,7 @@ class ExperienceBatcher:
             else:  # a whole minibatch at once is a thread's work, as the loop serves others
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
-                messages: Sequence[Message]
+                messages: Sequence[Queued]
                 if isinstance(event, StepComplete):
                     refuse_unscored(event.step, event.groups)
                     end = self._supervise(self._step_end(event), f"the end of step {event.step}")
@@ -224,7 +228,7 @@ class ExperienceBatcher:
         if any(queue.empty() for queue in self._queues) and (micro_batches := self.packer.full_round()):
             self._put(micro_batches)
 
-    def _put(self, messages: Sequence[Message]) -> None:
+    def _put(self, messages: Sequence[Queued]) -> None:
         for queue, message in zip(self._queues, messages, strict=True):
             queue.put_nowait(message)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage
-from async_grpo.types import Completion, FinishReason, MicroBatch, SharedRunSettings, StepEnd, WorkerInfo
+from async_grpo.types import Completion, FinishReason, Message, SharedRunSettings, WorkerInfo
 
 
 class FakeEngine:
@@ -138,7 +138,7 @@ class InProcessWorker:
 
     async def load(self, package: WeightPackage) -> Receipt:
         """Load a package, and answer its canary."""
-        manifest = await self.engine.update(package.version, [memoryview(chunk) for chunk in package.chunks])
+        manifest = await self._handler("update")(package.version, [memoryview(c) for c in package.chunks])
         return manifest, await self.engine.canary(package.canary_ids)
 
 
@@ -158,9 +158,21 @@ class InProcessRun:
         return chunk
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
-        members: list[tuple[WorkerInfo, InProcessWorker]] = self.run(self.controller.begin_sync())
+        members: list[tuple[WorkerInfo, InProcessWorker]]
+        members = self.run(self.controller.begin_sync(package.for_late))
+        self._members = {info.worker_id: info for info, _ in members}
         self.delivered.append(package.version)
-        return {info.worker_id: self.run(handle.load(package)) for info, handle in members}
+        receipts: dict[str, Receipt] = {}
+        for info, handle in members:
+            try:
+                receipts[info.worker_id] = self.run(handle.load(package))
+            except WorkerLost as lost:
+                self.fence(info.worker_id, lost)
+        return receipts
+
+    def fence(self, worker_id: str, error: Exception) -> None:
+        kind = self._members[worker_id].kind
+        self.run(self.controller.deregister(kind, worker_id, str(error)))
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         self.run(self.controller.end_sync(package, landed))
@@ -171,5 +183,5 @@ class InProcessRun:
     def start(self) -> None:
         self.run(self.controller.start())
 
-    def next_message(self, rank: int) -> MicroBatch | StepEnd:
+    def next_message(self, rank: int) -> Message:
         return self.run(self.controller.next_message(rank))

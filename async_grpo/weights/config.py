@@ -19,8 +19,7 @@ class Transport:
     make_publisher: MakePublisher
     engine_backend: str = "async_grpo_object_store"  # of vLLM's weight transfer; see `vllm_engine`
     needs_gpu: bool = False
-    # Workers that join late, and proximal ones, can be given the weights at any time
-    sends_packages: bool = True
+    sends_packages: bool = True  # else proximal workers cannot be given the weights
 
 
 def _imported(name: str) -> MakePublisher:

@@ -12,12 +12,13 @@ from typing import Any
 
 from async_grpo.errors import DeadlineExceeded
 from async_grpo.protocols import WeightPackage
-from async_grpo.weights.publisher import Delivery, Publisher, in_thread
+from async_grpo.weights.publisher import Delivery, Publisher
+from async_grpo.weights.threads import in_thread
 
 
 class NCCLPublisher(Publisher):
     """The same transaction; all is sent, by collectives, before `publish` returns. The group has a fixed membership: when
-    the set of workers has changed it is built anew before the next sync, so a late worker joins at a step's end."""
+    the set of workers has changed, as in a sync for late ones, it is built anew before the next sync."""
 
     _sender: Any = None
     _members: Mapping[str, int] | None = None
@@ -39,7 +40,10 @@ class NCCLPublisher(Publisher):
             self._sender = self._sender or self.make_engine(0)
             self._sender.send_weights()  # takes part in the gathering, sends nothing
             return None
-        members = self._engines.begin()
+        members = self._engines.begin(draft.for_late)
+        if not members:  # whoever joined is gone again
+            list(self._source)  # the other ranks gather
+            return lambda: (draft, {})
         if self._members != members:
             if self._sender is not None:
                 self._sender.shutdown()

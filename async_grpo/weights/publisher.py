@@ -7,25 +7,25 @@ for the loading alone, and no optimizer step is taken before the proof has held.
 """
 
 import concurrent.futures
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from async_grpo.errors import DeadlineExceeded
+from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, Chunk, Differences, prove_landed, record, rms
+from async_grpo.weights.package import SELF_TEST, Chunk, Differences, prove_landed, rms
 from async_grpo.weights.self_test import perturbed, self_test_groups
+from async_grpo.weights.source import NamedTensors, RecordingSource
+from async_grpo.weights.threads import in_thread
 
-NamedTensors = Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # A sync waits three times, each time for `sync_timeout_s` at most: to begin, for the engines, to commit
 WAITS = 3
@@ -48,34 +48,6 @@ class Canary:
     def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
         """(N,) int32 random tokens: they touch many rows of the embedding, and every weight of the body."""
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
-
-
-@dataclass
-class RecordingSource:
-    """What is sent, as full tensors in the wire dtype, each noted on its way out; also vLLM's `WeightSource`."""
-
-    named_weights: NamedTensors
-    wire_dtype: torch.dtype
-    model: Any = None
-    names: Collection[str] | None = None  # what to send; None: every tensor
-    sent: dict[str, TensorRecord] = field(default_factory=dict)
-
-    def metadata(self) -> list[Any]:
-        """Names, dtypes and full shapes of what will be sent; gathers nothing."""
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
-        return [ParamMeta(name, self.wire_dtype, tuple(tensor.shape)) for name, tensor in self.chosen()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.sent = {}
-        for name, tensor in self.chosen():
-            wired = full_tensor(tensor).to(self.wire_dtype).contiguous()
-            self.sent[name] = record(wired)
-            yield name, wired
-
-    def chosen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is to be sent, as it lies in the model."""
-        return ((n, t) for n, t in self.named_weights(self.model) if self.names is None or n in self.names)
 
 
 class Publisher:
@@ -104,13 +76,15 @@ class Publisher:
         self._source = RecordingSource(named_weights, wire_dtype)
         self._rounding: float | None = None  # the largest root mean square difference of proven weights
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
+        self._for_late = False  # the sync under way is for workers that joined late
         self._proof: Proof = dict  # of the last sync: one at a time
 
     def publish(self, model: nn.Module, version: int, *, self_test: bool = False) -> Proof:
         """Make `version` the policy that every engine generates with. Collective: call it on every rank.
 
-        With `self_test`, weights that differ visibly in every tensor are sent and proven first. The weights
-        themselves are packed when this returns; the rest of their sync goes on in a thread.
+        With `self_test`, weights that differ visibly in every tensor are sent and proven first; once weights have been
+        proven, this is for workers that joined late, and one that fails is fenced. The weights themselves are packed
+        when this returns; the rest of their sync goes on in a thread.
 
         Returns:
             What waits for the proof; its metrics are `weight_sync_s`, from the call of this on, and `canary_error`.
@@ -120,6 +94,7 @@ class Publisher:
         """
         self._proof()
         started = time.monotonic()
+        self._for_late = self_test and self._rounding is not None
         if self_test:
             self._run_self_test(model)
         prove = self._transact(model, self._draft(model, version))
@@ -168,10 +143,10 @@ class Publisher:
         known, untested = self._rounding, MAX_ROUNDING[self._source.wire_dtype]
         measured = untested if known is None else max(3 * known, MIN_TOLERANCE)
         tolerance = self._config.canary_tolerance or measured
-        return WeightPackage(version, {}, [], self._canary.token_ids, expected, tolerance)
+        return WeightPackage(version, {}, [], self._canary.token_ids, expected, tolerance, self._for_late)
 
     def _remember(self, differences: Differences) -> None:
-        self._last = differences
+        self._last = {**self._last, **differences}
         self._rounding = max([self._rounding or 0.0, *map(rms, differences.values())])
 
     def _transact(
@@ -190,10 +165,8 @@ class Publisher:
                 return {}
             try:
                 package, receipts = deliver()
-                differences = prove_landed(
-                    package, receipts, {} if draft.version == SELF_TEST else self._last
-                )
-                engines.commit(package, list(receipts))
+                differences = self._judge(engines, package, receipts)
+                engines.commit(package, list(differences))
             except BaseException as error:
                 with suppress(Exception):  # who asks for the proof hears of it in any case
                     engines.abort(error)
@@ -201,6 +174,20 @@ class Publisher:
             return differences
 
         return prove
+
+    def _judge(
+        self, engines: Engines, package: WeightPackage, receipts: Mapping[str, Receipt]
+    ) -> Differences:
+        """Of the workers whose proof holds; those that have worked hitherto must all be among them."""
+        last, differences = {} if package.version == SELF_TEST else self._last, Differences()
+        for worker_id, receipt in receipts.items():
+            try:
+                differences |= prove_landed(package, {worker_id: receipt}, last)
+            except WeightsDidNotLand as error:
+                if not package.for_late:
+                    raise
+                engines.fence(worker_id, error)
+        return differences
 
     def _send(self, draft: WeightPackage) -> Delivery | None:
         """Pack the tensors into chunks; returns what brings them to every engine. None on ranks that only gather."""
@@ -229,20 +216,3 @@ class Publisher:
             return package, engines.deliver(package)
 
         return deliver
-
-
-def in_thread(call: Callable[[], Any], name: str) -> concurrent.futures.Future:
-    """Run `call` in a daemon thread: one that never returns cannot be cancelled, and must not be joined at exit."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    outcome: concurrent.futures.Future = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome

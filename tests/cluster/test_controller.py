@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -65,8 +66,8 @@ def worker(worker_id="g0", kind="generation", rewards="") -> WorkerInfo:
     return WorkerInfo(worker_id, kind, 8, 1000, rewards=rewards)
 
 
-def package(version: int, chunks: list | None = None) -> WeightPackage:
-    return WeightPackage(version, {}, ["a chunk"] if chunks is None else chunks, None, None, 1e-4)
+def package(version: int) -> WeightPackage:
+    return WeightPackage(version, {}, ["a chunk"], None, None, 1e-4)
 
 
 async def lacking(controller: RunController) -> str:
@@ -78,9 +79,9 @@ async def is_waiting(task: asyncio.Task) -> bool:
     return not task.done()
 
 
-async def synced_to(controller: RunController) -> set[str]:
-    """The workers that a sync would reach now; nothing is sent, and it ends."""
-    return {info.worker_id for info, _ in await controller.begin_sync()}
+async def synced_to(controller: RunController, for_late: bool = False) -> set[str]:
+    """The workers that a sync would reach now; nothing is sent."""
+    return {info.worker_id for info, _ in await controller.begin_sync(for_late)}
 
 
 async def at_work(controller: RunController, *names: str) -> None:
@@ -117,22 +118,26 @@ async def test_another_model_or_one_whose_context_is_too_short_is_refused_on_bot
         worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
 
 
-async def test_a_late_worker_must_pass_the_self_test_and_load_the_current_weights_before_it_gets_work(
-    controller,
-):
-    """It joins while weights are on their way: it waits, and is handed the self-test and the new weights."""
-    assert await controller.register(worker("early"), "handle") == []  # nothing to load before the first sync
-    await controller.end_sync(package(SELF_TEST), [])
+async def test_a_late_worker_asks_for_a_sync_of_its_own_and_works_once_that_has_landed(controller):
+    """It joins while weights are on their way: it waits. No other sync reaches it before its own."""
+    controller._batcher = AsyncMock(workers_joined=Mock())
+    await controller.register(worker("early"), "handle")
+    await controller.end_sync(package(SELF_TEST), ["early"])
     assert await synced_to(controller) == {"early"}
     joining = asyncio.create_task(controller.register(worker("late"), "handle"))
     assert await is_waiting(joining)  # not between begin and end
     await controller.end_sync(package(5), ["early"])
-    assert [p.version for p in await joining] == [SELF_TEST, 5]
-    assert await synced_to(controller) == {"early"}  # the other one is on its own way
+    await joining
+    assert await synced_to(controller) == {"early"}
     await controller.end_sync(package(6), ["early"])
-    assert [p.version for p in await controller.activate(worker("late"), 5)] == [6]  # it must load again
-    assert await controller.activate(worker("late"), 6) == []
+    await controller.register(worker("another"), "handle")
+    controller._batcher.workers_joined.assert_called_once()  # one sync serves all who came before it
+    assert await synced_to(controller, for_late=True) == {"late", "another"}
+    await controller.end_sync(replace(package(SELF_TEST), for_late=True), ["late", "another"])
+    await controller.end_sync(replace(package(6), for_late=True), ["late"])
     assert await synced_to(controller) == {"early", "late"}
+    lives = [call.args for call in controller._batcher.weights_live.call_args_list]
+    assert lives == [(5,), (6,)]  # the slots of a step are given back once
 
 
 async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
@@ -140,13 +145,6 @@ async def test_a_worker_whose_weights_are_not_proven_gets_no_work(controller):
     await at_work(controller, "g1")
     registry = controller._generation.registry
     assert [(await registry.acquire(4, 1)).worker_id for _ in range(2)] == ["g1", "g1"]
-
-
-async def test_where_weights_travel_outside_the_packages_a_late_worker_waits_for_the_next_sync(controller):
-    await controller.end_sync(package(SELF_TEST), [])
-    await controller.end_sync(package(5, chunks=[]), [])
-    assert await controller.register(worker("late"), "handle") == []
-    assert await synced_to(controller) == {"late"}
 
 
 async def test_the_reference_is_never_sent_weights_and_works_at_once(controller):
@@ -158,16 +156,15 @@ async def test_the_reference_is_never_sent_weights_and_works_at_once(controller)
 
 async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controller):
     """Nothing is asked of it yet: its link alone notices. Otherwise --worker-grace-s would never begin."""
-    await controller.end_sync(package(SELF_TEST), [])
+    controller._batcher = AsyncMock(workers_joined=Mock())
     await at_work(controller, "early")
     await controller.register(worker("late"), "handle")
     link = link_to(controller, "late")
     link.lose(WorkerLost("late died: killed"))
     members = controller._generation.registry.members()
     assert [info.worker_id for info in members] == ["early"] and link.is_closed
-    with pytest.raises(WorkerLost, match="late was given up"):
-        await controller.activate(worker("late"), 0)
-    assert await controller.register(worker("late"), "handle") != []  # and it may come again
+    await controller.register(worker("late"), "handle")  # and it may come again
+    assert await synced_to(controller, for_late=True) == {"late"}
 
 
 async def generate(controller: RunController, count: int = 8, **options: Any) -> list[Completion]:

@@ -4,13 +4,25 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from test_controller import MODEL, SETTINGS, worker
 
-from async_grpo.config.run import RunConfig
+from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.experience.config import NO_FACTS
+from async_grpo.experience.dataset import Question
+from async_grpo.modeling.load import load_causal_lm
+from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.testing import FakeVerification
+from async_grpo.training.sharding import canary_logprobs
+from async_grpo.types import WorkersJoined
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.publisher import Canary, Publisher
 
 ray = pytest.importorskip("ray")
 from async_grpo.cluster import trainer_rank, worker_program  # noqa: E402 - after the check that ray is there
@@ -69,7 +81,10 @@ def test_a_missing_worker_is_named_and_so_is_a_second_run_and_the_rewards_are_th
     assert trainer_rank.await_workers(run, config()) == "countdown"
     with pytest.raises(ConfigurationError, match="a run named 'default' is open on this cluster"):
         trainer_rank.open_run(config(), SETTINGS)
-    assert RayEngines(run, 30).begin() == {"g0": 1, "g1": 1}  # whom an NCCL sync begins with, and their sizes
+    assert RayEngines(run, 30).begin(for_late=False) == {
+        "g0": 1,
+        "g1": 1,
+    }  # whom an NCCL sync begins with, and their sizes
 
 
 def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle):
@@ -83,6 +98,34 @@ def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle)
     while members() and time.monotonic() < give_up:
         time.sleep(0.1)
     assert members() == []
+
+
+def test_a_worker_that_joins_late_passes_the_self_test_with_the_weights_that_are_live(run):
+    settings = replace(SETTINGS, vocab_size=266)
+
+    def join(name: str) -> Any:
+        actor = zero_cpu_actor(worker_program.GenerationActor).remote()
+        call(
+            actor.start.remote(
+                WorkerConfig(mode="generation", model_path=str(MODEL), engine="fake"), settings
+            )
+        )
+        call(actor.enlist.remote(run, worker(name)))
+        return actor
+
+    actors = [join("early")]
+    policy = PolicyModel(load_causal_lm(MODEL, "float32"))
+    engines, canary = RayEngines(run, 30), Canary(Canary.text(266, 40), canary_logprobs)
+    publisher = Publisher(engines, named_weights, canary, torch.float32, 0, WeightConfig())
+    questions = [Question(np.array([5, 6], np.int32), {"input": "q", "answer": "x"})]
+    call(run.start_batcher.remote(config(), NO_FACTS, 1, questions, FakeVerification))
+    assert publisher.publish(policy, 0, self_test=True)()["canary_error"] < 1e-5
+    actors.append(join("late"))
+    assert isinstance(call(run.next_message.remote(0)), WorkersJoined)
+    assert publisher.publish(policy, 0, self_test=True)()["canary_error"] < 1e-5
+    assert [info.worker_id for info, _ in call(run.begin_sync.remote())] == ["early", "late"]
+    for actor in actors:
+        ray.kill(actor)
 
 
 def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle):

@@ -11,7 +11,7 @@ from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.testing import FakeGeneration, FakeLogprobs, FakeVerification, completion
-from async_grpo.types import MicroBatch, RewardStatus, StepEnd
+from async_grpo.types import MicroBatch, RewardStatus, StepEnd, WorkersJoined
 
 
 def questions(count: int = 8) -> list[Question]:
@@ -76,6 +76,19 @@ async def test_ranks_start_on_the_first_full_round_and_what_they_do_not_need_yet
     *rest, end = [await batcher.next_message(0) for _ in range(3)]
     assert [np.diff(batch.cu_seqlens).tolist() for batch in rest] == [[5, 4], [3, 2, 2, 2]]
     assert isinstance(end, StepEnd)
+
+
+async def test_word_of_workers_that_joined_stands_at_the_same_place_for_every_rank():
+    batcher = batcher_of(
+        engine(delay=lambda ordinal, member: 0.1 * ordinal), num_ranks=2, max_tokens_per_gpu=6
+    )
+    await batcher.start()
+    kinds = [[type(await batcher.next_message(0))], []]
+    batcher.workers_joined()
+    for rank in (1, 0):
+        while StepEnd not in kinds[rank]:
+            kinds[rank].append(type(await batcher.next_message(rank)))
+    assert kinds[0] == kinds[1] and kinds[0].count(WorkersJoined) == 1
 
 
 async def test_a_slow_group_holds_up_no_step_while_it_is_not_too_old():

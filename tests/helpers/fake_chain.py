@@ -67,7 +67,7 @@ class Chain:
         paths = {"model_name_or_path": str(self.folder), "output_dir": str(self.folder / "out")}
         self.config = replace(config or chain_config(), **paths)
         self.settings = replace(SETTINGS, transport=transport)
-        self.controller = RunController(SETTINGS, 1.0, InProcessWorker.connect, self.config.scheduling)
+        self.controller = RunController(SETTINGS, 20.0, InProcessWorker.connect, self.config.scheduling)
         self.link = InProcessRun(self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
         self.workers = [self.join(f"g{number}", kind) for number in range(engines)]

@@ -6,7 +6,7 @@ import math
 import pytest
 from fake_chain import GROUPS, MEMBERS, STEPS, Chain, PoolVerification, chain_config
 
-from async_grpo.errors import RunFailed, WeightsDidNotLand
+from async_grpo.errors import RunFailed, WeightsDidNotLand, WorkerLost
 from async_grpo.testing import FakeEngine, FakeVerification
 from async_grpo.training.accumulator import GradientAccumulator
 
@@ -137,3 +137,64 @@ def test_ranks_that_wait_for_experience_hear_that_weights_did_not_land(tmp_path)
     chain = Chain(tmp_path, engine=Wrong, config=chain_config(max_staleness=1, groups_alive=GROUPS))
     with pytest.raises(RunFailed, match="WeightsDidNotLand: worker g0 received policy version 1"):
         chain.train()
+
+
+def at_version(version, act):
+    """A fake engine whose first completion under `version` calls `act` in a thread: it may wait for the controller."""
+
+    class Acting(FakeEngine):
+        acts = (act,)
+
+        async def complete(self, prompt_token_ids, count, greedy=False):
+            if self.policy_version == version and self.acts:
+                (asked,), self.acts = self.acts, ()
+                await asyncio.to_thread(asked, self)
+            async for completion in super().complete(prompt_token_ids, count, greedy):
+                yield completion
+
+    return Acting
+
+
+def test_a_worker_that_joins_late_passes_the_self_test_alone_and_shares_the_work(tmp_path):
+    chain = Chain(tmp_path, engine=at_version(1, lambda engine: chain.join("late", FakeEngine)))
+    lines = chain.train()
+    assert [line["policy_version"] for line in lines] == [1, 2, 3]
+    start = [-2] * 4 + [0]
+    late = chain.link.delivered.index(-2, len(start))
+    version = chain.link.delivered[late + 4]  # the one that is current then: it is not changed in between
+    assert version == chain.link.delivered[late - 1] and version in (1, 2)
+    assert chain.link.delivered == [*start, *range(1, version + 1), *[-2] * 4, *range(version, STEPS + 1)]
+    members = chain.link.run(chain.controller.begin_sync())
+    assert [info.worker_id for info, _ in members] == ["g0", "late"]
+    assert all(line["canary_error"] < 1e-5 and line["staleness_max"] <= 1 for line in lines)
+
+
+def test_the_only_engine_is_replaced_in_the_middle_of_a_step_that_could_not_end_without(tmp_path):
+    def die_and_return(engine):
+        async def die():
+            chain.workers[0].die("killed in a test")
+
+        chain.link.run(die())
+        chain.join("g1", FakeEngine)
+
+    chain = Chain(tmp_path, engine=at_version(1, die_and_return))
+    lines = chain.train()
+    assert [line["samples_in_batch"] for line in lines] == [GROUPS * MEMBERS] * STEPS
+    members = chain.link.run(chain.controller.begin_sync())
+    assert [info.worker_id for info, _ in members] == ["g1"]
+
+
+def test_an_engine_that_is_lost_while_weights_travel_is_left_out_and_the_sync_is_whole_without_it(tmp_path):
+    class Dying(FakeEngine):
+        async def update(self, version, chunks):
+            if version == 2:
+                chain.workers[1].die("killed in a test")
+                raise WorkerLost("killed in a test")
+            return await super().update(version, chunks)
+
+    chain = Chain(tmp_path, engines=2)
+    chain.workers[1].engine.__class__ = Dying
+    lines = chain.train()
+    assert [line["policy_version"] for line in lines] == [1, 2, 3]
+    members = chain.link.run(chain.controller.begin_sync())
+    assert [info.worker_id for info, _ in members] == ["g0"]

@@ -5,6 +5,8 @@ order and filled up with dummies. The reference is transformers' eager forward, 
 loss written out token by token; it shares no code with the library. One spawn serves every batch.
 """
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.errors import ConfigurationError, NonFiniteGradient
-from async_grpo.modeling.policy import PolicyModel, named_full_tensors
+from async_grpo.modeling.policy import PolicyModel, named_full_tensors, named_weights
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.config import OptimizerConfig
@@ -22,6 +24,8 @@ from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.types import dummy_micro_batch
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.publisher import Canary, Publisher
 
 NUM_BATCHES = 16
 CANARY = np.arange(1, 40, dtype=np.int32)
@@ -111,15 +115,28 @@ def work(ranks, folder):
 
 
 def step_of_batch(ranks, seed, **options):
-    """(gradients, metrics) of the second step with a random minibatch."""
+    """(gradients, metrics) of the second step with a random minibatch; sometimes a worker joins in its middle."""
     sequences, objective, model_options = random_batch(seed)
     accumulator, optimizer = accumulator_of(ranks, objective, **model_options, **options)
     accumulator.add(pack(sequences))
     accumulator.finish()  # a step before, of which nothing must be left behind
-    for micro_batch in deal(sequences, seed, ranks.world_size)[ranks.rank]:
+    for number, micro_batch in enumerate(deal(sequences, seed, ranks.world_size)[ranks.rank]):
         accumulator.add(micro_batch)
+        if number == 0 and seed % 4 == 1:
+            publish_with_self_test(optimizer.policy, ranks)
     metrics = accumulator.finish()
     return optimizer.gradients, metrics
+
+
+def publish_with_self_test(policy, ranks):
+    """To an engine that is always right."""
+    link = Mock(put=lambda chunk: chunk, deliver=lambda p: {"g0": (p.manifest, p.canary_logprobs)})
+    engines, canary = (link if ranks.is_main else None), Canary(CANARY, canary_logprobs)
+    publisher = Publisher(engines, named_weights, canary, torch.float32, ranks.rank, WeightConfig())
+    publisher.publish(policy, 1, self_test=True)()
+    assert (
+        link.commit.call_count == 5 * ranks.is_main
+    )  # as they are, outside the layers, two layers, version 1
 
 
 def adamw_update(ranks):

@@ -14,7 +14,7 @@ import torch
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.trainer import Trainer
-from async_grpo.types import StepEnd, dummy_micro_batch
+from async_grpo.types import StepEnd, WorkersJoined, dummy_micro_batch
 
 BATCH = dummy_micro_batch(token_id=1)
 
@@ -75,6 +75,15 @@ def test_micro_batches_are_trained_on_while_weights_travel_and_no_step_is_taken_
     steps = [first, whole, first, last]
     assert names == ["publish", "proof", *[name for step in steps for name in (*step, "save_if_due")]]
     assert lines_of(script)[0]["weight_sync_s"] == 0.25  # of the last sync that has ended
+
+
+def test_for_workers_that_joined_the_weights_are_published_once_more_in_the_middle_of_a_step(ranks):
+    script = script_of(2)
+    script.next_message.side_effect = [BATCH, WorkersJoined(), BATCH, StepEnd(1, 2, 8, stats={})]
+    trainer(script, ranks, 1).run()
+    taken, policy = [call.next_message(0), call.add(BATCH)], "the policy"
+    joined = [call.next_message(0), call.publish(policy, 0, self_test=True), call.proof()]
+    assert script.mock_calls[3:10] == [*taken, *joined, *taken]
 
 
 def test_weights_that_do_not_land_end_the_run_before_the_next_optimizer_step(ranks):

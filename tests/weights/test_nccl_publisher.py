@@ -13,7 +13,7 @@ from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
 from async_grpo.weights.package import SELF_TEST
-from async_grpo.weights.publisher import RecordingSource
+from async_grpo.weights.source import RecordingSource
 
 
 class Control:
@@ -23,7 +23,8 @@ class Control:
         self.members, self.loses, self.log = members, loses, []
         self.model, self.received = TwoLayers(), {}
 
-    def begin(self):
+    def begin(self, for_late):
+        self.begun_for_late = for_late
         return self.members
 
     def each(self, method, argument):
@@ -33,6 +34,9 @@ class Control:
 
     def commit(self, package, landed):
         self.log.append(f"commit {package.version} {','.join(landed)}")
+
+    def abort(self, error):
+        self.log.append(f"abort {type(error).__name__}")
 
 
 class Scripted(NCCLPublisher):
@@ -78,7 +82,20 @@ def test_a_lost_tensor_is_refused_and_the_engines_resumed_all_the_same():
     control = Control({"g0": 1}, loses="second.bias")
     with pytest.raises(WeightsDidNotLand, match=r"missing: second\.bias"):
         publisher(control, kind=Scripted).publish(TwoLayers(), 3)()
-    assert control.log[-1] == "resume 3" and not any(entry.startswith("commit") for entry in control.log)
+    assert control.log[-2:] == ["resume 3", "abort WeightsDidNotLand"]
+    assert not any(entry.startswith("commit") for entry in control.log)
+
+
+def test_late_workers_make_a_group_of_their_own_and_when_they_are_gone_again_nothing_is_sent():
+    control = Control({"g0": 1})
+    sender, model = publisher(control, kind=Scripted), TwoLayers()
+    sender.publish(model, 0, self_test=True)()
+    control.members = {"late": 1}
+    sender.publish(model, 0, self_test=True)()
+    assert control.begun_for_late and control.log[-1] == "commit 0 late"
+    control.members, control.log = {}, []
+    sender.publish(model, 0, self_test=True)()
+    assert control.log == ["commit -2 ", "commit -2 ", "commit 0 "]
 
 
 def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():

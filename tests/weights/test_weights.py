@@ -125,6 +125,9 @@ class FakeLink:
     def abort(self, error):
         self.log.append(("abort", str(error)))
 
+    def fence(self, worker_id, error):
+        self.log.append(("fence", worker_id))
+
 
 def publisher(link, named=named, kind=Publisher, config=WeightConfig()) -> Publisher:  # noqa: B008
     return kind(link, named, CANARY, torch.float32, int(link is None), config)
@@ -138,6 +141,21 @@ def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
     # The weights as they are, and every tensor changed; both are kept for workers that join late
     assert link.log == [*a_test, *a_test, ("deliver", 0, 1), ("commit", 0, ["g0"])]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_worker_that_joined_late_and_fails_the_self_test_is_fenced_and_the_run_goes_on():
+    link, model = FakeLink(), TwoLayers()
+    sender = publisher(link)
+    sender.publish(model, 0, self_test=True)()
+    link.ignores, link.log = "first.bias", []
+    sender.publish(model, 0, self_test=True)()
+    assert ("fence", "g0") in link.log and link.log[-1] == (
+        "commit",
+        0,
+        ["g0"],
+    )  # unchanged weights land again
+    link.ignores = None
+    assert sender.publish(model, 1)()["canary_error"] < 1e-5
 
 
 def test_chunks_keep_to_their_size(monkeypatch):
