@@ -1,8 +1,7 @@
 """The training loop: take what experience has, step, publish, write it down."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,54 +10,16 @@ from async_grpo.protocols import ExperienceSource, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import CheckpointWriter
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.step_clock import StepClock
 from async_grpo.types import StepEnd, WorkersJoined
 
 TRAINED_NOTHING = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
     "reward counts; --mask-truncated, --max-token-staleness, --rejection-* and --zero-variance leave tokens out)"
 )
-DURING_STEP = ("waiting_for_experience", "computing", "publishing_weights")
-AFTER_STEP = ("evaluating", "checkpointing")  # not part of `time_per_batch`; not every rank has a part in it
 WriteLine = Callable[[dict[str, Any]], None]
-Overlaps = Callable[
-    [int], bool
-]  # steps done -> are micro-batches of the next trained on while the weights travel?
+Overlaps = Callable[[int], bool]  # steps done -> is the next one accumulated while the weights travel?
 AfterStep = Callable[[int], dict[str, float]]  # steps done -> metrics; on every rank, new weights live
-
-
-class StepClock:
-    """Where the seconds of a step go on this rank, by cause; its intervals are in Unix time, as other processes' are."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._started, self._time_per_batch = ranks, time.perf_counter(), 0.0
-        self._seconds = dict.fromkeys((*DURING_STEP, *AFTER_STEP), 0.0)
-        self._compute_intervals: list[tuple[float, float]] = []
-
-    @contextmanager
-    def measure(self, cause: str) -> Iterator[None]:
-        """Add the time of the `with` block, the device's work in it included, to `cause`."""
-        wall, start = time.time(), time.perf_counter()
-        yield
-        self._ranks.synchronize()
-        elapsed = time.perf_counter() - start
-        self._seconds[cause] += elapsed
-        if cause == "computing":
-            self._compute_intervals.append((wall, wall + elapsed))
-
-    def stop(self) -> None:
-        """The step is done: its weights are live. What follows is measured apart."""
-        self._time_per_batch = time.perf_counter() - self._started
-
-    def report(self) -> dict[str, Any]:
-        """A collective: means over the ranks; of what follows the step, the longest of any rank."""
-        means = self._ranks.mean([self._seconds[cause] for cause in DURING_STEP])
-        longest = self._ranks.max([self._seconds[cause] for cause in AFTER_STEP])
-        seconds = dict(zip(self._seconds, (*means, *longest), strict=True))
-        return {
-            **{f"seconds_{cause}": value for cause, value in seconds.items()},
-            "time_per_batch": self._time_per_batch,
-            "compute_intervals": self._compute_intervals,
-        }
 
 
 @dataclass
