@@ -157,7 +157,7 @@ class ExperienceBatcher:
         """The group of a prompt, with the greedy completion that some estimators compare with."""
         version = self.budget.live_version
         parts = [self._generate_and_score(prompt, self.config.samples_per_question)]
-        if self.config.estimator.compares_with_greedy:
+        if self.advantages.entry.compares_with_greedy:
             parts.append(self._generate_and_score(prompt, 1, greedy=True))
         samples, *greedy = await asyncio.gather(*parts)
         baseline = greedy[0][0].verdict if greedy else None
