@@ -152,9 +152,9 @@ def attention(bench: Bench) -> Figures:
     """2. Packed attention against SDPA of each sequence: forward and backward, grouped heads, a sliding window."""
     heads, grouped, width, window = 14, 2, 64, bench.of(128, 5)
     lengths = bench.of([700, 33, 1500, 1, 256], [7, 1, 12, 5])
-    bounds = torch.tensor([0, *np.cumsum(lengths)], device=bench.device)
-    ids = torch.randint(0, 1000, (sum(lengths),), device=bench.device)
-    packing = packed.Packing(ids, bounds)
+    ends = np.cumsum([0, *(length + 1 for length in lengths)])  # the last token of a sequence is no input
+    packing = packed.Packing(torch.arange(ends[-1], device=bench.device), torch.tensor(ends))
+    bounds = packing.boundaries
 
     def run(dtype: torch.dtype, attend: Callable[..., Tensor], windowed: int | None) -> list[float]:
         torch.manual_seed(0)
