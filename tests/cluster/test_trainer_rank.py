@@ -9,6 +9,7 @@ from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
 from async_grpo.cluster.trainer_rank import _accumulator, _policy
+from async_grpo.modeling import full_tensor
 from async_grpo.training.distributed import distributed_run
 
 
@@ -32,7 +33,7 @@ def a_step(model):
             for _ in range(steps):
                 accumulator.add(batch)
                 metrics = accumulator.finish()
-            return metrics, {name: p.full_tensor().detach().clone() for name, p in policy.named_parameters()}
+            return metrics, {name: full_tensor(p).clone() for name, p in policy.named_parameters()}
 
     return step
 
@@ -67,6 +68,6 @@ def test_the_values_train_the_trunk_unless_their_gradient_is_stopped(model, into
         ids = torch.arange(6)
         values = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 1.0, with_values=True)[2]
         values.sum().backward()
-        grads = [p.grad.full_tensor() for p in policy.model.parameters() if p.grad is not None]
+        grads = [full_tensor(p.grad) for p in policy.model.parameters() if p.grad is not None]
         assert any(grad.count_nonzero() for grad in grads) == into_the_trunk
-        assert policy.value_head.weight.grad.full_tensor().count_nonzero()
+        assert full_tensor(policy.value_head.weight.grad).count_nonzero()
