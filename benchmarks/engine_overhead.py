@@ -167,7 +167,8 @@ async def measure(options: argparse.Namespace, model: Path, tokens: int) -> dict
             ways["actor"] = through_actor(await stack.enter_async_context(actor_channel(config, settings)))
         for ask in ways.values():
             await round_of(ask, prompts_of(questions, 0))
-        for number in range(1, options.rounds + 1):
+        rounds = options.rounds or (8 if options.case == "a" else 3)
+        for number in range(1, rounds + 1):
             for name, ask in ways.items():
                 found.setdefault(name, []).append(await round_of(ask, prompts_of(questions, number)))
     return found
@@ -178,7 +179,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", choices=("a", "e"), default="a")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, help="of each way; by default 8 in case a, 3 in e")
     parser.add_argument("--questions", type=int)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--engine-options", default="")
