@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 PROMPT_TOKEN = -1  # `versions` of a token that no policy generated
+GENERATION = "generation"  # the kind of worker that every run needs
 
 
 class FinishReason(str, Enum):

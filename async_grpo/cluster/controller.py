@@ -22,10 +22,8 @@ from async_grpo.experience.config import BatchConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.protocols import Connect, Verification, WeightPackage
-from async_grpo.types import Message, SharedRunSettings, WorkerInfo
+from async_grpo.types import GENERATION, Message, SharedRunSettings, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
-
-GENERATION = "generation"  # the kind of worker that every run needs
 
 
 class RunController:

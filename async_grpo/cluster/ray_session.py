@@ -26,6 +26,10 @@ FORWARDED_PREFIXES = ("VLLM_CPU_",)
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 CONNECT_TIMEOUT_S = 5.0
+RAY_IS_UP = (
+    "ASYNC_GRPO_RAY_IS_UP"  # variable: a file that is there once Ray is, which is started beside this program
+)
+RAY_START_S = 90.0
 HOW_TO_JOIN = (
     "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on "
     "this machine) on every side; `ray get-auth-token --generate` makes the token on the first node, in ~/.ray/auth_token: "
@@ -54,6 +58,9 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     Raises:
         ConfigurationError: there is none, or it does not let us in; says how to start one.
     """
+    give_up = time.monotonic() + RAY_START_S
+    while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < give_up:
+        time.sleep(0.05)
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:

@@ -82,13 +82,16 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     secrets, environment = rewards.secrets(), config.reward_environment()
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
     inputs = config, prepared.facts, ranks.world_size, ray.put(prepared.questions), verification
-    answer(controller.start_batcher.remote(*inputs), config.start_timeout_s)
+    starting = controller.start_batcher.remote(*inputs)
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
-    await_workers(controller, config)
     with closing(MetricsWriter(config.output_path, config.num_steps, samples_file)) as metrics:
         rank_0 = RayEngines(controller, config.sync_timeout_s), metrics.write, experience.after_step
-        make_trainer(config, prepared.settings, ranks, experience, *rank_0).run()
+        trainer = make_trainer(config, prepared.settings, ranks, experience, *rank_0)
+        answer(starting, config.start_timeout_s)  # engines and rewards have been loading beside the model
+        await_workers(controller, config)
+        metrics.start()
+        trainer.run()
     close_run(controller, f"{config.num_steps} steps are done")
 
 
@@ -115,16 +118,16 @@ def await_workers(controller: Any, config: RunConfig) -> str:
         ConfigurationError: see `RunController.lacks`.
         DeadlineExceeded: a kind is still missing after `start_timeout_s`.
     """
-    give_up, next_word = time.monotonic() + config.start_timeout_s, time.monotonic() + 2.0
+    give_up, next_word, said = time.monotonic() + config.start_timeout_s, 0.0, ""
     while True:
         missing, rewards = answer(controller.lacks.remote())
         if not missing:
             return str(rewards)
         if time.monotonic() > give_up:
             raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
-        if time.monotonic() > next_word:
+        if missing != said or time.monotonic() > next_word:  # a line per change
             log.info("waiting for workers to load and join: there is still %s", missing)
-            next_word = time.monotonic() + 15.0
+            said, next_word = missing, time.monotonic() + 15.0
         time.sleep(0.2)
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from async_grpo.cluster.controller import GENERATION
 from async_grpo.cluster.ray_session import answer, cause_of
 from async_grpo.errors import WorkerLost
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.types import WorkerInfo
+from async_grpo.types import GENERATION, WorkerInfo
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)

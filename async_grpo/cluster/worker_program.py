@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from async_grpo.cluster.channel import ChannelServer
-from async_grpo.cluster.controller import GENERATION
 from async_grpo.cluster.ray_session import (
     CONTROL_TIMEOUT_S,
     cause_of,
@@ -24,10 +23,8 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.generation.config import UNLIMITED, engine_class, with_sequences
-from async_grpo.logprob.logprob_worker import LogprobWorker
-from async_grpo.modeling.load import context_length, model_fingerprint
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.types import SharedRunSettings, WorkerInfo
+from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
 
 log = logging.getLogger(__name__)
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these
@@ -49,12 +46,19 @@ class WorkerActor(ChannelServer):
         self._loading = asyncio.Lock()
         self._version: int | None = None
 
+    async def warm_up(self, config: WorkerConfig) -> None:
+        """Import what `start` needs, while the trainer, which alone knows the settings, still starts itself."""
+        _worker_class(config)
+
+    async def check_model(self, model_path: str, settings: SharedRunSettings) -> None:
+        """See the function of this name: here and not in the dispatcher, which can do without these libraries."""
+        check_model(model_path, settings)
+
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
         """Load the model; returns the sequences that it takes and the tokens that it can hold at once."""
         generates = config.mode == GENERATION
         config = with_sequences(config, settings) if generates else config
-        kind = engine_class(config.engine) if generates else LogprobWorker
-        self._engine = kind.start(config, settings)
+        self._engine = _worker_class(config).start(config, settings)
         self.serve({name: getattr(self._engine, name) for name in self.served})
         return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
 
@@ -117,28 +121,52 @@ def dispatch(config: WorkerConfig) -> None:
         WorkerLost: the worker, or the trainer, died.
     """
     connect(config.run_name, config.logging_level)
-    controller = find_controller(config.run_name, config.start_timeout_s)
-    closed = controller.closed.remote()
+    config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
+    actor = _make_actor(config)
     try:
+        controller = find_controller(config.run_name, config.start_timeout_s)
+        closed = controller.closed.remote()
         settings = _unless_closed(controller.settings.remote(), closed, CONTROL_TIMEOUT_S)
         kind = GENERATION if config.mode == GENERATION else config.role
-        try:
-            check_model(config.model_path, settings)
-        except ConfigurationError as refusal:
-            _unless_closed(controller.refuse.remote(str(refusal)), closed, CONTROL_TIMEOUT_S)
-            raise
         if kind not in (GENERATION, *settings.logprob_roles):
             raise ConfigurationError(
                 f"the loss of run {settings.run_name!r} uses no {kind} log-probs (a reference is used with --kl-coef "
                 "above 0, a proximal one with --old-policy proximal)"
             )
-        _work(config, settings, kind, controller, closed)
+        _work(config, settings, kind, actor, controller, closed)
     except _RunIsOver as over:
         log.info("the run is over: %s", over)
+    finally:
+        ray.kill(actor)
+
+
+def _make_actor(config: WorkerConfig) -> Any:
+    """An actor for the worker; it begins to import at once."""
+    has_gpus = bool(ray.cluster_resources().get("GPU"))
+    actor_class, gpus = (
+        (GenerationActor, config.tensor_parallel_size) if config.mode == GENERATION else (LogprobActor, 1)
+    )
+    actor = zero_cpu_actor(
+        actor_class,
+        num_gpus=gpus if has_gpus else 0,
+        runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
+    ).remote()
+    actor.warm_up.remote(config)  # if it fails, `start` does so again, and is heard
+    return actor
+
+
+def _worker_class(config: WorkerConfig) -> Any:
+    if config.mode == GENERATION:
+        return engine_class(config.engine)
+    from async_grpo.logprob.logprob_worker import LogprobWorker
+
+    return LogprobWorker
 
 
 def check_model(model_path: str, settings: SharedRunSettings) -> None:
     """Refuse a model other than the trainer's: log-probs and token ids would silently mean something else."""
+    from async_grpo.modeling.load import context_length, model_fingerprint
+
     if model_fingerprint(model_path) != settings.model_fingerprint:
         raise ConfigurationError(
             f"--model_path {model_path} has another architecture or vocabulary than the model that the trainer of run "
@@ -148,19 +176,20 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
         raise ConfigurationError(f"--model_path {model_path} reaches {reach} tokens, the run needs {needed}")
 
 
-def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controller: Any, closed: Any) -> None:
+def _work(
+    config: WorkerConfig, settings: SharedRunSettings, kind: str, actor: Any, controller: Any, closed: Any
+) -> None:
     """Load a worker, let it join, and wait for the end of the run or for a death."""
     worker_id, doing, reason = f"{kind}-{uuid.uuid4().hex[:6]}", "could not start", "the run is over"
     log.info("starting worker %s on %s", worker_id, config.model_path)
-    generates, has_gpus = kind == GENERATION, bool(ray.cluster_resources().get("GPU"))
-    gpus = config.tensor_parallel_size if generates else 1
-    actor = zero_cpu_actor(
-        GenerationActor if generates else LogprobActor,
-        num_gpus=gpus if has_gpus else 0,
-        runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
-    ).remote()
-    config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
     try:
+        checked = actor.check_model.remote(config.model_path, settings)
+        try:
+            _unless_closed(checked, closed, config.start_timeout_s)
+        except ConfigurationError as refusal:
+            told = str(getattr(refusal, "cause", refusal))  # without Ray's wrapping
+            _unless_closed(controller.refuse.remote(told), closed, CONTROL_TIMEOUT_S)
+            raise ConfigurationError(told) from None
         places, max_tokens = _unless_closed(
             actor.start.remote(config, settings), closed, config.start_timeout_s
         )
@@ -179,7 +208,6 @@ def _work(config: WorkerConfig, settings: SharedRunSettings, kind: str, controll
             ray.get(controller.deregister.remote(kind, worker_id, reason), timeout=CONTROL_TIMEOUT_S)
         with contextlib.suppress(RayError):  # one that still loads answers nothing
             ray.get(actor.close.remote(), timeout=20 if doing == "died" else 0)
-        ray.kill(actor)
 
 
 class _RunIsOver(Exception):

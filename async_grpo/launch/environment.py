@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_grpo.errors import ConfigurationError
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -30,12 +28,13 @@ def ray_command(address: str, scratch: Path) -> list[str]:
     return [
         *[python, "-m", "ray.scripts.scripts", "start", "--head", "--block"],
         *["--disable-usage-stats", f"--node-ip-address={host}", f"--port={port}"],
-        *["--include-dashboard=false", f"--temp-dir={scratch}"],
+        *["--include-dashboard=false", "--no-monitor", f"--temp-dir={scratch}"],
     ]
 
 
-def run_environment(ray_address: str, trainer_gpus: int) -> dict[str, str]:
-    """The environment of every program; without an address, that of a private cluster on the loopback interface."""
+def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dict[str, str]:
+    """The environment of every program; without an address, that of a private cluster on the loopback interface, which
+    programs await: it is there when the file `ray_is_up` is."""
     private = {
         "RAY_ADDRESS": ray_address or f"127.0.0.1:{free_port()}",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -49,6 +48,9 @@ def run_environment(ray_address: str, trainer_gpus: int) -> dict[str, str]:
         private["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not ray_address:
         private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        private |= {"ASYNC_GRPO_RAY_IS_UP": str(ray_is_up)}  # see cluster/ray_session.py
+        # Every actor here has variables of its own: a worker started before it is known could never be used
+        private |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     if devices := gpus():
         private["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:trainer_gpus])  # Ray gets the others
     return {**os.environ, **private}
@@ -66,8 +68,11 @@ def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpu
 def gpus() -> list[str]:
     """Ids of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = map(str, range(torch.cuda.device_count())) if visible is None else visible.split(",")
-    return [device.strip() for device in every if device.strip()]
+    if visible is None:
+        import torch  # not above: every program of a run reads the options of `async-grpo run`, few need torch for it
+
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    return [device.strip() for device in visible.split(",") if device.strip()]
 
 
 def free_port() -> int:

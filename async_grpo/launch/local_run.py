@@ -4,12 +4,12 @@ import importlib.util
 import logging
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from async_grpo.config.compatibility import refuse_broken
-from async_grpo.config.preflight import prepare
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.generation.config import EngineOptions, engine_class
@@ -71,6 +71,8 @@ def check(config: LocalConfig) -> None:
         raise ConfigurationError(
             "vLLM is not installed here: pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
         )
+    from async_grpo.config.preflight import prepare  # torch and transformers
+
     if is_file(config.engine):
         engine_class(config.engine)
     prepare(config)
@@ -78,8 +80,11 @@ def check(config: LocalConfig) -> None:
         environment.check_reachable(config.ray_address)
 
 
-def start(config: LocalConfig) -> None:
-    """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
+def start(config: LocalConfig, when_trained: Callable[[], None] = lambda: None) -> None:
+    """The run itself, in a folder that `claim` has made; raises what `run_locally` does.
+
+    `when_trained`: what to do with the results while the workers end.
+    """
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
     supervisor = Supervisor(logs)
@@ -88,7 +93,7 @@ def start(config: LocalConfig) -> None:
     judge = serving(config, gpus(), logs, config.enforce_eager)
     with environment.signals_as_exceptions(), scratch as folder, judge as found:
         try:
-            _run(config, supervisor, Path(folder), found)
+            _run(config, supervisor, Path(folder), found, when_trained)
         except KeyboardInterrupt as interrupt:
             log.warning(
                 "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
@@ -99,27 +104,37 @@ def start(config: LocalConfig) -> None:
             supervisor.stop()
 
 
-def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
-    variables = environment.run_environment(config.ray_address, config.nproc_per_node)
+def _run(
+    config: LocalConfig,
+    supervisor: Supervisor,
+    scratch: Path,
+    judge: dict[str, str],
+    when_trained: Callable[[], None],
+) -> None:
+    ray_is_up = scratch / "ray-is-up"
+    variables = environment.run_environment(config.ray_address, config.nproc_per_node, ray_is_up)
+    log.info("starting Ray, workers and trainer; their output is in %s", config.output_path / "logs")
+    ray = None
     if not config.ray_address:
-        log.info("starting a private Ray")
         command = environment.ray_command(variables["RAY_ADDRESS"], scratch)
         for_ray = environment.ray_environment(variables, config.nproc_per_node, config.judge_gpus_alone)
         ray = supervisor.start("ray", command, for_ray)
-        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
-    log.info("starting workers and trainer; their output is in %s", config.output_path / "logs")
     workers = [
         supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, variables)
         for number, command in enumerate(worker_commands(config))
     ]
     command = trainer_command(config) + [f"--{dashed(name)}={value}" for name, value in judge.items()]
     trainer = supervisor.start("trainer", command, variables, console=True)
+    if ray is not None:  # the others import their libraries meanwhile
+        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
+        ray_is_up.touch()
     code = supervisor.wait(trainer)
     if code != 0:
         if REFUSED.search(log_excerpt(trainer)):
             raise ConfigurationError(log_excerpt(trainer).strip())
         raise RunFailed(f"{trainer.describe_exit()}{log_excerpt(trainer)}")
     log.info("done; waiting for the workers to end")
+    when_trained()
     supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
 
 

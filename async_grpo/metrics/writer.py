@@ -90,12 +90,15 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, num_steps: int, samples_file: Path | None = None) -> None:
         self._metrics, self._samples, self._num_steps = folder / METRICS_FILE, samples_file, num_steps
-        self._metrics.touch()
         self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("training", total=num_steps)
-        self._progress.start()
         self._intervals: list[tuple[float, float]] = []
         self._alarms = set[str]()  # of the step before, without their numbers: each is shown when it begins
+
+    def start(self) -> None:
+        """From now on the folder holds a run, and the console shows how far it is."""
+        self._metrics.touch()
+        self._progress.start()
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one step; raw timelines become sums, samples go to a file of their own."""

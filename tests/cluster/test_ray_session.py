@@ -4,7 +4,8 @@ import pytest
 import ray
 from ray.exceptions import AuthenticationError
 
-from async_grpo.cluster.ray_session import connect
+from async_grpo.cluster import ray_session
+from async_grpo.cluster.ray_session import RAY_IS_UP, connect
 from async_grpo.errors import ConfigurationError
 
 
@@ -24,3 +25,13 @@ def test_who_is_not_let_in_learns_where_the_token_comes_from(monkeypatch, refusa
     with pytest.raises(ConfigurationError, match="`ray get-auth-token --generate` makes the token") as error:
         connect("run")
     assert "RAY_AUTH_MODE=token" in str(error.value) and "~/.ray/auth_token" in str(error.value)
+
+
+def test_a_program_that_was_started_beside_ray_knocks_once_ray_is_up(monkeypatch, tmp_path):
+    joined, ray_is_up = [], tmp_path / "ray-is-up"
+    monkeypatch.setenv(RAY_IS_UP, str(ray_is_up))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(ray, "init", lambda **_: joined.append(ray_is_up.exists()))
+    monkeypatch.setattr(ray_session.time, "sleep", lambda _: ray_is_up.touch())
+    connect("run")
+    assert joined == [True]

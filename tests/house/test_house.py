@@ -21,7 +21,7 @@ ALLOWED = {
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .generation.char_ends .config.compatibility .config.rewards "
-        ".programs.verify .programs.cache .data . reward_registry"
+        ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (
         ".options.command_line .__main__ .programs.trainer .programs.worker .programs.plot trainer_core "
@@ -32,11 +32,10 @@ ALLOWED = {
         ".algorithm.off_policy .algorithm.covariance .experience.batcher .weights.publisher .weights.nccl"
     ),
     ("torch", "transformers"): (
-        ".modeling.policy .training.trainer .training.sharding .logprob.logprob_worker .config.preflight "
-        ".launch.local_run .launch.demo"
+        ".modeling.policy .training.trainer .training.sharding .logprob.logprob_worker .config.preflight"
     ),
-    ("ray",): ".cluster.channel",
-    ("ray", "torch", "transformers"): ".cluster.trainer_rank .cluster.worker_program",
+    ("ray",): ".cluster.channel .cluster.worker_program",
+    ("ray", "torch", "transformers"): ".cluster.trainer_rank",
 }
 
 
