@@ -149,3 +149,15 @@ def test_the_controller_s_death_is_named(run, handle):
         answer(run.settings.remote())
     with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
         worker_program._unless_closed(handle.exchange.remote("x", [], True), closed, 30)
+
+
+def test_a_worker_with_another_model_is_refused_by_its_actor_and_the_trainer_hears_of_it(run):
+    settings = replace(SETTINGS, model_fingerprint="of another model")
+    told = WorkerConfig(mode="generation", engine="fake", model_path=str(MODEL))
+    actor = worker_program._make_actor(told)
+    refusal = "has another architecture or vocabulary than the model"
+    with pytest.raises(ConfigurationError, match=f"^--model_path .* {refusal}"):
+        worker_program._work(told, settings, "generation", actor, run, run.closed.remote())
+    with pytest.raises(ConfigurationError, match=refusal):
+        trainer_rank.await_workers(run, config())
+    ray.kill(actor)
