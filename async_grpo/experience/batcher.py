@@ -183,9 +183,8 @@ class ExperienceBatcher:
         samples = tuple(task.result() for task in scoring)
         if not self.facts.whole_groups or greedy:
             return samples
-        seen = [
-            reward_sample(prompt, sample.completion) for sample in samples
-        ]  # a reward looks at all of the group
+        # A reward looks at all of the group
+        seen = [reward_sample(prompt, sample.completion) for sample in samples]
         verdicts = [sample.verdict for sample in samples]
         verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
@@ -213,14 +212,12 @@ class ExperienceBatcher:
             else:  # a whole minibatch at once is a thread's work, as the loop serves others
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
-                messages: Sequence[Queued]
                 if isinstance(event, StepComplete):
                     refuse_unscored(event.step, event.groups)
                     end = self._supervise(self._step_end(event), f"the end of step {event.step}")
-                    messages = [end] * len(self._queues)
+                    self._put([end] * len(self._queues))
                 else:
-                    messages = event
-                self._put(messages)
+                    self._put(event)
             self._feed()
 
     def _feed(self) -> None:

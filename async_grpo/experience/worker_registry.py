@@ -5,8 +5,8 @@ The unit of admission is one sequence: a worker takes up to `max_sequences` at o
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +74,9 @@ class WorkerRegistry:
     def __init__(self, kind: str, grace_s: float = 30.0, policy: SchedulingPolicy = least_loaded) -> None:
         self.kind, self.grace_s, self._policy = kind, grace_s, policy
         self._members: dict[str, Member] = {}
-        # First come, first served: (sequences, tokens of each, lease). Nobody polls: what may end a wait calls `_serve`
-        self._line: deque[tuple[int, int, asyncio.Future[Lease]]] = deque()
+        self._turn = asyncio.Lock()  # first come, first served
+        self._wanted = 1  # sequences, by who has the turn
+        self._changed = asyncio.Event()  # for it: its wait may have ended
         self._last_loss = "none has registered yet"
         self._empty_since = time.monotonic()  # if there are no members
         self._members_changed()
@@ -88,9 +89,9 @@ class WorkerRegistry:
             [[m.info.max_sequences for m in active], [m.info.max_tokens for m in active]], float
         )
         self._held = np.array([[m.sequences for m in active], [m.tokens for m in active]], float)
-        for column, member in enumerate(self._active):
+        for column, member in enumerate(active):
             member.column = column
-        self._serve()
+        self._changed.set()
 
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
@@ -128,52 +129,31 @@ class WorkerRegistry:
             ConfigurationError: no registered worker could ever take so many at once.
             WorkerLost: no worker was registered for `grace_s` seconds.
         """
-        lease: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._line.append((sequences, tokens_each, lease))
-        if len(self._line) == 1:
-            self._serve()
-        try:
-            return await lease
-        except asyncio.CancelledError:
-            if lease.cancelled():
-                self._serve()  # others may have waited behind it
-            elif lease.exception() is None:  # served, and gone before it heard of that
-                self.release(lease.result(), sequences)
-            raise
+        async with self._turn:  # behind it everybody waits: no starvation
+            while (member := self._choose(sequences, sequences * tokens_each)) is None:
+                self._refuse_in_vain(sequences)
+                self._wanted = sequences
+                self._changed.clear()
+                left_s = None if self._members else self._empty_since + self.grace_s - time.monotonic()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._changed.wait()
+            self._give(member, sequences, sequences * tokens_each)
+            return Lease(member, sequences, tokens_each)
 
     def release(self, lease: Lease, sequences: int = 1) -> None:
         """Give back `sequences` of a lease. Of a void one (its worker is gone) nobody will hear."""
         sequences = min(sequences, lease.sequences)
         lease.sequences -= sequences
         self._give(lease.member, -sequences, -sequences * lease.tokens_each)
-        if self._line and lease.member.has_room(self._line[0][0]):  # no other has: the head would not wait
-            self._serve()
+        if lease.member.has_room(self._wanted):  # no other has, or nobody waits
+            self._changed.set()
 
     def _give(self, member: Member, sequences: int, tokens: int) -> None:
         member.sequences += sequences
         member.tokens += tokens
         if member.active:
             self._held[:, member.column] = member.sequences, member.tokens
-
-    def _serve(self) -> None:
-        """Serve the line from its head up to the first that must wait: all wait behind it, so that nobody starves."""
-        while self._line:
-            sequences, tokens_each, lease = self._line[0]
-            if not lease.done():  # else its caller has gone
-                try:
-                    self._refuse_in_vain(sequences)
-                    member = self._choose(sequences, sequences * tokens_each)
-                except Exception as refused:  # a policy of the user's may raise anything
-                    lease.set_exception(refused)
-                else:
-                    if member is None:
-                        break
-                    self._give(member, sequences, sequences * tokens_each)
-                    lease.set_result(Lease(member, sequences, tokens_each))
-            self._line.popleft()
-        if self._line and not self._members:  # a moment late, lest it fires before the grace has ended
-            left_s = self._empty_since + self.grace_s - time.monotonic()
-            self._line[0][2].get_loop().call_later(left_s + 0.01, self._serve)
 
     def _choose(self, sequences: int, tokens: int) -> Member | None:
         """The active member that gets the work; None: no one has room."""

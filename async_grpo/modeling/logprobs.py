@@ -109,9 +109,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, without another tensor of the head's size where the product's dtype is the total's."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
+    if left.is_cuda and left.dtype != total.dtype:
         total += _product(left, right)
     else:
-        total.addmm_(left.float(), right.float())
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -5,7 +5,7 @@ comes from the `Packing` among the model's keyword arguments. Cost grows with th
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -53,15 +53,12 @@ class Packing:
         self.longest = int(lengths.max())
         self.boundaries = torch.tensor(boundaries, dtype=torch.int32, device=device)
         self.starts, self.lengths = self.boundaries[:-1], self.boundaries.diff()
-        self.rows = torch.tensor(rows, device=device)  # (F,) int64: of each input
-        self.rows_of_tokens = torch.tensor(
-            rows_of_tokens, device=device
-        )  # (N,) int64; 0 where a token is no input
-        self.firsts = torch.tensor(firsts, device=device)  # (M,) int64: the first input of a row
-        self.tokens = torch.tensor(inputs[firsts], device=device)  # (M,) int64: the same, among all N
-        self.position_ids = torch.tensor(
-            offsets[firsts], device=device
-        )  # (M,) int64, from 0 in every sequence
+        indices = partial(torch.tensor, device=device)  # int64
+        self.rows = indices(rows)  # (F,): of each input
+        self.rows_of_tokens = indices(rows_of_tokens)  # (N,); 0 where a token is no input
+        self.firsts = indices(firsts)  # (M,): the first input of a row
+        self.tokens = indices(inputs[firsts])  # (M,): the same, among all N
+        self.position_ids = indices(offsets[firsts])  # (M,), from 0 in every sequence
 
     @cached_property
     def buckets(self) -> list[Tensor]:

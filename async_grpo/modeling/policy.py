@@ -77,9 +77,8 @@ class PolicyModel(nn.Module):
         head = self.model.get_output_embeddings()
         first_tokens = cu_seqlens[:-1].to(loss_mask.device, torch.int64)
         positions = loss_mask.index_fill(0, first_tokens, False).nonzero().flatten()
-        states = hidden.index_select(
-            0, packing.rows_of_tokens[positions - 1]
-        )  # known before the token is chosen
+        # What is known before the token is chosen
+        states = hidden.index_select(0, packing.rows_of_tokens[positions - 1])
         results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )

@@ -83,7 +83,7 @@ class AdapterQueue:
     async def score(self, sample: dict[str, Any]) -> AdapterResult:
         """The adapter's result; FAILED when the queue is broken or closed. Cancelling it frees the worker."""
         if self.inline is not None and not self._broken_reason:
-            result = self.inline.score_now(sample)
+            result = await self.inline.score(sample, self._timeouts.timeout_s)
             self.stats.sums["busy_s"] += result.latency_s
             self.stats.add(result)
             return result

@@ -22,23 +22,18 @@ def is_bounded(adapter: Any) -> bool:
 
 
 class InlineReward:
-    """A `VerifierWorker` whose answer is there at once, in the same form as a process gives it. Its queue asks
-    `score_now`; `score` is for who wraps it (see `LimitedWorker`)."""
+    """A `VerifierWorker` whose `score` never waits, and answers in the form in which a process does."""
 
     capacity = 1
 
     def __init__(self, name: str, adapter: Any, options: Mapping[str, Any]) -> None:
         self._name, self._reward = name, Reward(adapter, options)
 
-    def score_now(self, sample: dict[str, Any]) -> AdapterResult:
-        """The result; FAILED for what the reward raises."""
+    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
+        """The result; FAILED for what the reward raises. No time-out is needed."""
         started = time.monotonic()
         ((answer,),) = run_plain(self._reward.replies([{"sample": sample}]))
         return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started)
-
-    async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
-        """The same; no time-out is needed."""
-        return self.score_now(sample)
 
     async def close(self) -> None:
         """Nothing is open."""
