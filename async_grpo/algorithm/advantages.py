@@ -32,11 +32,6 @@ TOTAL = "total"  # one tensor: all that the sample earned, each part on the toke
 COMPONENTS = "components"  # a dict by name: the reward of each adapter on the last token, apart
 SOURCES = "sources"  # a dict by name: each process reward on its tokens, and the outcome on the last one
 
-# How finely an estimator looks at where rewards stand; a column of its tensors stands for
-TOKENS = "tokens"  # one token
-RUNS = "runs"  # the tokens up to a reward: they get the same advantage (unless its option `gamma` discounts)
-SCORE = "score"  # the whole sample: only the sum of its rewards counts
-
 # Inputs that the library provides to an estimator whose function has a keyword of that name: the critic's values, the
 # reward of the greedy completion, where step rewards stand (of a total; of each source), the user's --reward-weights
 PROVIDED = ("values", "baselines", "step_mask", "masks", "weights")
@@ -59,9 +54,9 @@ class Estimator:
             batch-coupled estimator has to wait for its whole minibatch.
         outcome: it does with one score per sample, placed on the row's last unmasked token.
         process: it knows which token a reward stands on.
-        per_sample: given one score per sample, it gives all tokens of the sample the same advantage (unless its option
-            `gamma` discounts): one column per sample does.
-        reads: TOKENS, RUNS or SCORE; the latter two imply `per_sample`, and are cheaper the fewer the rewards.
+        per_sample: given one score per sample, it gives all tokens of the sample the same advantage, and given several
+            those up to each (unless its option `gamma` discounts): one column for all of them does.
+        sums: only the sum of a sample's rewards counts, whichever tokens they stand on; implies `per_sample`.
         rewards: TOTAL, COMPONENTS or SOURCES.
         compares_with_batch: groups of equal rewards teach it too, so they must not be left out or replaced.
         needs_all_rewards: a sample counts only if every adapter gave it a reward. With TOTAL that is asked where some
@@ -77,7 +72,7 @@ class Estimator:
     outcome: bool = True
     process: bool = False
     per_sample: bool = False
-    reads: str = TOKENS
+    sums: bool = False
     rewards: str = TOTAL
     compares_with_batch: bool = False
     needs_all_rewards: bool = False
@@ -159,7 +154,7 @@ class Estimator:
         dtype = reduce(torch.promote_types, (values.dtype for values in sources.values()))
         if not used.any():
             return torch.zeros_like(mask, dtype=dtype)
-        counted = self.per_sample or self.reads != TOKENS
+        counted = self.per_sample or self.sums
         counts = torch.where(used, tokens, 0) if counted and (tokens > 1).any() else used
         advantages = self.function(cleaned if self.named else cleaned[SOLE], counts, groups, **options)
         return torch.where(used, advantages, 0).to(dtype)
@@ -227,20 +222,20 @@ def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(outcomes.grpo, group_local=True, reads=SCORE),
-    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, reads=SCORE),
-    "rloo": Estimator(outcomes.rloo, group_local=True, reads=SCORE),
-    "opo": Estimator(outcomes.opo, group_local=True, reads=SCORE),
-    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, reads=SCORE),
-    "remax": Estimator(processes.remax, group_local=True, reads=RUNS),
-    "gpg": Estimator(outcomes.gpg, reads=SCORE),
-    "grpo_batch_std": Estimator(outcomes.grpo_batch_std, reads=SCORE),
-    "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, reads=SCORE),
-    "gdpo": Estimator(outcomes.gdpo, reads=SCORE, rewards=COMPONENTS, needs_all_rewards=True),
+    "grpo": Estimator(outcomes.grpo, group_local=True, sums=True),
+    "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, sums=True),
+    "rloo": Estimator(outcomes.rloo, group_local=True, sums=True),
+    "opo": Estimator(outcomes.opo, group_local=True, sums=True),
+    "grpo_passk": Estimator(outcomes.grpo_passk, group_local=True, sums=True),
+    "remax": Estimator(processes.remax, group_local=True, per_sample=True),
+    "gpg": Estimator(outcomes.gpg, sums=True),
+    "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),
+    "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, sums=True),
+    "gdpo": Estimator(outcomes.gdpo, sums=True, rewards=COMPONENTS, needs_all_rewards=True),
     "reinforce_plus_plus": Estimator(
         processes.reinforce_plus_plus,
         process=True,
-        reads=RUNS,
+        per_sample=True,
         compares_with_batch=True,
         needs_all_rewards=True,
     ),
@@ -252,9 +247,11 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
         critic_returns=processes.gae_returns,
     ),
     "grpo_process": Estimator(
-        processes.grpo_process, group_local=True, outcome=False, process=True, reads=RUNS
+        processes.grpo_process, group_local=True, outcome=False, process=True, per_sample=True
     ),
-    "prime_rloo": Estimator(processes.prime_rloo, outcome=False, process=True, reads=RUNS, rewards=SOURCES),
+    "prime_rloo": Estimator(
+        processes.prime_rloo, outcome=False, process=True, per_sample=True, rewards=SOURCES
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 They are called through `async_grpo.algorithm.advantages.Estimator`, which keeps the rules that are the same for all. A
 function gets the rewards (B, T) in float64, finite, zero where masked; `used` (B, T), how many unmasked tokens of the
-participants each entry stands for (bool, or counts, see `Estimator.reads`); and the groups. It returns
+participants each entry stands for (bool, or counts, see `Estimator.per_sample`); and the groups. It returns
 (B, T) or (B, 1). In the formulas n counts the participants of the group, T_i the unmasked tokens of sample i.
 """
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algorithm.advantages import COMPONENTS, RUNS, SCORE, TOKENS, TOTAL
+from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.groups import num_scored
 from async_grpo.experience.reward_tensors import INPUTS, REWARDS, RewardTensors, repeated
@@ -51,7 +51,7 @@ class GroupAdvantages:
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         """The groups with advantages on every sample that is trained on in `step`; the others keep None."""
         samples = [sample for group in groups for sample in group.samples]
-        batch = RewardTensors(self.config, self.facts, groups, self._reads())
+        batch = RewardTensors(self.config, self.facts, groups, self._by_token())
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
         enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]
         teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]
@@ -67,12 +67,10 @@ class GroupAdvantages:
         rows = iter(zip(samples, masks, batch.per_token(advantages), strict=True))
         return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
 
-    def _reads(self) -> str:
-        """How finely rewards are laid out: discounts go by tokens, and so does a KL unless only sums count."""
-        reads, kl = self.entry.reads, self.config.reward_kl_coef
-        if self._options.get("gamma", 1.0) != 1.0 or (reads == RUNS and kl):
-            return TOKENS
-        return SCORE if self.entry.per_sample and not (self.facts.process or kl) else reads
+    def _by_token(self) -> bool:
+        """How rewards are laid out: discounts go by tokens, and so does a KL unless only sums count."""
+        in_runs = self.entry.sums or (self.entry.per_sample and not self.config.reward_kl_coef)
+        return not in_runs or self._options.get("gamma", 1.0) != 1.0
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
         entry, rewards = self.entry, REWARDS[self.entry.rewards](batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo.algorithm.advantages import COMPONENTS, RUNS, SOURCES, TOKENS, TOTAL
+from async_grpo.algorithm.advantages import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
@@ -17,22 +17,19 @@ from async_grpo.types import Group, Sample
 
 
 class RewardTensors:
-    """Groups as padded tensors: rows are samples, columns what the estimator `reads`, (B, K) float64.
+    """Groups as padded tensors: rows are samples, columns tokens or the runs of them up to each reward, (B, K) float64.
 
     (4,096 samples of up to 8,192 tokens would be 268 MB of mostly zeros for every tensor, were columns always tokens.)
     """
 
-    def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], reads: str) -> None:
-        self._config, self.facts = config, facts
+    def __init__(self, config: BatchConfig, facts: RunFacts, groups: Sequence[Group], by_token: bool) -> None:
+        self._config, self.facts, self._by_token = config, facts, by_token
         self._samples = [sample for group in groups for sample in group.samples]
         self._lengths = [len(sample.completion) for sample in self._samples]
-        self._runs: list[np.ndarray] | None = None  # (K,) each: how many tokens its columns stand for
-        if reads == TOKENS:
-            self.tokens = torch.arange(max(self._lengths)) < torch.tensor(self._lengths)[:, None]
-        else:
-            self._runs = [self._runs_of(sample, reads) for sample in self._samples]
-            self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
-        # (B, K): how many tokens each entry stands for; (B, 1): the column of a row's last token
+        # (K,) of each sample, and padded (B, K): how many tokens each entry stands for
+        self._runs = [self._runs_of(sample) for sample in self._samples]
+        self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
+        # (B, 1): the column of a row's last token
         self._last = (self.tokens > 0).sum(dim=1, keepdim=True) - 1
         self.group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
         self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in self._lengths)
@@ -40,22 +37,21 @@ class RewardTensors:
         greedy = [group.baseline.reward if group.baseline else None for group in groups]
         self.baselines = _numbers(greedy, missing=math.nan)[self.group_ids]
 
-    def _runs_of(self, sample: Sample, reads: str) -> np.ndarray:
-        """How many tokens go up to each reward, and on to the end."""
+    def _runs_of(self, sample: Sample) -> np.ndarray:
+        """How many tokens go up to each reward, and on to the end; or one by one."""
+        if self._by_token:
+            return np.ones(len(sample.completion), bool)
         ends = {len(sample.completion)}
-        for result in sample.verdict.results if reads == RUNS else ():
+        for result in sample.verdict.results:
             if result.adapter in self.facts.process:
                 ends |= {token + 1 for token, _ in result.steps or ()}
         return np.diff(sorted(ends), prepend=0) if len(ends) > 1 else np.array([*ends])
 
     def per_token(self, columns: Tensor) -> Iterator[np.ndarray]:
         """The (T,) float32 of every sample, from (B, K)."""
-        for row, values in enumerate(columns.numpy().astype(np.float32)):
-            if self._runs is None:  # a copy: the padding must not live on in a view
-                yield values[: self._lengths[row]].copy()
-            else:
-                runs = self._runs[row]
-                yield repeated(values, runs[0]) if len(runs) == 1 else np.repeat(values[: len(runs)], runs)
+        for values, runs in zip(columns.numpy().astype(np.float32), self._runs, strict=True):
+            values = values[: len(runs)].copy()  # or the padding would live on in a view
+            yield repeated(values, int(runs[0])) if len(runs) == 1 else np.repeat(values, runs)
 
     @property
     def rewards(self) -> Tensor:
@@ -98,7 +94,7 @@ class RewardTensors:
         if all(value.dim() == 0 for value in values):
             return torch.stack(values)
         for value, length in zip(values, self._lengths, strict=True):
-            if value.shape != (length,) or self._runs is not None:
+            if value.shape != (length,) or not self._by_token:
                 raise RunFailed(
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
                     "give every sample a number, or (unless the estimator is per_sample) one per token"
@@ -125,16 +121,14 @@ class RewardTensors:
             for result in sample.verdict.results:
                 if result.adapter == adapter and result.steps:
                     tokens, paid = zip(*result.steps, strict=True)
-                    columns = torch.tensor(tokens)
-                    if self._runs is not None:
-                        ends = torch.from_numpy(self._runs[row]).cumsum(0)
-                        columns = torch.searchsorted(ends, columns, right=True)
+                    ends = torch.from_numpy(self._runs[row]).cumsum(0)
+                    columns = torch.searchsorted(ends, torch.tensor(tokens), right=True)
                     rewards[row].index_add_(0, columns, torch.tensor(paid, dtype=torch.float64))
                     places[row, columns] = True
         return rewards, places
 
     def _kl(self) -> Tensor:
-        """(B, K): what the distance to the reference costs; never in runs, as each token has its own."""
+        """(B, K): what the distance to the reference costs; all of it on the last of several runs: their sum counts."""
         if not (config := self._config).reward_kl_coef:
             return torch.zeros(1)
         own, reference = (
@@ -142,7 +136,8 @@ class RewardTensors:
             for parts in zip(*((s.completion.logprobs, s.ref_logprobs) for s in self._samples), strict=True)
         )
         costs = kl_penalty(own, reference, config.kl_kind, clamp=config.kl_clamp).split(self._lengths)
-        costs = costs if self._runs is None else [cost.sum()[None] for cost in costs]
+        if not self._by_token:
+            return config.reward_kl_coef * self._on_last(torch.stack([cost.sum() for cost in costs]))
         return config.reward_kl_coef * pad_sequence(costs, batch_first=True)
 
     def _on_last(self, values: Tensor) -> Tensor:

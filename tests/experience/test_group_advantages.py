@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, TOKENS
+from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
@@ -297,7 +297,7 @@ SAMPLES = st.builds(
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 @pytest.mark.parametrize("process", [(), ("prm",)])
-@pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.reads != TOKENS])
+@pytest.mark.parametrize("name", [n for n, e in ADVANTAGE_ESTIMATORS.items() if e.per_sample or e.sums])
 @settings(max_examples=8, deadline=None)
 @given(groups=st.lists(st.lists(SAMPLES, min_size=2, max_size=4), min_size=1, max_size=3))
 def test_columns_of_runs_and_scores_give_what_columns_of_tokens_give(name, process, kl, groups):
@@ -305,7 +305,7 @@ def test_columns_of_runs_and_scores_give_what_columns_of_tokens_give(name, proce
     groups = [group(*samples, sequence_number=n, baseline=greedy) for n, samples in enumerate(groups)]
     plan = rule(RunFacts(process=process), advantage_estimator=name, kl_coef=kl, kl_in_reward=bool(kl))
     coarse = advantages(plan, *groups)
-    plan.entry = replace(plan.entry, reads=TOKENS, per_sample=False)
+    plan.entry = replace(plan.entry, per_sample=False, sums=False)
     for got, expected in zip(coarse, advantages(plan, *groups), strict=True):
         assert (got is None) == (expected is None)
         assert got is None or np.allclose(got, expected, atol=1e-6)
