@@ -3,17 +3,40 @@
 vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `Engines` is its client.
 """
 
-import concurrent.futures
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from async_grpo.errors import DeadlineExceeded
-from async_grpo.protocols import WeightPackage
-from async_grpo.weights.publisher import Delivery, Publisher
-from async_grpo.weights.threads import in_thread
+import torch
+
+from async_grpo.modeling import full_tensor
+from async_grpo.protocols import TensorRecord, WeightPackage
+from async_grpo.weights.package import record
+from async_grpo.weights.publisher import Delivery, Publisher, in_thread
+
+
+@dataclass
+class RecordingSource:
+    """vLLM's `WeightSource`: full tensors in the wire dtype, each noted on its way out."""
+
+    wire_dtype: torch.dtype
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    sent: dict[str, TensorRecord] = field(default_factory=dict)
+
+    def metadata(self) -> list[Any]:
+        """Names, dtypes and full shapes of what will be sent; gathers nothing."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, self.wire_dtype, tuple(w.shape)) for name, w in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sent = {}
+        for name, weight in self.weights.items():
+            wired = full_tensor(weight).to(self.wire_dtype).contiguous()
+            self.sent[name] = record(wired)
+            yield name, wired
 
 
 class NCCLPublisher(Publisher):
@@ -22,6 +45,10 @@ class NCCLPublisher(Publisher):
 
     _sender: Any = None
     _members: Mapping[str, int] | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._source = RecordingSource(self._wire_dtype)
 
     def make_engine(self, world_size: int) -> Any:
         """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
@@ -35,7 +62,8 @@ class NCCLPublisher(Publisher):
         info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self._rank)
         return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
 
-    def _send(self, draft: WeightPackage) -> Delivery | None:
+    def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
+        self._source.weights = weights
         if self._engines is None:
             self._sender = self._sender or self.make_engine(0)
             self._sender.send_weights()  # takes part in the gathering, sends nothing
@@ -59,11 +87,9 @@ class NCCLPublisher(Publisher):
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
         """With a watchdog: an NCCL broadcast whose peer is gone never returns."""
-        outcome = in_thread(partial(call, *args), "nccl-transfer")
-        concurrent.futures.wait([outcome], self._config.sync_timeout_s)
-        if not outcome.done():
-            raise DeadlineExceeded(
-                f"the NCCL transfer did not end within {self._config.sync_timeout_s:.0f} s (--sync-timeout-s): a peer is "
-                "gone or unreachable; NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
-            )
-        return outcome.result()
+        limit = self._config.sync_timeout_s
+        silent = (
+            f"the NCCL transfer did not end within {limit:.0f} s (--sync-timeout-s): a peer is gone or unreachable; "
+            "NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"
+        )
+        return in_thread(partial(call, *args), "nccl-transfer", limit, silent)()

@@ -2,7 +2,6 @@
 the canary's log-probs of every worker against the trainer's."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, WeightPackage
 
 SELF_TEST = -2  # version of the weights of the start-up self-test; nothing is ever generated with them
-
-Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 
 _SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # the format's names of what travels
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,33 +50,31 @@ def record(tensor: torch.Tensor) -> TensorRecord:
     return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_digest(tensor))
 
 
-class Chunk:
-    """A safetensors image of `weights`, which are gathered (a collective), cast to `dtype` and laid in place in one pass.
+@torch.no_grad()
+def pack(
+    weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """A safetensors image (n,) uint8 of `weights`, and its tensors, which share its memory.
 
-    bytes: (n,) uint8. `safetensors.torch.save` makes the same of whole tensors in three copies.
+    They are gathered (a collective), cast to `dtype` and laid in place in one pass; `safetensors.torch.save` makes the
+    same of whole tensors in three copies.
     """
-
-    @torch.no_grad()
-    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        entries, end = {}, 0
-        for name, weight in weights.items():
-            begin, end = end, end + weight.numel() * dtype.itemsize
-            shape = list(weight.shape)
-            entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [begin, end]}
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)  # the format's alignment; a digest reads by 8 bytes
-        start = 8 + len(header)
-        self.bytes = np.empty(start + end, np.uint8)
-        self.bytes[:start] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
-        words = torch.from_numpy(self.bytes[start:]).view(dtype)
-        parts = words.split([math.prod(weight.shape) for weight in weights.values()])
-        self._tensors = {n: part.view(w.shape) for (n, w), part in zip(weights.items(), parts, strict=True)}
-        for name, weight in weights.items():
-            self._tensors[name].copy_(full_tensor(weight))
-
-    def manifest(self) -> Manifest:
-        """The records of the tensors in it."""
-        return {name: record(tensor) for name, tensor in self._tensors.items()}
+    entries, end = {}, 0
+    for name, weight in weights.items():
+        begin, end = end, end + weight.numel() * dtype.itemsize
+        shape = list(weight.shape)
+        entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)  # the format's alignment; a digest reads by 8 bytes
+    start = 8 + len(header)
+    image = np.empty(start + end, np.uint8)
+    image[:start] = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
+    words = torch.from_numpy(image[start:]).view(dtype)
+    parts = words.split([weight.numel() for weight in weights.values()])
+    tensors = {n: part.view(w.shape) for (n, w), part in zip(weights.items(), parts, strict=True)}
+    for name, weight in weights.items():
+        tensors[name].copy_(full_tensor(weight))
+    return image, tensors
 
 
 def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
@@ -89,32 +84,34 @@ def unpack(chunks: Sequence[Any]) -> tuple[dict[str, torch.Tensor], Manifest]:
 
 
 def prove_landed(
-    package: WeightPackage, receipts: Mapping[str, Receipt], last: Mapping[str, np.ndarray] | None = None
-) -> Differences:
-    """The proof of landing: what every worker received is what was sent, and what it computes is what we compute.
+    package: WeightPackage, worker_id: str, receipt: Receipt, last: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """The proof of landing: what a worker received is what was sent, and what it computes is what we compute.
 
     Args:
-        last: what this returned for the weights before these. A worker in it is judged by the change since then, so
-            that the part of the rounding that stays the same from sync to sync cancels.
+        last: what this returned for it and the weights before these. It is judged by the change since then, so that the
+            part of the rounding that stays the same from sync to sync cancels.
+
+    Returns:
+        (N,) its canary log-probs minus the trainer's.
 
     Raises:
         WeightsDidNotLand: naming worker, version, and the tensors or the difference.
     """
-    differences: Differences = {}
-    for worker_id, (received, logprobs) in receipts.items():
-        check_received(package.manifest, received, worker_id)
-        differences[worker_id] = difference = logprobs - package.canary_logprobs
-        change = rms(difference - (last or {}).get(worker_id, 0.0))
-        if not change <= package.tolerance:  # also catches NaN
-            is_test = package.version == SELF_TEST
-            what = "the start-up self-test" if is_test else f"policy version {package.version}"
-            raise WeightsDidNotLand(
-                f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by "
-                f"{change:.3g} (root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach the place "
-                "where the engine uses it (a tied head, a packed copy), or engine and trainer disagree on the model or "
-                "its dtype; --canary-tolerance sets what is allowed"
-            )
-    return differences
+    received, logprobs = receipt
+    check_received(package.manifest, received, worker_id)
+    difference = logprobs - package.canary_logprobs
+    change = rms(difference - last)
+    if not change <= package.tolerance:  # also catches NaN
+        is_test = package.version == SELF_TEST
+        what = "the start-up self-test" if is_test else f"policy version {package.version}"
+        raise WeightsDidNotLand(
+            f"worker {worker_id} received {what} bit by bit, yet computes other log-probs: they differ by "
+            f"{change:.3g} (root mean square; allowed: {package.tolerance:.3g}). A tensor does not reach the place "
+            "where the engine uses it (a tied head, a packed copy), or engine and trainer disagree on the model or "
+            "its dtype; --canary-tolerance sets what is allowed"
+        )
+    return difference
 
 
 def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:

@@ -7,8 +7,9 @@ for the loading alone, and no optimizer step is taken before the proof has held.
 """
 
 import concurrent.futures
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +22,10 @@ from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.modeling import full_tensor
 from async_grpo.protocols import Engines, Proof, Receipt, TensorRecord, WeightPackage
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.package import SELF_TEST, Chunk, Differences, prove_landed, rms
+from async_grpo.weights.package import SELF_TEST, pack, prove_landed, record, rms
 from async_grpo.weights.self_test import perturbed, self_test_groups
-from async_grpo.weights.source import NamedTensors, RecordingSource
-from async_grpo.weights.threads import in_thread
 
+Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
 # A sync waits three times, each time for `sync_timeout_s` at most: to begin, for the engines, to commit
 WAITS = 3
@@ -66,14 +66,14 @@ class Publisher:
     def __init__(
         self,
         engines: Engines | None,
-        named_weights: NamedTensors,
+        named_weights: Callable[[Any], Iterator[tuple[str, torch.Tensor]]],
         canary: Canary,
         wire_dtype: torch.dtype,
         rank: int,
         config: WeightConfig,
     ) -> None:
         self._engines, self._canary, self._rank, self._config = engines, canary, rank, config
-        self._source = RecordingSource(named_weights, wire_dtype)
+        self._named_weights, self._wire_dtype = named_weights, wire_dtype
         self._rounding: float | None = None  # the largest root mean square difference of proven weights
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
@@ -97,7 +97,7 @@ class Publisher:
         self._for_late = self_test and self._rounding is not None
         if self_test:
             self._run_self_test(model)
-        prove = self._transact(model, self._draft(model, version))
+        prove = self._transact(self._draft(model, version), dict(self._named_weights(model)))
 
         def finish() -> dict[str, float]:
             differences = prove()
@@ -105,42 +105,35 @@ class Publisher:
             error = max((float(np.abs(d).max()) for d in differences.values()), default=0.0)
             return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
 
-        outcome = in_thread(finish, f"sync-{version}")
-
-        def proof() -> dict[str, float]:
-            limit = WAITS * self._config.sync_timeout_s
-            concurrent.futures.wait([outcome], limit)
-            if not outcome.done():
-                raise DeadlineExceeded(
-                    f"policy version {version} did not reach the engines within {limit:.0f} s ({WAITS} x "
-                    "--sync-timeout-s): the weight transport does not answer"
-                )
-            return outcome.result()
-
-        self._proof = proof
-        return proof
+        limit = WAITS * self._config.sync_timeout_s
+        silent = (
+            f"policy version {version} did not reach the engines within {limit:.0f} s ({WAITS} x --sync-timeout-s): the "
+            "weight transport does not answer"
+        )
+        self._proof = in_thread(finish, f"sync-{version}", limit, silent)
+        return self._proof
 
     def _run_self_test(self, model: nn.Module) -> None:
         """The weights as they are: what engine and trainer then differ by is their rounding, and the measure of every
         tolerance after it. Then one round per group of tensors in which only these are changed."""
-        unchanged = self._draft(model, SELF_TEST)
-        self._remember(self._transact(model, unchanged)())
-        weights, restored = dict(self._source.named_weights(model)), frozenset[str]()
+        unchanged, weights = self._draft(model, SELF_TEST), dict(self._named_weights(model))
+        self._remember(self._transact(unchanged, weights)())
+        restored = frozenset[str]()
         for group in self_test_groups(weights):
             with perturbed({name: w for name, w in weights.items() if name in group}):  # in one order
                 changed = self._draft(model, SELF_TEST)
                 moved = rms(changed.canary_logprobs - unchanged.canary_logprobs)
                 # What an engine that lost nothing may differ by
-                rounding = ROUNDINGS * torch.finfo(self._source.wire_dtype).eps * moved
+                rounding = ROUNDINGS * torch.finfo(self._wire_dtype).eps * moved
                 allowed = max(rounding, 1.5 * (self._rounding or 0.0), MIN_TOLERANCE)
                 changed = replace(changed, tolerance=self._config.canary_tolerance or allowed)
-                self._transact(model, changed, restored | group)()
+                self._transact(changed, {n: w for n, w in weights.items() if n in restored | group})()
             restored = group
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
         expected = self._canary.logprobs(model, self._canary.token_ids)
-        known, untested = self._rounding, MAX_ROUNDING[self._source.wire_dtype]
+        known, untested = self._rounding, MAX_ROUNDING[self._wire_dtype]
         measured = untested if known is None else max(3 * known, MIN_TOLERANCE)
         tolerance = self._config.canary_tolerance or measured
         return WeightPackage(version, {}, [], self._canary.token_ids, expected, tolerance, self._for_late)
@@ -150,15 +143,14 @@ class Publisher:
         self._rounding = max([self._rounding or 0.0, *map(rms, differences.values())])
 
     def _transact(
-        self, model: nn.Module, draft: WeightPackage, names: Collection[str] | None = None
+        self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]
     ) -> Callable[[], Differences]:
-        """Take all tensors of `model`, or those called `names`, with what `draft` says of them (a collective).
+        """Take `weights`, with what `draft` says of them (a collective).
 
         Returns:
             What delivers them, proves, and commits: engine minus trainer by worker; {} on ranks that send nothing.
         """
-        self._source.model, self._source.names = model, names
-        deliver, engines = self._send(draft), self._engines
+        deliver, engines = self._send(draft, weights), self._engines
 
         def prove() -> Differences:
             if deliver is None or engines is None:
@@ -182,37 +174,64 @@ class Publisher:
         last, differences = {} if package.version == SELF_TEST else self._last, Differences()
         for worker_id, receipt in receipts.items():
             try:
-                differences |= prove_landed(package, {worker_id: receipt}, last)
+                before = last.get(worker_id, 0.0)
+                differences[worker_id] = prove_landed(package, worker_id, receipt, before)
             except WeightsDidNotLand as error:
                 if not package.for_late:
                     raise
                 engines.fence(worker_id, error)
         return differences
 
-    def _send(self, draft: WeightPackage) -> Delivery | None:
+    def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
         """Pack the tensors into chunks; returns what brings them to every engine. None on ranks that only gather."""
+        if (engines := self._engines) is None:
+            for weight in weights.values():
+                full_tensor(weight)
+            return None
         chunks: list[dict[str, torch.Tensor]] = [{}]
         room = self.chunk_bytes
-        for name, tensor in self._source.chosen():
+        for name, weight in weights.items():
             if room <= 0:
                 chunks.append({})
                 room = self.chunk_bytes
-            chunks[-1][name] = tensor
-            room -= tensor.numel() * self._source.wire_dtype.itemsize
-        if (engines := self._engines) is None:
-            for chunk in chunks:
-                for tensor in chunk.values():
-                    full_tensor(tensor)
-            return None
-        packed = [Chunk(chunk, self._source.wire_dtype) for chunk in chunks]
+            chunks[-1][name] = weight
+            room -= weight.numel() * self._wire_dtype.itemsize
+        packed = [pack(chunk, self._wire_dtype) for chunk in chunks]
 
         def deliver() -> tuple[WeightPackage, Mapping[str, Receipt]]:
             manifest: dict[str, TensorRecord] = {}
             stored = []
             while packed:  # each is let go of once it is stored
-                manifest |= packed[0].manifest()
-                stored.append(engines.put(packed.pop(0).bytes))
+                manifest |= {name: record(tensor) for name, tensor in packed[0][1].items()}
+                stored.append(engines.put(packed.pop(0)[0]))
             package = replace(draft, manifest=manifest, chunks=stored)
             return package, engines.deliver(package)
 
         return deliver
+
+
+def in_thread(call: Callable[[], Any], name: str, limit_s: float, silent: str) -> Callable[[], Any]:
+    """Run `call` in a daemon thread: one that never returns cannot be cancelled, and must not be joined at exit.
+
+    Returns:
+        What waits for its outcome, `limit_s` at most, beyond which it raises DeadlineExceeded of the text `silent`.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    outcome: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def wait() -> Any:
+        concurrent.futures.wait([outcome], limit_s)
+        if not outcome.done():
+            raise DeadlineExceeded(silent)
+        return outcome.result()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return wait

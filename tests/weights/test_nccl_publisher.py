@@ -11,9 +11,8 @@ from test_weights import TwoLayers, logprobs, named, publisher
 
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.nccl import NCCLPublisher
+from async_grpo.weights.nccl import NCCLPublisher, RecordingSource
 from async_grpo.weights.package import SELF_TEST
-from async_grpo.weights.source import RecordingSource
 
 
 class Control:
@@ -123,7 +122,7 @@ publisher._within_deadline(threading.Event().wait)
 
 def test_the_source_says_beforehand_what_it_will_yield():
     pytest.importorskip("vllm")
-    source = RecordingSource(named, torch.bfloat16, TwoLayers())
+    source = RecordingSource(torch.bfloat16, dict(named(TwoLayers())))
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     assert np.all([tensor.is_contiguous() for _, tensor in source])

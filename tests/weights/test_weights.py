@@ -14,7 +14,7 @@ from torch import nn
 from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
-from async_grpo.weights.package import SELF_TEST, Chunk, check_received, record, tensor_digest, unpack
+from async_grpo.weights.package import SELF_TEST, check_received, pack, record, tensor_digest, unpack
 from async_grpo.weights.publisher import Canary, Publisher
 
 
@@ -52,9 +52,10 @@ def test_a_digest_of_many_passes_equals_brute_force(monkeypatch):
 )
 def test_a_chunk_is_read_by_safetensors_and_its_records_are_those_of_what_is_read(shapes, dtype):
     tensors = {f"layers.{n}.weight": torch.randn(shape) for n, shape in enumerate(shapes)}
-    chunk = Chunk({name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}, dtype)
-    read, manifest = unpack([chunk.bytes])
-    assert manifest == chunk.manifest() and read.keys() == tensors.keys()
+    image, packed = pack({name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}, dtype)
+    read, manifest = unpack([image])
+    assert manifest == {name: record(tensor) for name, tensor in packed.items()}
+    assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor.to(dtype)) for name, tensor in tensors.items())
 
 
@@ -224,15 +225,12 @@ def test_nan_log_probs_are_no_proof():
 @pytest.mark.parametrize("kind", [Publisher, NCCLPublisher])
 def test_other_ranks_take_part_in_every_gathering_and_send_nothing(kind, monkeypatch):
     gathered = []
-
-    def gathering(model):
-        for one in named(model):
-            gathered.append(one)
-            yield one
+    for module in ("publisher", "nccl"):
+        monkeypatch.setattr(f"async_grpo.weights.{module}.full_tensor", lambda w: gathered.append(w) or w)
 
     def make_engine(self, world_size):
         return SimpleNamespace(send_weights=lambda: list(self._source))
 
     monkeypatch.setattr(NCCLPublisher, "make_engine", make_engine)
-    assert publisher(None, gathering, kind).publish(TwoLayers(), 0, self_test=True)()["canary_error"] == 0.0
-    assert len(gathered) == 4 * 4  # unchanged, to find the groups, one changed group, version 0
+    assert publisher(None, kind=kind).publish(TwoLayers(), 0, self_test=True)()["canary_error"] == 0.0
+    assert len(gathered) == 3 * 4  # unchanged, one changed group, version 0
