@@ -76,7 +76,7 @@ class Simulation:
     ) -> None:
         self.budget = StalenessBudget(GROUPS, bound, alive)
         self.handed_out = _HandedOut()
-        self.steps = StepAssembler(GROUPS, bound, _Unpacked(), self.handed_out, slack=self.budget.slack)
+        self.steps = StepAssembler(self.budget, _Unpacked(), self.handed_out)
         self.draw, self.sigma = np.random.default_rng(seed), sigma
         self.median_s, self.longest_s = median_s, longest_s
         self.now, self.places, self.used_s = 0.0, PLACES, 0.0

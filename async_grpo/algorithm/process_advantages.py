@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from async_grpo.algorithm.statistics import Groups, ahead, decay_on, returns_to_go, reverse_scan, whitened
+from async_grpo.algorithm.statistics import Groups, decay_on, returns_to_go, reverse_scan, whitened
 
 NO_VARIANCE = 1e-6  # of the mean square: a smaller difference of two float32 sums is rounding
 
@@ -51,7 +52,7 @@ def gae_returns(
     """
     used = mask.bool()
     paid, worth = (torch.where(used, tensor, 0).double() for tensor in (rewards, values))
-    worth_ahead = ahead(reverse_scan(worth, (~used).double()))  # of the next unmasked token
+    worth_ahead = pad(reverse_scan(worth, (~used).double())[:, 1:], (0, 1))  # of the next unmasked token
     deltas = torch.where(used, paid + gamma * worth_ahead - worth, 0)
     advantages = reverse_scan(deltas, decay_on(used, gamma * lam))
     advantages = torch.where(used, advantages, 0)

@@ -127,11 +127,6 @@ def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
     return sums.view(rows, -1)[:, :width]
 
 
-def ahead(values: Tensor, by: int = 1) -> Tensor:
-    """Each token's value (B, T) is that of the token `by` further on; zero past the end."""
-    return pad(values[:, by:], (0, by))
-
-
 def returns_to_go(rewards: Tensor, used: Tensor, gamma: float = 1.0) -> Tensor:
     """R_t = r_t + gamma * R of the next used token (B, T). Masked tokens are skipped: they neither pay nor discount.
 

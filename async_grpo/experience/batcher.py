@@ -60,11 +60,10 @@ class ExperienceBatcher:
         self.generation, self.verification = generation, verification
         self.reference, self.proximal = reference, proximal
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
-        bounds = (config.groups_per_step, config.max_staleness)
-        self.budget = StalenessBudget(*bounds, config.groups_alive)
+        self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
         self._alarms = StepAlarms(config, facts.best_rewards)
         self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
-        self.steps = StepAssembler(*bounds, self.packer, self.advantages, slack=self.budget.slack)
+        self.steps = StepAssembler(self.budget, self.packer, self.advantages)
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[Queued]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()

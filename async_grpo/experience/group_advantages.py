@@ -15,8 +15,8 @@ from torch import Tensor
 from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.groups import num_scored
-from async_grpo.experience.reward_tensors import INPUTS, REWARDS, RewardTensors, repeated
-from async_grpo.types import Completion, Group, RewardStatus, Sample, Verdict
+from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated
+from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
 
 class GroupAdvantages:
@@ -59,11 +59,8 @@ class GroupAdvantages:
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]
         if self.entry.compares_with_greedy:
             valid &= ~batch.baselines.isnan()
-        advantages = batch.rewards if self.entry.needs_critic else self._estimate(batch, valid)
-        taught = zip(samples, valid.tolist(), strict=True)
-        masks = [
-            self._loss_mask(sample.completion, step) if is_valid else None for sample, is_valid in taught
-        ]
+        advantages = batch.total if self.entry.needs_critic else self._estimate(batch, valid)
+        masks = [self._loss_mask(*row, step) for row in zip(samples, valid.tolist(), strict=True)]
         rows = iter(zip(samples, masks, batch.per_token(advantages), strict=True))
         return [self._trained(group, list(islice(rows, len(group.samples)))) for group in groups]
 
@@ -73,9 +70,11 @@ class GroupAdvantages:
         return not in_runs or self._options.get("gamma", 1.0) != 1.0
 
     def _estimate(self, batch: RewardTensors, valid: Tensor) -> Tensor:
-        entry, rewards = self.entry, REWARDS[self.entry.rewards](batch)
-        inputs = {name: batch.own_input(name, read) for name, read in entry.inputs.items()}
-        inputs |= {name: INPUTS[name](batch, rewards) for name in entry.keywords if name in INPUTS}
+        entry, rewards = self.entry, getattr(batch, self.entry.rewards)
+        inputs: dict[str, Any] = {name: batch.own_input(name, read) for name, read in entry.inputs.items()}
+        inputs |= {name: getattr(batch, name) for name in LAID_OUT if name in entry.keywords}
+        if "weights" in entry.keywords:
+            inputs["weights"] = {name: self.facts.weight(name) for name in rewards}
         return entry(rewards, batch.tokens, batch.group_ids, valid=valid, **self._options, **inputs)
 
     def _readable(self, sample: Sample) -> bool:
@@ -88,9 +87,10 @@ class GroupAdvantages:
             return {result.status for result in verdict.results} == {RewardStatus.OK}
         return True
 
-    def _loss_mask(self, completion: Completion, step: int) -> np.ndarray | None:
+    def _loss_mask(self, sample: Sample, is_valid: bool, step: int) -> np.ndarray | None:
         """(T,): the tokens that are trained on; None: the sample is not."""
-        if self.config.mask_truncated and completion.truncated:
+        completion = sample.completion
+        if not is_valid or (self.config.mask_truncated and completion.truncated):
             return None
         if self.config.max_token_staleness is None:
             return repeated(np.array(True), len(completion))

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo.algorithm.advantages import COMPONENTS, SOURCES, TOTAL
 from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import OUTCOME, OVERLONG, BatchConfig, RunFacts
 from async_grpo.types import Group, Sample
 
+LAID_OUT = ("baselines", "step_mask", "masks")  # inputs of an estimator: properties of these names
+
 
 class RewardTensors:
     """Groups as padded tensors: rows are samples, columns tokens or the runs of them up to each reward, (B, K) float64.
 
+    Rewards reach an estimator as the property that its entry's `rewards` names: TOTAL, COMPONENTS or SOURCES.
     (4,096 samples of up to 8,192 tokens would be 268 MB of mostly zeros for every tensor, were columns always tokens.)
     """
 
@@ -54,7 +56,7 @@ class RewardTensors:
             yield repeated(values, int(runs[0])) if len(runs) == 1 else np.repeat(values, runs)
 
     @property
-    def rewards(self) -> Tensor:
+    def total(self) -> Tensor:
         """Everything that pays, on the token that it pays for; an outcome less the length penalty on the last one."""
         paid = self._outcome()[0] - self._kl()
         for name in self.facts.process:
@@ -62,8 +64,16 @@ class RewardTensors:
         return paid
 
     @property
-    def sources(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(rewards, their tokens) of each process reward, and of the best outcome if there is any."""
+    def sources(self) -> dict[str, Tensor]:
+        """Each process reward on its tokens, and the best outcome on the last one if there is any."""
+        return {name: rewards for name, (rewards, _) in self._sources().items()}
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """Where a reward of each source stands."""
+        return {name: places for name, (_, places) in self._sources().items()}
+
+    def _sources(self) -> dict[str, tuple[Tensor, Tensor]]:
         sources = {name: self._steps(name) for name in self.facts.process}
         outcome, judged = self._outcome()
         return sources | ({OUTCOME: (outcome, judged)} if judged.any() else {})
@@ -155,18 +165,3 @@ def repeated(value: np.ndarray, length: int) -> np.ndarray:
     view = np.ndarray(length, value.dtype, value, strides=(0,))
     view.flags.writeable = False
     return view
-
-
-# How the rewards reach an estimator (its entry's `rewards`), and the inputs that it gets if its function has a keyword
-# of that name
-REWARDS: dict[str, Callable[[RewardTensors], Any]] = {
-    TOTAL: lambda batch: batch.rewards,
-    COMPONENTS: lambda batch: batch.components,
-    SOURCES: lambda batch: {name: rewards for name, (rewards, _) in batch.sources.items()},
-}
-INPUTS: dict[str, Callable[[RewardTensors, Any], Any]] = {
-    "baselines": lambda batch, rewards: batch.baselines,
-    "step_mask": lambda batch, rewards: batch.step_mask,
-    "masks": lambda batch, rewards: {name: at for name, (_, at) in batch.sources.items()},
-    "weights": lambda batch, rewards: {name: batch.facts.weight(name) for name in rewards},
-}

@@ -29,6 +29,7 @@ class StalenessBudget:
 
     def __init__(self, groups_per_step: int, max_staleness: int, capacity: int | None = None) -> None:
         most = (max_staleness + 1) * groups_per_step
+        self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.capacity = capacity or most
         self.slack = most - self.capacity
         assert groups_per_step <= self.capacity <= most, (groups_per_step, capacity, most)
@@ -68,24 +69,16 @@ Event = list[MicroBatch] | StepComplete  # a round, a micro-batch for each rank;
 
 
 class StepAssembler:
-    """Turns finished groups into optimizer steps of `groups_per_step` each.
+    """Turns finished groups into optimizer steps of `groups_per_step` each, as fresh as the budget bounds.
 
     A finished group that is due in the current step takes a place in it; one that is due later does so as long as fewer
     than `slack` such groups have. So a waiting group, finished or not, always finds a place in time. The groups of a
     step go to the packer as they come, or all at once for a batch-coupled estimator.
     """
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        max_staleness: int,
-        packer: Packer,
-        advantages: GroupAdvantages,
-        *,
-        slack: int = 0,
-    ) -> None:
-        self.groups_per_step, self.max_staleness, self.slack = groups_per_step, max_staleness, slack
-        self.packer, self.advantages = packer, advantages
+    def __init__(self, budget: StalenessBudget, packer: Packer, advantages: GroupAdvantages) -> None:
+        self.groups_per_step, self.max_staleness = budget.groups_per_step, budget.max_staleness
+        self.slack, self.packer, self.advantages = budget.slack, packer, advantages
         self.step = 0  # the step being filled; it trains policy version `step`
         self._finished: list[Group] = []  # without a place, in the order of admission
         self._placed: list[Group] = []  # of this step, for the rest of their minibatch

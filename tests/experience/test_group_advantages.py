@@ -15,7 +15,7 @@ from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.groups import with_group_mean
 from async_grpo.experience.packing import Packer
-from async_grpo.experience.staleness import StepAssembler, StepComplete
+from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.testing import completion
 from async_grpo.types import AdapterResult, Group, Prompt, RewardStatus, Sample, Verdict
@@ -170,7 +170,7 @@ def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_mi
         for n, row in enumerate(rewards)
     ]
     plan = rule(advantage_estimator=name)
-    assembler = StepAssembler(4, 0, Packer(2, 10_000), plan)
+    assembler = StepAssembler(StalenessBudget(4, 0), Packer(2, 10_000), plan)
     events = [event for n in order for event in assembler.offer(groups[n])]
     assert isinstance(events[-1], StepComplete) and all(isinstance(event, list) for event in events[:-1])
     expected = dict(enumerate(plan(groups, 0)))
@@ -181,7 +181,7 @@ def test_whatever_the_order_of_arrival_a_step_has_the_advantages_of_its_whole_mi
 
 def test_a_batch_coupled_estimator_hands_out_nothing_before_its_minibatch_is_whole():
     plan = rule(advantage_estimator="reinforce_plus_plus_baseline")
-    assembler = StepAssembler(3, 0, Packer(1, 8), plan)  # every sample fills a micro-batch
+    assembler = StepAssembler(StalenessBudget(3, 0), Packer(1, 8), plan)  # every sample fills a micro-batch
     three = [group(sample(5, 1.0), sample(5, 0.0), sequence_number=n) for n in range(3)]
     assert assembler.offer(three[2]) == [] and assembler.offer(three[0]) == []
     assert len(assembler.offer(three[1])) == 7  # six micro-batches and the end of the step

@@ -114,7 +114,9 @@ def assembler_of(
     groups_per_step: int, max_staleness: int, num_ranks=1, max_tokens=40, slack=0
 ) -> StepAssembler:
     packer = Packer(num_ranks, max_tokens)
-    return StepAssembler(groups_per_step, max_staleness, packer, AsTheyCome(), slack=slack)
+    capacity = (max_staleness + 1) * groups_per_step - slack
+    budget = StalenessBudget(groups_per_step, max_staleness, capacity)
+    return StepAssembler(budget, packer, AsTheyCome())
 
 
 @pytest.mark.parametrize(
