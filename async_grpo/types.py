@@ -214,9 +214,8 @@ class WorkersJoined:
     """Workers wait for the current weights: all ranks publish them once more, with the self-test."""
 
 
-Message = (
-    MicroBatch | StepEnd | WorkersJoined
-)  # what a rank is told; every rank, as many of each, in one order
+# What a rank is told; every rank, as many of each, in one order
+Message = MicroBatch | StepEnd | WorkersJoined
 
 
 @dataclass(frozen=True)

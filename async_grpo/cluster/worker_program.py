@@ -22,7 +22,7 @@ from async_grpo.cluster.ray_session import (
 )
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
-from async_grpo.generation.config import UNLIMITED, engine_class, with_sequences
+from async_grpo.generation.config import UNLIMITED, engine_class
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
 
@@ -57,7 +57,7 @@ class WorkerActor(ChannelServer):
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
         """Load the model; returns the sequences that it takes and the tokens that it can hold at once."""
         generates = config.mode == GENERATION
-        config = with_sequences(config, settings) if generates else config
+        config = config.with_sequences(settings) if generates else config
         self._engine = _worker_class(config).start(config, settings)
         self.serve({name: getattr(self._engine, name) for name in self.served})
         return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens

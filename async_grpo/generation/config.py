@@ -4,7 +4,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import (
@@ -116,30 +116,28 @@ class EngineConfig(EngineOptions):
         also="model_name_or_path",
     )
 
+    def with_sequences(self, settings: SharedRunSettings) -> Self:
+        """The options as the worker's own process starts it: `max_num_seqs` is chosen if it was not given.
 
-Config = TypeVar("Config", bound=EngineConfig)
+        One batch of all samples in flight costs the least per token. The most is vLLM's own default on a GPU; on the CPU
+        1,024, and what the KV cache holds of sequences half as long as the longest (should it run full, vLLM computes
+        some again).
+        """
+        if self.max_num_seqs is not None:
+            return self
+        import torch
 
+        from async_grpo.modeling.load import load_config, torch_dtype
 
-def with_sequences(config: Config, settings: SharedRunSettings) -> Config:
-    """`config` as the worker's own process starts it: `max_num_seqs` is chosen if it was not given.
-
-    One batch of all samples in flight costs the least per token. The most is vLLM's own default on a GPU; on the CPU 1,024,
-    and what the KV cache holds of sequences half as long as the longest (should it run full, vLLM computes some again).
-    """
-    if config.max_num_seqs is not None:
-        return config
-    import torch
-
-    from async_grpo.modeling.load import load_config, torch_dtype
-
-    if torch.cuda.is_available():
-        most = 1024 if torch.cuda.get_device_properties(0).total_memory >= 70 * GIB else 256
-    else:
-        text = load_config(config.model_path).get_text_config()
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        bytes_per_token = 2 * text.num_hidden_layers * heads * width * torch_dtype(settings.dtype).itemsize
-        memory = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
-        most = min(1024, 2 * memory // (bytes_per_token * settings.max_total_tokens))
-    chosen = max(settings.group_size, min(settings.samples_in_flight or most, most))
-    return dataclasses.replace(config, max_num_seqs=chosen)
+        if torch.cuda.is_available():
+            most = 1024 if torch.cuda.get_device_properties(0).total_memory >= 70 * GIB else 256
+        else:
+            text = load_config(self.model_path).get_text_config()
+            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            numbers_per_token = 2 * text.num_hidden_layers * heads * width  # keys and values
+            bytes_per_token = numbers_per_token * torch_dtype(settings.dtype).itemsize
+            memory = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
+            most = min(1024, 2 * memory // (bytes_per_token * settings.max_total_tokens))
+        chosen = max(settings.group_size, min(settings.samples_in_flight or most, most))
+        return dataclasses.replace(self, max_num_seqs=chosen)

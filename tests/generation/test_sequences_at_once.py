@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_policy import SETTINGS, tiny_config
 
-from async_grpo.generation.config import EngineConfig, with_sequences
+from async_grpo.generation.config import EngineConfig
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def chosen(tmp_path, monkeypatch):
 
     def choose(given: int | None = None, **settings) -> int:
         config = EngineConfig(model_path=str(tmp_path), max_num_seqs=given)
-        return with_sequences(config, replace(SETTINGS, **settings)).max_num_seqs
+        return config.with_sequences(replace(SETTINGS, **settings)).max_num_seqs
 
     return choose
 
