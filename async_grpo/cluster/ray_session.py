@@ -26,9 +26,7 @@ FORWARDED_PREFIXES = ("VLLM_CPU_",)
 CONTROLLER = "controller"  # name of the run's `RunController`
 CONTROL_TIMEOUT_S = 60.0  # of calls that only move a few numbers
 CONNECT_TIMEOUT_S = 5.0
-RAY_IS_UP = (
-    "ASYNC_GRPO_RAY_IS_UP"  # variable: a file that is there once Ray is, which is started beside this program
-)
+RAY_IS_UP = "ASYNC_GRPO_RAY_IS_UP"  # variable: a file that is there once Ray, started beside this program, is
 RAY_START_S = 90.0
 HOW_TO_JOIN = (
     "Start one with `RAY_AUTH_MODE=token ray start --head`, and set RAY_AUTH_MODE=token (and RAY_ADDRESS, if it is not on "

@@ -49,17 +49,17 @@ class RayEngines:
         """
         receipts: dict[str, Receipt] = {}
         losses, generates = [], False
-        self._begin(package.for_late)
+        self.begin(package.for_late)
         loading = [handle.update_weights.remote(package) for _, handle in self._members.values()]
         if loading:
             ray.wait(loading, num_returns=len(loading), timeout=self._timeout_s)
-        for (info, _), receipt in zip(list(self._members.values()), loading, strict=True):
+        for (worker_id, (info, _)), receipt in zip(self._members.items(), loading, strict=True):
             try:
-                receipts[info.worker_id] = ray.get(receipt, timeout=0)
+                receipts[worker_id] = ray.get(receipt, timeout=0)
                 generates |= info.kind == GENERATION
             except LOST as error:
-                losses.append(f"{info.worker_id}: {cause_of(error)}")
-                self.fence(info.worker_id, error)
+                losses.append(f"{worker_id}: {cause_of(error)}")
+                self.fence(worker_id, error)
         if not generates and not package.for_late and package.version <= 0:
             raise WorkerLost(f"no engine took the weights of version {package.version}: {'; '.join(losses)}")
         return receipts
@@ -70,13 +70,9 @@ class RayEngines:
         log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
         answer(self._controller.deregister.remote(info.kind, worker_id, cause_of(error)))
 
-    def _begin(self, for_late: bool) -> None:
+    def begin(self, for_late: bool) -> dict[str, int]:
         members = answer(self._controller.begin_sync.remote(for_late), self._timeout_s)
         self._members = {info.worker_id: (info, handle) for info, handle in members}
-
-    def begin(self, for_late: bool) -> dict[str, int]:
-        self._begin(for_late)
-        self._members = {n: member for n, member in self._members.items() if member[0].kind == GENERATION}
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

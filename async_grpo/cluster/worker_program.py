@@ -50,12 +50,15 @@ class WorkerActor(ChannelServer):
         """Import what `start` needs, while the trainer, which alone knows the settings, still starts itself."""
         _worker_class(config)
 
-    async def check_model(self, model_path: str, settings: SharedRunSettings) -> None:
-        """See the function of this name: here and not in the dispatcher, which can do without these libraries."""
-        check_model(model_path, settings)
-
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
-        """Load the model; returns the sequences that it takes and the tokens that it can hold at once."""
+        """Load the model; returns the sequences that it takes and the tokens that it can hold at once.
+
+        Raises:
+            ConfigurationError: it is not the trainer's.
+        """
+        check_model(
+            config.model_path, settings
+        )  # not in the dispatcher, which can do without these libraries
         generates = config.mode == GENERATION
         config = config.with_sequences(settings) if generates else config
         self._engine = _worker_class(config).start(config, settings)
@@ -183,16 +186,13 @@ def _work(
     worker_id, doing, reason = f"{kind}-{uuid.uuid4().hex[:6]}", "could not start", "the run is over"
     log.info("starting worker %s on %s", worker_id, config.model_path)
     try:
-        checked = actor.check_model.remote(config.model_path, settings)
+        starting = actor.start.remote(config, settings)
         try:
-            _unless_closed(checked, closed, config.start_timeout_s)
+            places, max_tokens = _unless_closed(starting, closed, config.start_timeout_s)
         except ConfigurationError as refusal:
             told = str(getattr(refusal, "cause", refusal))  # without Ray's wrapping
             _unless_closed(controller.refuse.remote(told), closed, CONTROL_TIMEOUT_S)
             raise ConfigurationError(told) from None
-        places, max_tokens = _unless_closed(
-            actor.start.remote(config, settings), closed, config.start_timeout_s
-        )
         info = WorkerInfo(worker_id, kind, places, max_tokens, config.tensor_parallel_size, config.reward_fns)
         _unless_closed(actor.enlist.remote(controller, info), closed, config.start_timeout_s)
         log.info("worker %s has joined, with up to %d sequences at once", worker_id, places)

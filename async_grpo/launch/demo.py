@@ -3,7 +3,6 @@
 import json
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -39,14 +38,11 @@ def demo(config: DemoConfig) -> None:
     run, folder = run_config(config), Path(config.output_dir)
     check(run)  # before an earlier demo is removed
     claim(folder, mark=MARK)
-    start(run, partial(_draw, folder))
-    _tell(folder, time.monotonic() - started)
-
-
-def _draw(folder: Path) -> None:
+    start(run)
     keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
     for picture in ("reward.svg", "reward.png"):
         plot_runs([folder / METRICS_FILE], keys, DEFAULT_X_KEY, folder / picture, smooth_window=10)
+    _tell(folder, time.monotonic() - started)
 
 
 def run_config(config: DemoConfig) -> LocalConfig:

@@ -4,7 +4,6 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,11 +79,8 @@ def check(config: LocalConfig) -> None:
         environment.check_reachable(config.ray_address)
 
 
-def start(config: LocalConfig, when_trained: Callable[[], None] = lambda: None) -> None:
-    """The run itself, in a folder that `claim` has made; raises what `run_locally` does.
-
-    `when_trained`: what to do with the results while the workers end.
-    """
+def start(config: LocalConfig) -> None:
+    """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
     supervisor = Supervisor(logs)
@@ -93,7 +89,7 @@ def start(config: LocalConfig, when_trained: Callable[[], None] = lambda: None) 
     judge = serving(config, gpus(), logs, config.enforce_eager)
     with environment.signals_as_exceptions(), scratch as folder, judge as found:
         try:
-            _run(config, supervisor, Path(folder), found, when_trained)
+            _run(config, supervisor, Path(folder), found)
         except KeyboardInterrupt as interrupt:
             log.warning(
                 "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
@@ -104,13 +100,7 @@ def start(config: LocalConfig, when_trained: Callable[[], None] = lambda: None) 
             supervisor.stop()
 
 
-def _run(
-    config: LocalConfig,
-    supervisor: Supervisor,
-    scratch: Path,
-    judge: dict[str, str],
-    when_trained: Callable[[], None],
-) -> None:
+def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
     ray_is_up = scratch / "ray-is-up"
     variables = environment.run_environment(config.ray_address, config.nproc_per_node, ray_is_up)
     log.info("starting Ray, workers and trainer; their output is in %s", config.output_path / "logs")
@@ -134,7 +124,6 @@ def _run(
             raise ConfigurationError(log_excerpt(trainer).strip())
         raise RunFailed(f"{trainer.describe_exit()}{log_excerpt(trainer)}")
     log.info("done; waiting for the workers to end")
-    when_trained()
     supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
 
 

@@ -71,9 +71,8 @@ class Trainer:
                 message = self.source.next_message(self.ranks.rank)
             if isinstance(message, StepEnd):
                 return message
-            if isinstance(
-                message, WorkersJoined
-            ):  # the weights are the same throughout a step, and so are gradients
+            if isinstance(message, WorkersJoined):
+                # The weights are the same throughout a step, and so are gradients
                 with clock.measure("publishing_weights"):
                     self.publisher.publish(self.policy, self.version, self_test=True)()
                 continue
