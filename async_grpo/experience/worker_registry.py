@@ -117,11 +117,6 @@ class WorkerRegistry:
     def members(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values()]
 
-    def outstanding(self) -> tuple[int, int]:
-        """(sequences, tokens) admitted and not yet given back."""
-        members = self._members.values()
-        return sum(m.sequences for m in members), sum(m.tokens for m in members)
-
     async def acquire(self, sequences: int, tokens_each: int) -> Lease:
         """Admit `sequences` sequences to one worker (together, for the prefix they share); first come, first served.
 

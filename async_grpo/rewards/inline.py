@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_grpo.rewards.builtin import countdown, text
-from async_grpo.rewards.isolation.child import Reward, run_plain
+from async_grpo.rewards.isolation.child import Reward
 from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult
 
@@ -32,7 +32,7 @@ class InlineReward:
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """The result; FAILED for what the reward raises. No time-out is needed."""
         started = time.monotonic()
-        ((answer,),) = run_plain(self._reward.replies([{"sample": sample}]))
+        ((answer,),) = await self._reward.replies([{"sample": sample}])
         return AdapterResult(self._name, **fields_of(answer), latency_s=time.monotonic() - started)
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 import tiny_policy
+from registry_load import outstanding
 
 from async_grpo.cluster import worker_program
 from async_grpo.cluster.controller import RunController
@@ -182,7 +183,7 @@ async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_los
     assert len(await generate(controller)) == 8 and dying.is_closed
     assert ASKED[-2:] == [(dying.name, 8, False), (other.name, 6, False)]
     assert [info.worker_id for info in workers.registry.members()] == ["g1"]
-    assert workers.registry.outstanding() == (0, 0) and await synced_to(controller) == {"g1"}
+    assert outstanding(workers.registry) == (0, 0) and await synced_to(controller) == {"g1"}
     await generate(controller, 1, greedy=True)
     assert ASKED[-1] == (other.name, 1, True)
 
@@ -202,7 +203,7 @@ async def test_a_rollout_that_is_cancelled_gives_its_lease_back(controller):
     workers = controller._generation
     await at_work(controller, "g0")
     running = asyncio.create_task(generate(controller))
-    assert await is_waiting(running) and workers.registry.outstanding()[0] == 8
+    assert await is_waiting(running) and outstanding(workers.registry)[0] == 8
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert workers.registry.outstanding() == (0, 0)
+    assert outstanding(workers.registry) == (0, 0)
