@@ -46,6 +46,8 @@ class VerifierActor(ChannelServer):
         for name in ("score", "post_process", "close"):
             self._methods[f"{name} {slot}"] = getattr(process, name)
         await process.start()
+        if not process.prefetch:  # a place is empty until its answer has travelled
+            self.answer_delay_s = 0.02
         return process.capacity, process.prefetch, process.has_post_process
 
 
