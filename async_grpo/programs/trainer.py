@@ -18,7 +18,7 @@ RETIRED = {
     "clip_ratio_c": "it had no effect in the prior library either",
     "insert_reasoning_phrases": "completions are trained on as the policy wrote them",
     "global_rank": "torchrun's RANK says it",
-    "use_torch_compile": "the packed forward runs uncompiled",
+    "use_torch_compile": "use --torch-compile",
 }
 
 
