@@ -126,7 +126,8 @@ class EngineLink(Protocol):
 class Engines(EngineLink, Protocol):
     """The way from the trainer's rank 0 to all engines, for any transport.
 
-    Those with a transfer engine of their own (NCCL) drive it by what follows; it is vLLM's `VLLMWeightSyncClient`, too.
+    Those with a transfer engine of their own (NCCL) drive it by what follows, and by vLLM's `VLLMWeightSyncClient`, which
+    this must be, too.
     """
 
     address: str  # of this node, as the engines reach it
@@ -136,14 +137,6 @@ class Engines(EngineLink, Protocol):
 
     def each(self, method: str, *args: Any) -> Mapping[str, Any]:
         """One step of all engines, by name (`pause`, `resume` or `receipt`); returns the answers by worker."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
 class Engine(Protocol):

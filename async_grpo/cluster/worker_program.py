@@ -65,10 +65,6 @@ class WorkerActor(ChannelServer):
         self.serve({name: getattr(self._engine, name) for name in self.served})
         return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
 
-    async def enlist(self, controller: Any, info: WorkerInfo) -> None:
-        """Register. Weights, which must be proven before there is work, come by the next sync."""
-        await controller.register.remote(info, ray.get_runtime_context().current_actor)
-
     async def update_weights(self, package: WeightPackage) -> Receipt:
         """Load a package and answer its canary under the new weights.
 
@@ -194,7 +190,7 @@ def _work(
             _unless_closed(controller.refuse.remote(told), closed, CONTROL_TIMEOUT_S)
             raise ConfigurationError(told) from None
         info = WorkerInfo(worker_id, kind, places, max_tokens, config.tensor_parallel_size, config.reward_fns)
-        _unless_closed(actor.enlist.remote(controller, info), closed, config.start_timeout_s)
+        _unless_closed(controller.register.remote(info, actor), closed, config.start_timeout_s)
         log.info("worker %s has joined, with up to %d sequences at once", worker_id, places)
         doing = "died"
         reason = str(_unless_closed(actor.until_failure.remote(), closed, None))

@@ -41,13 +41,11 @@ class Prepared:
         return replace(facts, hidden_size=model.hidden_size)
 
     def with_rewards(self, names: str) -> "Prepared":
-        """The same with the rewards that the workers named, if `--reward-fns` names none.
+        """The same with the rewards that the workers named, where `--reward-fns` names none.
 
         Raises:
             ConfigurationError: they cannot be found, or do not fit the configuration or the data.
         """
-        if self.rewards is not None:
-            return self
         config = replace(self.config, reward_fns=names)
         rewards = _checked_rewards(config, [*self.questions, *self.eval_questions])
         return replace(self, config=config, rewards=rewards)

@@ -16,6 +16,8 @@ from torch import Tensor
 from async_grpo.errors import ConfigurationError
 from async_grpo.processes.process_tree import die_with
 
+Numbers = Tensor | list[float]
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -36,23 +38,20 @@ class Ranks:
 
     def sum(self, values: list[float]) -> list[float]:
         """The element-wise sum over all ranks."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self.sum_and_max(values, [])[0].tolist()
 
     def max(self, values: list[float]) -> list[float]:
         """The element-wise maximum over all ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.sum_and_max([], values)[1].tolist()
 
-    def sum_and_max(self, sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_and_max(self, sums: Numbers, maxima: Numbers) -> tuple[Tensor, Tensor]:
         """Element-wise over all ranks, (A,) and (B,) float64, on the CPU then; the device is waited for once."""
-        for values, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        both = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in (sums, maxima)]
+        for values, operation in zip(both, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
             if self.world_size > 1 and len(values):
                 dist.all_reduce(values, operation)
-        sums, maxima = torch.cat([sums, maxima]).cpu().split([len(sums), len(maxima)])
-        return sums, maxima
-
-    def mean(self, values: list[float]) -> list[float]:
-        """The element-wise mean over all ranks."""
-        return [value / self.world_size for value in self.sum(values)]
+        summed, highest = torch.cat(both).cpu().split([len(sums), len(maxima)])
+        return summed, highest
 
     def must_agree(self, what: str, text: str) -> None:
         """Raises ConfigurationError on every rank if the ranks' texts differ."""
@@ -60,13 +59,6 @@ class Ranks:
         highest, negated_lowest = self.max([number, -number])
         if highest != -negated_lowest:
             raise ConfigurationError(f"{what} is not the same on every rank: give all nodes the same files")
-
-    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        if not values:
-            return []
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, operation)
-        return tensor.tolist()
 
 
 @contextmanager

@@ -36,9 +36,10 @@ class StepClock:
 
     def report(self) -> dict[str, Any]:
         """A collective: means over the ranks; of what follows the step, the longest of any rank."""
-        means = self._ranks.mean([self._seconds[cause] for cause in DURING_STEP])
-        longest = self._ranks.max([self._seconds[cause] for cause in AFTER_STEP])
-        seconds = dict(zip(self._seconds, (*means, *longest), strict=True))
+        own = list(self._seconds.values())
+        sums, longest = self._ranks.sum_and_max(own[: len(DURING_STEP)], own[len(DURING_STEP) :])
+        means = (sums / self._ranks.world_size).tolist()
+        seconds = dict(zip(self._seconds, (*means, *longest.tolist()), strict=True))
         return {
             **{f"seconds_{cause}": value for cause, value in seconds.items()},
             "time_per_batch": self._time_per_batch,

@@ -70,7 +70,7 @@ def _gathered(own: Tensor, ranks: Ranks) -> Tensor:
     """(ranks, ...) float64 on the CPU: what each of them has; a collective."""
     table = torch.zeros(ranks.world_size, *own.shape, dtype=torch.float64)
     table[ranks.rank] = own.cpu()
-    return torch.tensor(ranks.sum(table.flatten().tolist()), dtype=torch.float64).view_as(table)
+    return ranks.sum_and_max(table.flatten(), [])[0].view_as(table)
 
 
 def _count_kept(rows: Sequence[BatchTensors], ranks: Ranks) -> None:

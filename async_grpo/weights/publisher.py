@@ -27,8 +27,6 @@ from async_grpo.weights.self_test import perturbed, self_test_groups
 
 Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-# A sync waits three times, each time for `sync_timeout_s` at most: to begin, for the engines, to commit
-WAITS = 3
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
 MIN_TOLERANCE = 5e-5
@@ -106,9 +104,10 @@ class Publisher:
             error = max((float(np.abs(d).max()) for d in differences.values()), default=0.0)
             return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
 
-        limit = WAITS * self._config.sync_timeout_s
+        # It waits to begin, for the engines, and to commit
+        limit = 3 * self._config.sync_timeout_s
         silent = (
-            f"policy version {version} did not reach the engines within {limit:.0f} s ({WAITS} x --sync-timeout-s): the "
+            f"policy version {version} did not reach the engines within {limit:.0f} s (3 x --sync-timeout-s): the "
             "weight transport does not answer"
         )
         self._proof = in_thread(finish, f"sync-{version}", limit, silent)

@@ -110,7 +110,7 @@ def test_a_worker_that_joins_late_passes_the_self_test_with_the_weights_that_are
                 WorkerConfig(mode="generation", model_path=str(MODEL), engine="fake"), settings
             )
         )
-        call(actor.enlist.remote(run, worker(name)))
+        call(run.register.remote(worker(name), actor))
         return actor
 
     actors = [join("early")]
