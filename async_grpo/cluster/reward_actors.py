@@ -20,7 +20,7 @@ from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
 from async_grpo.rewards.config import RewardConfig
-from async_grpo.rewards.inline import InlineReward, is_bounded
+from async_grpo.rewards.inline import BOUNDED, InlineReward
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.judge_worker import JudgeWorker, LimitedWorker
 from async_grpo.rewards.judges.idle_sleep import IdleSleep
@@ -76,7 +76,7 @@ class RunVerification:
         self._inline = {
             name
             for name, adapter in self._adapters.items()
-            if is_bounded(adapter) and not config.has_verifiers(name)
+            if adapter in BOUNDED and not config.has_verifiers(name)
         }
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first

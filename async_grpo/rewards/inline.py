@@ -16,11 +16,6 @@ from async_grpo.types import AdapterResult
 BOUNDED = (countdown.score, text.format)
 
 
-def is_bounded(adapter: Any) -> bool:
-    """Whether it is one of these very functions: a wrapper may do anything."""
-    return any(adapter is function for function in BOUNDED)
-
-
 class InlineReward:
     """A `VerifierWorker` whose `score` never waits, and answers in the form in which a process does."""
 

@@ -13,7 +13,7 @@ from async_grpo.data import registry_file
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.builtin import countdown, text
 from async_grpo.rewards.config import RewardConfig
-from async_grpo.rewards.inline import BOUNDED, InlineReward, is_bounded
+from async_grpo.rewards.inline import BOUNDED, InlineReward
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.types import RewardStatus
@@ -34,7 +34,7 @@ async def make_inline(name: str) -> InlineReward:
 
 
 def test_only_the_shipped_functions_themselves_need_no_process() -> None:
-    assert {str(kind.value) for kind, adapter in REWARD_ADAPTERS.items() if is_bounded(adapter)} == set(
+    assert {str(kind.value) for kind, adapter in REWARD_ADAPTERS.items() if adapter in BOUNDED} == set(
         SHIPPED
     )
 
@@ -45,7 +45,7 @@ def test_only_the_shipped_functions_themselves_need_no_process() -> None:
     def format(sample: dict) -> float:
         return 1.0
 
-    assert not is_bounded(wrapper) and not is_bounded(format)
+    assert wrapper not in BOUNDED and format not in BOUNDED
 
 
 async def test_a_process_and_no_process_say_the_same() -> None:
