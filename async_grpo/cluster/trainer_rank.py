@@ -39,7 +39,7 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
-from async_grpo.training.trainer import AfterStep, Trainer, WriteLine
+from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.types import Message, MicroBatch, SharedRunSettings
 from async_grpo.weights.config import get_transport
 from async_grpo.weights.publisher import Canary
@@ -85,12 +85,12 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     starting = controller.start_batcher.remote(*inputs)
     experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions)
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
+    rank_0 = RayEngines(controller, config.sync_timeout_s), experience.after_step
+    trainer = make_trainer(config, prepared.settings, ranks, experience, *rank_0)
+    answer(starting, config.start_timeout_s)  # engines and rewards have been loading beside the model
+    await_workers(controller, config)
     with closing(MetricsWriter(config.output_path, config.num_steps, samples_file)) as metrics:
-        rank_0 = RayEngines(controller, config.sync_timeout_s), metrics.write, experience.after_step
-        trainer = make_trainer(config, prepared.settings, ranks, experience, *rank_0)
-        answer(starting, config.start_timeout_s)  # engines and rewards have been loading beside the model
-        await_workers(controller, config)
-        metrics.start()
+        trainer.write = metrics.write
         trainer.run()
     close_run(controller, f"{config.num_steps} steps are done")
 
@@ -146,10 +146,9 @@ def make_trainer(
     ranks: Ranks,
     source: ExperienceSource,
     engines: Engines | None = None,
-    write: WriteLine | None = None,
     after_step: AfterStep | None = None,
 ) -> Trainer:
-    """The trainer of one rank. Rank 0 alone reaches engines and writes metrics: the others take part in the gathering."""
+    """The trainer of one rank. Rank 0 alone reaches engines: the others take part in the gathering."""
     own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
     policy = _policy(config, settings, ranks)
@@ -161,7 +160,6 @@ def make_trainer(
         accumulator=_accumulator(config, settings, policy, ranks),
         source=source,
         publisher=make_publisher(engines, named_weights, canary, dtype, ranks.rank, config),
-        write=write,
         checkpoints=CheckpointWriter(
             config.output_path,
             config.model_name_or_path,

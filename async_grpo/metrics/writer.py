@@ -94,9 +94,6 @@ class MetricsWriter:
         self._bar = self._progress.add_task("training", total=num_steps)
         self._intervals: list[tuple[float, float]] = []
         self._alarms = set[str]()  # of the step before, without their numbers: each is shown when it begins
-
-    def start(self) -> None:
-        """From now on the folder holds a run, and the console shows how far it is."""
         self._metrics.touch()
         self._progress.start()
 

@@ -30,12 +30,12 @@ class Trainer:
     accumulator: GradientAccumulator
     source: ExperienceSource
     publisher: WeightPublisher
-    write: WriteLine | None  # only rank 0 writes
     checkpoints: CheckpointWriter
     ranks: Ranks
     num_steps: int
     after_step: AfterStep | None = None
     overlaps: Overlaps = lambda step: False
+    write: WriteLine | None = None  # only rank 0 writes
     version: int = 0  # optimizer steps completed
     samples: int = 0  # trained on
 

@@ -89,7 +89,9 @@ class Chain:
         self.link.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
-                make_trainer(self.config, self.settings, ranks, self.link, self.link, self.lines.append).run()
+                trainer = make_trainer(self.config, self.settings, ranks, self.link, self.link)
+                trainer.write = self.lines.append
+                trainer.run()
         finally:
             self.link.run(self.controller.stop())
         return self.lines
