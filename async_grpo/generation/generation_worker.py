@@ -147,15 +147,16 @@ class GenerationWorker:
         return outputs[-1]
 
     def _completion(self, output: CompletionOutput) -> Completion:
-        token_ids = np.asarray(output.token_ids, np.int32)
+        token_ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
+        assert isinstance(flat, FlatLogprobs) and len(flat) == len(token_ids), type(flat)
         stopped = output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
         ends = char_ends(self.tokenizer, output.token_ids, text) if self.settings.char_ends else None
         return Completion(
             token_ids=token_ids,
-            logprobs=_logprobs(output),
+            logprobs=np.asarray(flat.logprobs, np.float32)[flat.start_indices],  # the first of each position
             versions=_versions(output),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
@@ -253,13 +254,6 @@ class GenerationWorker:
 
     def close(self) -> None:
         self.engine.shutdown()
-
-
-def _logprobs(output: CompletionOutput) -> np.ndarray:
-    """(T,) float32: of the sampled tokens, each the first of its position."""
-    flat = output.logprobs
-    assert isinstance(flat, FlatLogprobs) and len(flat) == len(output.token_ids), type(flat)
-    return np.asarray(flat.logprobs, np.float32)[flat.start_indices]
 
 
 def _versions(output: CompletionOutput) -> np.ndarray:

@@ -81,7 +81,10 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            _add_product(grad_weight, grad_logits.T, hidden[rows])
+            if grad_logits.is_cuda and grad_logits.dtype != grad_weight.dtype:
+                grad_weight += _product(grad_logits.T, hidden[rows])
+            else:  # without another tensor of the head's size
+                grad_weight.addmm_(grad_logits.T.to(grad_weight.dtype), hidden[rows].to(grad_weight.dtype))
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
@@ -105,11 +108,3 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without another tensor of the head's size where the product's dtype is the total's."""
-    if left.is_cuda and left.dtype != total.dtype:
-        total += _product(left, right)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
