@@ -104,8 +104,14 @@ class WeightPackage:
     for_late: bool = False  # sent to the workers that joined late, and to no other
 
 
-class EngineLink(Protocol):
-    """How a package reaches the engines."""
+class Engines(Protocol):
+    """The way from the trainer's rank 0 to all engines.
+
+    `begin`, `each` and `address` are for transports whose own engine drives each step instead of delivering packages:
+    under NCCL this must be vLLM's `VLLMWeightSyncClient`, too.
+    """
+
+    address: str  # of this node, as the engines reach it
 
     def put(self, chunk: np.ndarray) -> Any:
         """Store one chunk where every engine can read it; returns its reference."""
@@ -121,16 +127,6 @@ class EngineLink(Protocol):
 
     def abort(self, error: BaseException) -> None:
         """The sync failed: every rank that waits for experience must hear of it, as the run is over."""
-
-
-class Engines(EngineLink, Protocol):
-    """The way from the trainer's rank 0 to all engines, for any transport.
-
-    Those with a transfer engine of their own (NCCL) drive it by what follows, and by vLLM's `VLLMWeightSyncClient`, which
-    this must be, too.
-    """
-
-    address: str  # of this node, as the engines reach it
 
     def begin(self, for_late: bool) -> Mapping[str, int]:
         """Nobody joins until `commit`; returns worker id -> processes that hold its weights, of those it is for."""

@@ -143,7 +143,7 @@ class InProcessWorker:
 
 
 class InProcessRun:
-    """`EngineLink` and `ExperienceSource` of a `RunController` that lives in the event loop of a thread of its own."""
+    """`Engines` for packages, and `ExperienceSource`, of a `RunController` in the event loop of a thread of its own."""
 
     def __init__(self, controller: Any) -> None:
         self.controller, self._loop = controller, asyncio.new_event_loop()

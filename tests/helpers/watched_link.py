@@ -1,4 +1,4 @@
-"""An `EngineLink` to one engine that passes every self-test, and is asked what it would show if it lost a tensor."""
+"""`Engines`: one that passes every self-test, and is asked what it would show if it lost a tensor."""
 
 from collections.abc import Mapping
 

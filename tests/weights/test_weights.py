@@ -102,7 +102,7 @@ CANARY = Canary(Canary.text(40, 32), logprobs)
 
 
 class FakeLink:
-    """`EngineLink` to an engine of its own, which may lose one tensor on the way or silently not use it."""
+    """`Engines`: one of its own, which may lose one tensor on the way or silently not use it."""
 
     def __init__(self, loses=None, ignores=None, blind=False):
         self.engine, self.loses, self.ignores, self.blind, self.log = TwoLayers(), loses, ignores, blind, []
