@@ -63,7 +63,7 @@ def handle() -> Iterator[Any]:
 
 
 def call(reference: Any) -> Any:
-    return ray.get(reference, timeout=30)
+    return ray.get(reference, timeout=60)  # an actor's first call waits for its imports
 
 
 def register(run: Any, handle: Any, *ids: str, kind: str = "generation", rewards: str = "") -> None:

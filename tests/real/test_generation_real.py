@@ -168,7 +168,10 @@ def test_log_probs_at_the_sampling_temperature_equal_transformers_before_and_aft
 def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_loses_is_seen(engine, model):
     test = SelfTest(engine, MODEL, "float32")
     assert test.run() < 1e-4
-    assert set(test.link.tolerances) == {5e-5} and max(test.link.healthy) < 0.5
+    before, *rounds, after = (
+        test.link.tolerances
+    )  # noise may be missed by what it moves; the weights themselves may not
+    assert before == after == 5e-5 and max(rounds) < 0.002 and max(test.link.healthy) < 0.05
     assert set(test.link.lost) == set(weights(model)) and min(test.link.lost.values()) > 10
 
 
