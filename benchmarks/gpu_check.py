@@ -343,7 +343,7 @@ def self_test(bench: Bench, shape: dict[str, Any]) -> Figures:
         with perturbed({n: w for n, w in ours.items() if n in group}):
             expected = canary_logprobs(policy, ids)
             moved = rms(expected - unchanged)
-            unit = ROUNDINGS * torch.finfo(torch.bfloat16).eps * moved
+            unit = ROUNDINGS[torch.bfloat16] * torch.finfo(torch.bfloat16).eps * moved
             allowed = max(unit, 1.5 * rounding, MIN_TOLERANCE)
             with perturbed({n: w for n, w in theirs.items() if n in group}):
                 missed = rms(eager_logprobs(engine, ids) - expected)

@@ -103,13 +103,13 @@ class Combination:
     async def __call__(self, sample: Mapping[str, Any], ask: Ask, in_turn: bool = False) -> Verdict:
         """Ask whom it takes, all at once or, at a gate, one after the other; `in_turn`: none has to wait for its answer."""
         names = self.chosen(sample)
-        if self.mode != "gate" and (in_turn or len(names) == 1):
-            return self.verdict([await ask(name) for name in names])
-        if self.mode != "gate":
+        if self.mode != "gate" and len(names) > 1 and not in_turn:
             return self.verdict(await asyncio.gather(*(ask(name) for name in names)))
         results: list[AdapterResult] = []
         for name in names:
             results.append(await ask(name))
+            if self.mode != "gate":
+                continue
             verdict = self.verdict(results)
             abstained = results[-1].status is RewardStatus.ABSTAINED
             if not abstained and (verdict.reward is None or verdict.reward < self.threshold):
