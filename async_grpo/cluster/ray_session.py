@@ -56,7 +56,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
     Raises:
         ConfigurationError: there is none, or it does not let us in; says how to start one.
     """
-    give_up = time.monotonic() + RAY_START_S
+    give_up = time.monotonic() + RAY_START_S  # then what follows says that there is none
     while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < give_up:
         time.sleep(0.05)
     address = os.environ.get("RAY_ADDRESS", "auto")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,14 @@ class RewardTensors:
     @property
     def sources(self) -> dict[str, Tensor]:
         """Each process reward on its tokens, and the best outcome on the last one if there is any."""
-        return {name: rewards for name, (rewards, _) in self._sources().items()}
+        return {name: rewards for name, (rewards, _) in self._sources.items()}
 
     @property
     def masks(self) -> dict[str, Tensor]:
         """Where a reward of each source stands."""
-        return {name: places for name, (_, places) in self._sources().items()}
+        return {name: places for name, (_, places) in self._sources.items()}
 
+    @cached_property
     def _sources(self) -> dict[str, tuple[Tensor, Tensor]]:
         sources = {name: self._steps(name) for name in self.facts.process}
         outcome, judged = self._outcome()

@@ -53,6 +53,7 @@ class CheckpointWriter:
         return samples - self._last_saved >= self._min_samples_between
 
     def save_if_due(self, policy: PolicyModel, samples: int) -> None:
+        """A checkpoint of `policy`, if one is due; a collective then."""
         if self.is_due(samples):
             self.save(policy, samples)
 

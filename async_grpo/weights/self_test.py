@@ -31,7 +31,7 @@ def perturbed(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Add noise to each of `weights` (shards included) while the block runs.
 
     An engine that loses one of the tensors then computes visibly other log-probs, whatever the learning rate would
-    have hidden. The originals are kept aside: at start, before the optimizer's state exists, there is room for them.
+    have hidden. The originals are kept aside: those of one group, a layer or what lies outside the layers, at a time.
     """
     shards = [local_shard(weight) for weight in weights.values()]
     originals = [shard.clone() for shard in shards]
