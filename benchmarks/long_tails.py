@@ -32,7 +32,8 @@ class _Unpacked:
 
     def add(self, sample: Sample) -> None: ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> list[None]:
+        return []
 
 
 class _HandedOut:

@@ -51,14 +51,9 @@ class WorkerActor(ChannelServer):
         _worker_class(config)
 
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
-        """Load the model; returns the sequences that it takes and the tokens that it can hold at once.
-
-        Raises:
-            ConfigurationError: it is not the trainer's.
-        """
-        check_model(
-            config.model_path, settings
-        )  # not in the dispatcher, which can do without these libraries
+        """Load the model; returns how many sequences and tokens it holds. ConfigurationError: it is not the trainer's."""
+        # Not in the dispatcher, which can do without these libraries
+        check_model(config.model_path, settings)
         generates = config.mode == GENERATION
         config = config.with_sequences(settings) if generates else config
         self._engine = _worker_class(config).start(config, settings)
@@ -66,11 +61,7 @@ class WorkerActor(ChannelServer):
         return config.max_sequences if generates else UNLIMITED, self._engine.kv_cache_tokens
 
     async def update_weights(self, package: WeightPackage) -> Receipt:
-        """Load a package and answer its canary under the new weights.
-
-        Raises:
-            WeightsDidNotLand: newer weights are loaded already.
-        """
+        """Load a package and answer its canary. WeightsDidNotLand: newer weights are loaded already."""
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
@@ -92,11 +83,7 @@ class GenerationActor(WorkerActor):
     served = ("complete", "progress")
 
     async def transfer(self, method: str, *args: Any) -> Any:
-        """One step of an update that the trainer's own engine drives (NCCL).
-
-        Raises:
-            ConfigurationError: the engine has no such steps.
-        """
+        """One step of an update that the trainer drives (NCCL). ConfigurationError: the engine has no such steps."""
         if not hasattr(self._engine, method):
             raise ConfigurationError(
                 f"{type(self._engine).__name__} can only be given weights in packages: choose another "

@@ -114,6 +114,7 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict
         for number, command in enumerate(worker_commands(config))
     ]
     command = trainer_command(config) + [f"--{dashed(name)}={value}" for name, value in judge.items()]
+    variables |= environment.trainer_threads(config.model_name_or_path, config.nproc_per_node)
     trainer = supervisor.start("trainer", command, variables, console=True)
     if ray is not None:  # the others import their libraries meanwhile
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def main() -> None:
         cache = options.output.parent / "models"
         cache.mkdir(exist_ok=True)
         place = Place(
-            folder=options.output.parent / "work" / f"{name}-{arm.replace(' ', '').replace('=', '')}",
+            folder=options.output.parent / "work" / f"{name}-{re.sub('[ =,]', '', arm)}",
             model=model_folder(case.model, cache),
             ours=Path(sys.executable),
             trl=options.trl_python,

@@ -12,7 +12,8 @@ REWARDS = Path(__file__).with_name("rewards.py")
 @dataclass(frozen=True)
 class Case:
     """The same for both sides. `model`: tiny (the shipped one) or a name of `models.py`. `reward`: a function of
-    `rewards.py`, or shipped: countdown by its name. `calls`: rewards asked at once (0: no limit).
+    `rewards.py`, or shipped: countdown by its name. `calls`: rewards asked at once (0: no limit). `any_order`: further
+    runs of ours, (--max-staleness, --groups-alive in steps' worth): their mean staleness is one less than the latter.
 
     `tokens_per_call`: ours, --max-tokens-per-gpu. `samples_per_call`: TRL's per_device_train_batch_size, the fastest of
     those tried. `staleness`: one run of ours for each. `minutes`: what one repetition takes, on 2 cores.
@@ -32,6 +33,7 @@ class Case:
     tokens_per_call: int = 4096
     samples_per_call: int = 256
     staleness: tuple[int, ...] = (1,)
+    any_order: tuple[tuple[int, int], ...] = ()
     mask_truncated: bool = (
         True  # the library's default; where every completion is truncated nothing would be trained
     )
@@ -46,7 +48,8 @@ class Case:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        return (*(f"ours S={bound}" for bound in self.staleness), "TRL")
+        strict = (f"ours S={bound}" for bound in self.staleness)
+        return (*strict, *(f"ours S={bound}, {alive} steps alive" for bound, alive in self.any_order), "TRL")
 
 
 CASES = {
@@ -75,9 +78,9 @@ CASES = {
         "a reward takes 0.1 to 4 s, 64 at once",
         reward="slow",
         calls=64,
-        steps=4,
+        steps=8,
         warm_up=2,
-        minutes=5.0,
+        minutes=7.0,
         staleness=(1, 2),
     ),
     "slow": Case(
@@ -92,9 +95,10 @@ CASES = {
         "a judge of 0.5 s (median), log-normal with sigma 1.2, at most 20 s",
         reward="judge",
         steps=6,
-        warm_up=2,
-        minutes=6.0,
+        warm_up=3,
+        minutes=9.0,
         staleness=(1, 2),
+        any_order=((4, 2), (4, 3)),
     ),
     "30m": Case(
         "30 M parameters, 256 tokens, free reward",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -67,12 +68,12 @@ def measure(arm: str, case: Case, seed: int, place: Place, further: list[str]) -
 
 
 def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str]) -> list[str]:
-    staleness = int(arm.rpartition("=")[2])
+    staleness, steps_alive = map(int, [*re.findall(r"\d+", arm), "0"][:2])
     total = (
         case.warm_up + case.steps + staleness + 1
     )  # at the end nothing new is generated: the last steps do not count
     reward = "countdown" if case.reward == "shipped" else f"{REWARDS}:{case.reward}"
-    alive = (staleness + 1) * case.samples
+    alive = (steps_alive or staleness + 1) * case.samples
     return [
         *[str(place.ours), "-m", "async_grpo", "run", f"--output-dir={place.folder / 'run'}"],
         *[f"--run-name={place.folder.name}", f"--model-name-or-path={place.model}", f"--data-path={TRAIN}"],
@@ -89,6 +90,7 @@ def our_command(arm: str, case: Case, seed: int, place: Place, further: list[str
             else []
         ),
         *([] if case.mask_truncated else ["--no-mask-truncated"]),
+        *([f"--groups-alive={steps_alive * case.prompts}"] if steps_alive else []),
         *further,
     ]
 

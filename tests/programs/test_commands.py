@@ -111,6 +111,21 @@ def test_ray_gets_an_interpreter_whose_name_no_shell_splits(tmp_path, monkeypatc
     assert os.path.samefile(done.stdout.strip(), sysconfig.get_path("purelib"))
 
 
+def test_the_trainer_has_its_share_of_the_cores_if_its_model_can_use_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(size: int, ranks: int) -> str:
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        return environment.trainer_threads(str(tmp_path), ranks)["OMP_NUM_THREADS"]
+
+    assert threads(3 << 20, 1) == "1"
+    assert [threads(120 << 20, ranks) for ranks in (1, 3, 9)] == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads(120 << 20, 1) == "5"
+
+
 def test_the_lock_for_gpus_holds_every_pin():
     locked = set((ROOT / "requirements_gpu.lock").read_text().splitlines())
     for name in ("requirements_base.txt", "requirements_fsdp.txt"):
