@@ -49,9 +49,8 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dic
     if not ray_address:
         private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         private |= {"ASYNC_GRPO_RAY_IS_UP": str(ray_is_up)}  # see cluster/ray_session.py
-        private |= {
-            "RAY_worker_niceness": "0"
-        }  # with Ray's 15 engines get what the trainer leaves of the cores
+        # With Ray's own niceness of 15 engines get what the trainer leaves of the cores
+        private |= {"RAY_worker_niceness": "0"}
         # Every actor here has variables of its own: a worker started before it is known could never be used
         private |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     if devices := gpus():
@@ -60,12 +59,12 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dic
 
 
 def trainer_threads(model: str, ranks: int) -> dict[str, str]:
-    """Variables: a rank's share of the cores, if the model's weights are large enough to keep threads busy.
+    """Variables: without GPUs a rank's share of the cores, if the model's weights are large enough to keep threads busy.
 
     A step takes 18 % less with 31 M parameters and two threads, but 10 % more with 0.8 M (docs/log.md, 2026-11-22).
     """
     large = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) > 32 << 20
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if large else 1
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if large and not gpus() else 1
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 

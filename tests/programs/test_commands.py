@@ -114,6 +114,7 @@ def test_ray_gets_an_interpreter_whose_name_no_shell_splits(tmp_path, monkeypatc
 def test_the_trainer_has_its_share_of_the_cores_if_its_model_can_use_them(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def threads(size: int, ranks: int) -> str:
         with (tmp_path / "model.safetensors").open("wb") as file:
@@ -122,6 +123,8 @@ def test_the_trainer_has_its_share_of_the_cores_if_its_model_can_use_them(tmp_pa
 
     assert threads(3 << 20, 1) == "1"
     assert [threads(120 << 20, ranks) for ranks in (1, 3, 9)] == ["8", "2", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert threads(120 << 20, 1) == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert threads(120 << 20, 1) == "5"
 
