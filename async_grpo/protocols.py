@@ -74,7 +74,7 @@ class WeightPublisher(Protocol):
         """Publish `model` (a `PolicyModel`) as `version`, after a self-test if asked; a collective of all ranks.
 
         A self-test after the first one is for the workers that have joined since: they alone are sent anything.
-        They travel on afterwards: `model` must not change before the proof is asked for, gradients may.
+        The weights travel on afterwards: `model` must not change before the proof is asked for, gradients may.
         """
 
 

@@ -42,10 +42,9 @@ from async_grpo.training.sharding import canary_logprobs, shard_policy
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.types import Message, MicroBatch, SharedRunSettings
 from async_grpo.weights.config import get_transport
-from async_grpo.weights.publisher import Canary
+from async_grpo.weights.publisher import CANARY_TOKENS, Canary
 
 log = logging.getLogger(__name__)
-CANARY_TOKENS = 128
 BUDGET_FILE = "judge_budget.jsonl"
 SHUTDOWN_TIMEOUT_S = 10.0
 
@@ -118,16 +117,16 @@ def await_workers(controller: Any, config: RunConfig) -> str:
         ConfigurationError: see `RunController.lacks`.
         DeadlineExceeded: a kind is still missing after `start_timeout_s`.
     """
-    give_up, next_word, said = time.monotonic() + config.start_timeout_s, 0.0, ""
+    begun, next_word, said = time.monotonic(), 0.0, ""
     while True:
         missing, rewards = answer(controller.lacks.remote())
         if not missing:
             return str(rewards)
-        if time.monotonic() > give_up:
+        if (waited := time.monotonic() - begun) > config.start_timeout_s:
             raise DeadlineExceeded(f"after {config.start_timeout_s:.0f} s there is still {missing}")
-        if missing != said or time.monotonic() > next_word:  # a line per change
-            log.info("waiting for workers to load and join: there is still %s", missing)
-            said, next_word = missing, time.monotonic() + 15.0
+        if missing != said or waited > next_word:  # a line per change
+            log.info("waiting for workers to load and join (%.0f s): there is still %s", waited, missing)
+            said, next_word = missing, waited + (1.0 if os.isatty(1) else 15.0)
         time.sleep(0.2)
 
 

@@ -51,15 +51,17 @@ class Packer:
         return rounds
 
     def _round(self) -> list[MicroBatch]:
-        """First-fit decreasing, over the ranks in the order of what they cost so far."""
+        """First-fit decreasing, to the rank of least cost; a group stays on its rank up to a sixteenth of the budget."""
         ranks: list[list[Sample]] = [[] for _ in range(self.num_ranks)]
-        tokens, costs, left = [0] * self.num_ranks, [0.0] * self.num_ranks, []
+        tokens, costs, left, last = [0] * self.num_ranks, [0.0] * self.num_ranks, [], (0, -1)
         for sample in sorted(self._waiting, key=self._order):
             room = self.max_tokens - (length := sample.num_tokens)
             if not (fitting := [rank for rank, taken in enumerate(tokens) if taken <= room]):
                 left.append(sample)
                 continue
-            rank = min(fitting, key=costs.__getitem__)
+            ahead = [self.max_tokens / 16 * (last == (rank, sample.prompt.ordinal)) for rank in fitting]
+            rank = min(zip(fitting, ahead, strict=True), key=lambda one: costs[one[0]] - one[1])[0]
+            last = rank, sample.prompt.ordinal
             ranks[rank].append(sample)
             tokens[rank] += length
             costs[rank] += length * (1 + length / self._even_at)

@@ -130,7 +130,8 @@ class EngineConfig(EngineOptions):
         from async_grpo.modeling.load import load_config, torch_dtype
 
         if torch.cuda.is_available():
-            most = 1024 if torch.cuda.get_device_properties(0).total_memory >= 70 * GIB else 256
+            gpu = torch.cuda.get_device_properties(0)
+            most = 1024 if gpu.total_memory >= 70 * GIB and "a100" not in gpu.name.lower() else 256
         else:
             text = load_config(self.model_path).get_text_config()
             width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

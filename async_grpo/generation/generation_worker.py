@@ -102,9 +102,10 @@ class GenerationWorker:
 
     async def _complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
         self._check_fit()
-        # No request asked for under these weights may hit a prefix computed by others: the salt is the version. vLLM takes
-        # other forms of prompts through a thread, and a pause could come between.
-        prompt = tokens_input(token_ids, cache_salt=str(self.policy_version))
+        # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
+        # takes other forms of prompts through a thread, and a pause could come between.
+        async with self._updating:
+            prompt = tokens_input(token_ids, cache_salt=str(self.policy_version))
         request = next(self._request_ids)
         self._begun[request] = time.time()
         try:

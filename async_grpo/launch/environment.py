@@ -59,10 +59,7 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dic
 
 
 def trainer_threads(model: str, ranks: int) -> dict[str, str]:
-    """Variables: without GPUs a rank's share of the cores, if the model's weights are large enough to keep threads busy.
-
-    A step takes 18 % less with 31 M parameters and two threads, but 10 % more with 0.8 M (docs/log.md, 2026-11-22).
-    """
+    """Variables: without GPUs a rank's share of the cores, if the weights keep threads busy (docs/log.md, 2026-11-22)."""
     large = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) > 32 << 20
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if large and not gpus() else 1
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -48,7 +48,7 @@ class Trainer:
             clock = StepClock(self.ranks)
             end = self._accumulate_until_step_end(clock)
             with clock.measure("publishing_weights"):
-                metrics: dict[str, Any] = proof()  # no step on top of weights that did not land
+                metrics: dict[str, Any] = dict(proof())  # no step on top of weights that did not land
             with clock.measure("computing"):
                 metrics |= self.accumulator.finish()
             self.version += 1

@@ -27,6 +27,7 @@ from async_grpo.weights.self_test import perturbed, self_test_groups
 
 Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
+CANARY_TOKENS = 128
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
 MIN_TOLERANCE = 5e-5

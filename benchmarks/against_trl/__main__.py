@@ -39,15 +39,21 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--arm", nargs="+", help="only these: TRL, 'ours S=1', ...")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, help="measured steps of each run (default: the case's)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one repetition of 2 steps after 1; give it a --label"
-    )
+    parser.add_argument("--quick", action="store_true", help="one repetition of 2 steps after 1")
     parser.add_argument("--seed", type=int, default=0, help="of the first repetition")
-    parser.add_argument("--label", default="", help="keeps measurements with other options apart")
+    parser.add_argument(
+        "--label",
+        default="",
+        help="keeps measurements apart from those with the defaults, which are reported",
+    )
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench" / "results.jsonl")
     parser.add_argument("--report", action="store_true", help="write docs/benchmarks.md's table and picture")
-    return parser.parse_known_args()
+    options, further = parser.parse_known_args()
+    options.label = options.label or "quick" * options.quick
+    if (options.steps or options.seed or further) and not options.label:
+        parser.error("what is measured with other options than the defaults needs a --label")
+    return options, further
 
 
 def plan(options: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[tuple[str, Case, str, int]]:

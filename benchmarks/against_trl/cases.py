@@ -14,6 +14,7 @@ class Case:
     """The same for both sides. `model`: tiny (the shipped one) or a name of `models.py`. `reward`: a function of
     `rewards.py`, or shipped: countdown by its name. `calls`: rewards asked at once (0: no limit). `any_order`: further
     runs of ours, (--max-staleness, --groups-alive in steps' worth): their mean staleness is one less than the latter.
+    `steps`: measured; a multiple of what is alive, as asynchronous steps end in bursts of so many.
 
     `tokens_per_call`: ours, --max-tokens-per-gpu. `samples_per_call`: TRL's per_device_train_batch_size, the fastest of
     those tried. `staleness`: one run of ours for each. `minutes`: what one repetition takes, on 2 cores.
@@ -78,17 +79,17 @@ CASES = {
         "a reward takes 0.1 to 4 s, 64 at once",
         reward="slow",
         calls=64,
-        steps=8,
+        steps=6,
         warm_up=2,
-        minutes=7.0,
+        minutes=5.5,
         staleness=(1, 2),
     ),
     "slow": Case(
         "a reward takes 0.1 to 4 s, no limit",
         reward="slow",
-        steps=8,
+        steps=12,
         warm_up=3,
-        minutes=4.0,
+        minutes=5.0,
         staleness=(1, 2),
     ),
     "judge": Case(
@@ -107,9 +108,9 @@ CASES = {
         prompts=4,
         max_tokens=256,
         learning_rate=1e-6,
-        steps=3,
+        steps=4,
         warm_up=1,
-        minutes=3.0,
+        minutes=5.0,
         tokens_per_call=8192,
         samples_per_call=32,
         mask_truncated=False,

@@ -54,11 +54,16 @@ def seconds_to(row: Row, accuracy: float = ACCURACY) -> float | None:
     return None
 
 
+def step_s(row: Row) -> float:
+    """Of the whole window: asynchronous steps end in bursts, and the median between two ends says little."""
+    return float(row["samples_per_step"] / row["samples_per_s"])
+
+
 def one_line(row: Row) -> str:
     cpu = ", ".join(f"{kind} {spent:.1f}" for kind, spent in sorted(row["cpu_ms_per_sample"].items()))
     text = (
         f"{row['samples_per_s']:.1f} samples/s, {row['tokens_per_s']:.0f} tokens/s, "
-        f"step {statistics.median(row['step_s']):.2f} s, "
+        f"{step_s(row):.2f} s a step, "
         f"first after {row['first_step_s']:.0f} s, ms of CPU per sample: {cpu}"
     )
     return text + (f"; solved by step: {row['accuracy']}" if "accuracy" in row else "")
@@ -82,9 +87,10 @@ def table(rows: list[Row]) -> str:
             spread(ratios(rows, of[0]["case"], of[0]["arm"])) if of[0]["arm"] != "TRL" else ""
         ),
         "tokens/s": lambda of: spread([row["tokens_per_s"] for row in of], 0),
-        "s a step": lambda of: spread([statistics.median(row["step_s"]) for row in of]),
+        "s a step": lambda of: spread([step_s(row) for row in of]),
         "ms of CPU a sample": lambda of: spread([sum(row["cpu_ms_per_sample"].values()) for row in of], 1),
         "first step after, s": lambda of: spread([row["first_step_s"] for row in of], 0),
+        "staleness": lambda of: spread([row["staleness_mean"] for row in of if "staleness_mean" in row]),
     }
     lines = ["| case | | " + " | ".join(columns) + " | n |", "|---|---|" + "---|" * (len(columns) + 1)]
     for (name, arm), of in grouped(rows).items():

@@ -110,6 +110,15 @@ def test_the_ranks_of_a_round_are_evened_by_what_a_sequence_costs_not_by_its_tok
     assert (first.group_ids.tolist(), second.group_ids.tolist(), more) == ([0], [1, 2, 3], [])
 
 
+def test_members_of_a_group_share_a_rank_and_with_it_their_prompt_and_the_ranks_stay_even():
+    packer = Packer(2, 1024)
+    for number in range(64):
+        packer.add(sample(number // 8, 2, 6))
+    ((first, second),) = packer.flush()
+    assert len(set(first.group_ids)) + len(set(second.group_ids)) == 8, "a group is on one rank alone"
+    assert len(first.input_ids) == len(second.input_ids) == 32 * 8
+
+
 def assembler_of(
     groups_per_step: int, max_staleness: int, num_ranks=1, max_tokens=40, slack=0
 ) -> StepAssembler:
