@@ -40,7 +40,7 @@ VICTIMS = {
     "controller": ["ray::RunController"],
     "verifier worker": ["ray::VerifierActor"],
     "adapter process": ["async_grpo.rewards.isolation.child"],
-    "judge server": ["vllm.entrypoints.openai.api_server"],
+    "judge server": ["vllm.entrypoints.openai.api_server", "!keep("],  # its keeper has the same words
     "ray start": ["ray.scripts.scripts start"],
     "raylet": ["/raylet/raylet"],
     "gcs server": ["/gcs_server"],
@@ -101,7 +101,8 @@ def matches(process: psutil.Process, words: list[str]) -> bool:
     except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
     named = [word.removeprefix("@").partition("=") for word in words if word.startswith("@")]
-    return all(w in text for w in words if not w.startswith("@")) and all(
+    plain = [word for word in words if not word.startswith("@")]
+    return all((w.removeprefix("!") in text) != w.startswith("!") for w in plain) and all(
         environment.get(k) == v for k, _, v in named
     )
 
