@@ -54,12 +54,12 @@ class Case:
 
 
 CASES = {
-    "short": Case("completions of about 12 tokens, free reward", steps=20, warm_up=5, minutes=2.0),
+    "short": Case("completions of about 12 tokens, free reward", steps=40, warm_up=5, minutes=2.2),
     "short-own": Case(
         "the same, the reward a function of a user's file",
-        steps=20,
+        steps=40,
         warm_up=5,
-        minutes=2.0,
+        minutes=2.2,
         reward="countdown",
     ),
     "long-tail": Case(
