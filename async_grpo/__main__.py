@@ -49,8 +49,41 @@ COMMANDS = {
         "Show what a verdict cache holds, and prune it.",
         *("async_grpo.programs.cache", "CacheConfig", "inspect_cache"),
     ),
+    "doctor": Command(
+        "Try all that can be tried before a run: doctor [run.toml] [options of run]. Exit code 2 if one could not work.",
+        *("async_grpo.programs.doctor", "DoctorConfig", "doctor"),
+    ),
+    "status": Command(
+        "Show what a run does now: steps, pace, who waits for what, rewards, evaluations, alarms.",
+        *("async_grpo.programs.status", "StatusConfig", "status"),
+    ),
+    "why": Command(
+        "Show who holds up a run that stands still, or how a run ended.",
+        *("async_grpo.programs.why", "WhyConfig", "why"),
+    ),
+    "watch": Command(
+        "Show a run on a page for the browser, live and after its end: watch RUN [--port 8765].",
+        *("async_grpo.programs.watch", "WatchConfig", "watch"),
+    ),
+    "samples": Command(
+        "Look at a run's samples: one page to open in a browser, samples RUN -o samples.html.",
+        *("async_grpo.programs.samples", "SamplesConfig", "write_samples_page"),
+    ),
+    "export": Command(
+        "Write the model of a checkpoint in the Hugging Face format.",
+        *("async_grpo.programs.export", "ExportConfig", "export"),
+    ),
+    "eval": Command(
+        "Evaluate a checkpoint or a model on its own: eval PATH --data NAME=FILE --reward-fns countdown.",
+        *("async_grpo.launch.evaluate", "EvalConfig", "evaluate"),
+    ),
+    "replay": Command(
+        "Train again from what a run with --record was trained on: replay RUN [--from-step K] [options].",
+        "async_grpo.programs.replay",
+    ),
     "plot": Command(
-        "Draw the metrics of runs, or list them: plot FILE..., plot info FILE.", "async_grpo.programs.plot"
+        "Draw the metrics of runs, or list them: plot FILE..., plot compare|forecast|staleness|timeline|info RUN...",
+        "async_grpo.programs.plot",
     ),
 }
 

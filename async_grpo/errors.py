@@ -2,6 +2,9 @@
 
 EXIT_USAGE = 2  # of a program that refuses its settings: the user's mistake
 EXIT_FAILED = 1  # of a program that failed
+EXIT_INTERRUPTED = (
+    75  # of a run that was told to end and saved: the same command goes on (sysexits' EX_TEMPFAIL)
+)
 
 
 class AsyncGrpoError(Exception):
@@ -30,6 +33,14 @@ class NonFiniteGradient(AsyncGrpoError, ArithmeticError):
 
 class DeadlineExceeded(AsyncGrpoError, TimeoutError):
     """A bounded wait ran out. The message names what was waited for, for how long, and who should have answered."""
+
+
+class CheckpointBroken(AsyncGrpoError, ValueError):
+    """A checkpoint is not as it was written, or of a format that this version does not read."""
+
+
+class RunInterrupted(AsyncGrpoError, RuntimeError):
+    """The run was told to end before its time; its checkpoint is saved: exit code 75."""
 
 
 class RunFailed(AsyncGrpoError, RuntimeError):

@@ -10,17 +10,20 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.types import Completion, Message, Prompt, SharedRunSettings, Verdict
+from async_grpo.types import Completion, Message, Prompt, Sampling, SharedRunSettings, Verdict
 
 
 class Generation(Protocol):
     """Completes prompts on whichever engine has room."""
 
-    def generate(self, prompt: Prompt, count: int, *, greedy: bool = False) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, each when it is finished; closing aborts the others. Greedy: not to be trained on."""
+    def generate(
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None
+    ) -> AsyncGenerator[Completion]:
+        """Yield `count` completions, each when it is finished; closing aborts the others."""
 
     async def take_stats(self) -> dict[str, Any]:
-        """Of `Engine.progress`, for all engines since the last call, and `wait_generation_weights_s`."""
+        """Of `Engine.progress`, for all engines since the last call, `wait_generation_weights_s`, and where they are known
+        their `spans` (`metrics.spans`)."""
 
 
 class Verification(Protocol):
@@ -148,9 +151,10 @@ class Engine(Protocol):
         """Load the model; it may take minutes and block the event loop. `config`: the worker's, an `EngineConfig`."""
 
     def complete(
-        self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
+        self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions of one prompt (L,) int32, each as soon as it is finished; closing aborts the rest.
+        """Yield a completion of one prompt (L,) int32 for each member of its group, as soon as it is finished; closing
+        aborts the rest. `seeds`: of its sampling, by member: under the same weights, the same completion.
 
         Every token carries the version that produced it. WorkerLost: the engine died, or its last update failed.
         """

@@ -40,6 +40,7 @@ class Prompt:
     ordinal: int
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]  # the JSONL row: `input`, `answer` and any other column
+    question: int = -1  # its place in the data set; -1: held out
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Completion:
     finish_reason: FinishReason
     text: str
     char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
+    member: int = 0  # its place in the group
 
     def __post_init__(self) -> None:
         lengths = [len(self.token_ids), len(self.logprobs), len(self.versions)]
@@ -68,6 +70,17 @@ class Completion:
     @property
     def oldest_version(self) -> int:
         return int(self.versions.min()) if len(self.versions) else 0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn that are not to be trained on. None: as the run's settings say."""
+
+    temperature: float | None = None  # 0: the likeliest token each time
+    max_tokens: int | None = None
+
+
+GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -214,8 +227,15 @@ class WorkersJoined:
     """Workers wait for the current weights: all ranks publish them once more, with the self-test."""
 
 
+@dataclass(frozen=True)
+class SaveRequested:
+    """Every rank saves its part of a checkpoint, of the policy that it holds now; with a reason, the run ends there."""
+
+    end_reason: str = ""
+
+
 # What a rank is told; every rank, as many of each, in one order
-Message = MicroBatch | StepEnd | WorkersJoined
+Message = MicroBatch | StepEnd | WorkersJoined | SaveRequested
 
 
 @dataclass(frozen=True)
@@ -238,6 +258,8 @@ class SharedRunSettings:
     guaranteed_completion_tokens: int = 0  # for which even the longest prompt leaves room; 0: not known
     group_size: int = 1  # samples that one engine must take at once
     samples_in_flight: int = 0  # admitted and not yet part of the live weights, at most; 0: not known
+    checkpoint: str = ""  # that the ranks resume from
+    trains: bool = True  # else engines work with the weights that they start with
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     dispatchers   settings, register, deregister, refuse, closed
     the sync      begin_sync, end_sync, fail
-    rank 0        lacks, start_batcher, start, evaluate, stop, close
+    rank 0        lacks, start_batcher, start, situation, evaluate, request_save, save_experience, stop, close
     every rank    settings, next_message
 
 A sample leaves this process for an engine, for a reward worker and for a rank; all else is a method call. Plain asyncio
@@ -11,16 +11,20 @@ without Ray: `trainer_rank` makes an actor of it on rank 0's node. Its death end
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
-from async_grpo.experience.config import BatchConfig, RunFacts
+from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
+from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.worker_registry import scheduling_policy
+from async_grpo.options.command_line import log_to_own_file
+from async_grpo.processes.waits import situation
 from async_grpo.protocols import Connect, Verification, WeightPackage
 from async_grpo.types import GENERATION, Message, SharedRunSettings, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
@@ -39,8 +43,10 @@ class RunController:
     def __init__(
         self, settings: SharedRunSettings, worker_grace_s: float, connect: Connect, scheduling: str
     ) -> None:
+        log_to_own_file("controller")
         self._settings, common = settings, (worker_grace_s, connect, scheduling_policy(scheduling))
-        self._generation = GenerationWorkers(GENERATION, *common)
+        self._generation = GenerationWorkers(settings.seed, *common)
+        self._generation.is_frozen = not settings.trains
         self._logprobs = {kind: LogprobWorkers(kind, *common) for kind in settings.logprob_roles}
         self._workers = {GENERATION: self._generation, **self._logprobs}
         self._refusals: list[str] = []
@@ -67,6 +73,10 @@ class RunController:
     async def refuse(self, reason: str) -> None:
         """A worker found that it cannot work for this run."""
         self._refusals.append(reason)
+
+    async def situation(self) -> dict[str, Any]:
+        """See `processes.waits`."""
+        return situation()
 
     async def closed(self) -> str:
         """Waits for the end of the run; returns its reason."""
@@ -118,8 +128,9 @@ class RunController:
         num_ranks: int,
         questions: Sequence[Question],
         make_verification: Callable[[], Verification],
+        checkpoint: Path | None = None,
     ) -> None:
-        """Start the verifiers, and make the batcher."""
+        """Start the verifiers, and make the batcher, of what a checkpoint says if one is given."""
         verification = make_verification()
         self._open.push_async_callback(verification.close)
         await verification.start()
@@ -133,6 +144,9 @@ class RunController:
             num_ranks=num_ranks,
             facts=facts,
         )
+        if checkpoint is not None:
+            state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)
+            self._batcher.restore(state)
         self._open.push_async_callback(self._batcher.close)
 
     async def start(self) -> None:
@@ -144,9 +158,20 @@ class RunController:
         """See `ExperienceBatcher`."""
         return await self.batcher.next_message(rank)
 
-    async def evaluate(self, questions: Sequence[Question], count: int) -> dict[str, Any]:
+    async def evaluate(
+        self, questions: Mapping[str, Sequence[Question]], config: EvaluationConfig
+    ) -> dict[str, dict[str, Any]]:
+        """See `ExperienceBatcher`; by the names of the files, one after the other."""
+        return {name: await self.batcher.evaluate(of_file, config) for name, of_file in questions.items()}
+
+    async def request_save(self, end_reason: str) -> None:
         """See `ExperienceBatcher`."""
-        return await self.batcher.evaluate(questions, count)
+        self.batcher.request_save(end_reason)
+
+    async def save_experience(self, folder: Path, step: int) -> None:
+        """Write what a run that resumes at `step` goes on with; taken before any other call is served."""
+        state = self.batcher.state(step)
+        await asyncio.to_thread(state.save, folder)
 
     async def stop(self) -> None:
         """End the rollouts for steps that will not be trained; rewards are closed, and what they cost is on disk."""

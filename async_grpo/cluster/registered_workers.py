@@ -4,6 +4,9 @@ Plain asyncio without Ray: what joins is a handle, and `connect` makes of it a l
 """
 
 import asyncio
+import hashlib
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -13,8 +16,10 @@ import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
+from async_grpo.metrics.spans import MOST, Span, condensed
+from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
-from async_grpo.types import Completion, Prompt, WorkerInfo
+from async_grpo.types import GENERATION, Completion, Prompt, Sampling, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
@@ -37,10 +42,12 @@ class RegisteredWorkers:
 
     def __init__(self, kind: str, grace_s: float, connect: Connect, policy: SchedulingPolicy) -> None:
         self.kind, self._connect = kind, connect
-        self.is_frozen = kind == "reference"  # its workers keep the weights that they started with
+        self.is_frozen = kind == "reference"  # its workers keep the weights that they start with
         self.registry = WorkerRegistry(kind, grace_s, policy)
         self.by_id: dict[str, _Worker] = {}
         self._is_live = False  # weights have landed: who joins now is late
+        self._sync_begun = 0.0  # when the one under way did, in Unix seconds; 0: none is
+        self._syncs: deque[Span] = deque(maxlen=MOST)
         self._last_lost: WorkerLost | None = None
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
@@ -69,6 +76,7 @@ class RegisteredWorkers:
         if self.is_frozen:
             return []
         self._settled.clear()
+        self._sync_begun = self._sync_begun or time.time()  # its self-test is part of it
         return [(worker.info, worker.handle) for worker in self.by_id.values() if worker.is_late == for_late]
 
     def end_sync(self, package: WeightPackage, landed: Sequence[str]) -> None:
@@ -76,17 +84,21 @@ class RegisteredWorkers:
         if package.version == SELF_TEST or self.is_frozen:
             return
         self._is_live = True
+        self._syncs.append(("weights", "sync", self._sync_begun, time.time()))
+        self._sync_begun = 0.0
         for worker_id in set(landed) & set(self.by_id):
             self.by_id[worker_id].is_late = False
             self.registry.activate(worker_id)
         self._settled.set()
 
     @asynccontextmanager
-    async def lease(self, sequences: int, tokens_each: int) -> AsyncIterator[tuple[WorkerLink, Lease]]:
-        """The next worker that takes `sequences` at once; `WorkerLost` in the block fences it, and goes no further."""
-        lease = await self.registry.acquire(sequences, tokens_each)
+    async def lease(self, who: str, count: int, tokens_each: int) -> AsyncIterator[tuple[WorkerLink, Lease]]:
+        """The next worker that takes `count` sequences at once; `WorkerLost` in the block fences it, and is not raised."""
+        with waiting("place", who, f"a place in a {self.kind} worker"):
+            lease = await self.registry.acquire(count, tokens_each)
         try:
-            yield self.by_id[lease.worker_id].link, lease
+            with waiting("worker", who, f"{self.kind} worker {lease.worker_id}"):
+                yield self.by_id[lease.worker_id].link, lease
         except WorkerLost as lost:
             self._last_lost = lost
             self.deregister(lease.worker_id, str(lost))
@@ -95,22 +107,26 @@ class RegisteredWorkers:
 
 
 class GenerationWorkers(RegisteredWorkers):
-    """`Generation` by the registered workers."""
+    """`Generation` by the registered workers; `seed` is the run's, for every draw."""
 
-    _mean_length = 64.0  # of completions so far: the registry balances by expected tokens
+    def __init__(self, seed: int, *common: Any) -> None:
+        super().__init__(GENERATION, *common)
+        self._seed = seed
+        self._mean_length = 64.0  # of completions so far: the registry balances by expected tokens
 
     async def generate(
-        self, prompt: Prompt, count: int, *, greedy: bool = False
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
         """Yield `count` completions as they finish; what a lost worker still owed is generated elsewhere."""
-        owed = count
+        # Those of a lost worker, too: other draws would be short more often than the long ones that they replace
+        owed = {member: request_seed(self._seed, prompt.ordinal, member) for member in range(count)}
         for _ in range(ATTEMPTS):
             tokens_each = len(prompt.token_ids) + int(self._mean_length)
-            async with self.lease(owed, tokens_each) as (link, lease):
-                completions = link.stream("complete", prompt.token_ids, owed, greedy)
+            async with self.lease(f"prompt {prompt.ordinal}", len(owed), tokens_each) as (link, lease):
+                completions = link.stream("complete", prompt.token_ids, dict(owed), sampling)
                 async with aclosing(completions):
                     async for completion in completions:
-                        owed -= 1
+                        del owed[completion.member]
                         self.registry.release(lease)  # its place, while its siblings generate
                         self._mean_length += 0.01 * (len(completion) - self._mean_length)
                         yield completion
@@ -126,12 +142,31 @@ class GenerationWorkers(RegisteredWorkers):
         done = (await asyncio.wait(asked, timeout=PROGRESS_TIMEOUT_S))[0] if asked else set()
         for one in done:
             asked[one].progress = None
-        answers = [one.result() for one in done if not isinstance(one.exception(), WorkerLost)]
+        ended = [one for one in done if not isinstance(one.exception(), WorkerLost)]
+        answers = [one.result() for one in ended]
+        spans: list[Span] = [
+            (f"engine {asked[one].info.worker_id}", "generate", begin, end)
+            for one, answer in zip(ended, answers, strict=True)
+            for begin, end in answer["busy"]
+        ]
+        spans += self._syncs
+        self._syncs.clear()
         return {
             "token_timeline": sorted(entry for answer in answers for entry in answer["token_timeline"]),
             "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),
             "busy": [interval for answer in answers for interval in answer["busy"]],
+            "spans": condensed(spans),
         }
+
+
+def request_seed(seed: int, ordinal: int, member: int) -> int:
+    """Of one completion: that member of the group of the prompt of that ordinal. 63 bits.
+
+    >>> request_seed(37, 5, 0) == request_seed(37, 5, 0) != request_seed(37, 5, 1)
+    True
+    """
+    digest = hashlib.blake2b(f"{seed}/{ordinal}/{member}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 class LogprobWorkers(RegisteredWorkers):
@@ -143,6 +178,6 @@ class LogprobWorkers(RegisteredWorkers):
         """Ask the worker with the fewest tokens outstanding; another one if it is lost."""
         tokens_each = max(1, sum(map(len, sequences)) // len(sequences))
         for _ in range(ATTEMPTS):
-            async with self.lease(len(sequences), tokens_each) as (link, _):
+            async with self.lease("a group", len(sequences), tokens_each) as (link, _):
                 return await link.call("logprobs", list(sequences), list(prompt_lengths))
         raise WorkerLost(f"{ATTEMPTS} {self.kind} workers were lost over one group: {self._last_lost}")

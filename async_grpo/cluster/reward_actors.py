@@ -16,6 +16,7 @@ import ray
 from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
 from async_grpo.cluster.ray_session import zero_cpu_actor
+from async_grpo.options.command_line import log_to_own_file
 from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
@@ -36,6 +37,7 @@ class VerifierActor(ChannelServer):
     """Some killable processes of one adapter, on any node. Each is a slot, called by `score SLOT` and the like."""
 
     def __init__(self, make_process: Callable[[], AdapterProcess]) -> None:
+        log_to_own_file("verifiers")
         self._make_process = make_process
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {"open": self._open}
         self.serve(self._methods)

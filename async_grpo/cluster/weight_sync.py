@@ -10,6 +10,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.cluster.ray_session import answer, cause_of
 from async_grpo.errors import WorkerLost
+from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import GENERATION, WorkerInfo
 
@@ -52,7 +53,8 @@ class RayEngines:
         self.begin(package.for_late)
         loading = [handle.update_weights.remote(package) for _, handle in self._members.values()]
         if loading:
-            ray.wait(loading, num_returns=len(loading), timeout=self._timeout_s)
+            with waiting("weights", f"policy version {package.version}", ", ".join(self._members)):
+                ray.wait(loading, num_returns=len(loading), timeout=self._timeout_s)
         for (worker_id, (info, _)), receipt in zip(self._members.items(), loading, strict=True):
             try:
                 receipts[worker_id] = ray.get(receipt, timeout=0)
@@ -98,6 +100,7 @@ class RayEngines:
 
     def _get(self, references: list[Any]) -> list[Any]:
         try:
-            return ray.get(references, timeout=self._timeout_s)
+            with waiting("weights", "a policy (NCCL)", ", ".join(self._members)):
+                return ray.get(references, timeout=self._timeout_s)
         except LOST as error:
             raise WorkerLost(f"an engine was lost in an NCCL weight sync: {cause_of(error)}") from error

@@ -23,6 +23,7 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.generation.config import UNLIMITED, engine_class
+from async_grpo.options.command_line import log_to_own_file
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
 
@@ -43,6 +44,7 @@ class WorkerActor(ChannelServer):
     served: tuple[str, ...]  # the engine's methods that a link calls
 
     def __init__(self) -> None:
+        log_to_own_file(type(self).__name__.removesuffix("Actor").lower())
         self._loading = asyncio.Lock()
         self._version: int | None = None
 

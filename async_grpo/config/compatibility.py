@@ -73,6 +73,9 @@ def broken_values(c: "RunConfig") -> Broken:
         yield "importance_low importance_high", "leave no weight at all: give low <= high"
     if c.dump_samples_filename and "/" in c.dump_samples_filename:
         yield "dump_samples_filename", "must be a plain name; it goes to --output-dir"
+    if c.keep_best is not None and not (c.keep_best in c.eval_files and c.eval_every):
+        why = "do not fit: name a file (--eval-data-path NAME=FILE), and evaluate every so many steps"
+        yield "keep_best eval_data_path eval_every", why
     if c.zero_variance == "resample" and not c.max_resamples:
         yield "zero_variance max_resamples", "replaces nothing: allow at least one, or use keep"
     yield from _broken_rejection(c)

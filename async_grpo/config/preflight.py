@@ -2,19 +2,28 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from async_grpo.checkpoints.folder import Manifest
 from async_grpo.config.compatibility import check_methods
+from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.dataset import Question, load_questions
 from async_grpo.experience.worker_registry import scheduling_policy
-from async_grpo.modeling.load import context_length, load_config, model_fingerprint, stop_token_ids
+from async_grpo.modeling.load import (
+    context_length,
+    load_config,
+    load_tokenizer,
+    model_fingerprint,
+    stop_token_ids,
+)
 from async_grpo.options.source_file import absolute
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import TRANSPORTS, get_transport
@@ -29,8 +38,9 @@ class Prepared:
     config: RunConfig
     settings: SharedRunSettings
     questions: list[Question]
-    eval_questions: list[Question]
+    eval_questions: dict[str, list[Question]]  # by the names of their files
     rewards: ResolvedRewards | None
+    resumed: Manifest | None = None  # of the checkpoint that it goes on from
 
     @property
     def facts(self) -> RunFacts:
@@ -47,7 +57,11 @@ class Prepared:
             ConfigurationError: they cannot be found, or do not fit the configuration or the data.
         """
         config = replace(self.config, reward_fns=names)
-        rewards = _checked_rewards(config, [*self.questions, *self.eval_questions])
+        rewards = _checked_rewards(
+            config, [*self.questions, *chain.from_iterable(self.eval_questions.values())]
+        )
+        if self.resumed is not None:
+            refuse_changes(config, Path(self.settings.checkpoint), self.resumed.options)
         return replace(self, config=config, rewards=rewards)
 
 
@@ -66,12 +80,13 @@ def prepare(config: RunConfig) -> Prepared:
     model = config.model_name_or_path
     vocab_size = load_config(model).get_text_config().vocab_size
     context = context_length(model)
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    questions, eval_questions = (
-        load_questions(path, tokenizer, context - 1, vocab_size) if path else []
-        for path in (config.data_path, config.eval_data_path)
+    tokenizer = load_tokenizer(model)
+    questions, *held_out = (
+        load_questions(path, tokenizer, context - 1, vocab_size)
+        for path in (config.data_path, *config.eval_files.values())
     )
-    both = [*questions, *eval_questions]
+    eval_questions = dict(zip(config.eval_files, held_out, strict=True))
+    both = [*questions, *chain.from_iterable(held_out)]
     _check_tokenizer(tokenizer, model, vocab_size, both)
     longest_prompt = max(len(question.token_ids) for question in both)
     total = min(context, longest_prompt + config.max_generation_tokens)
@@ -87,8 +102,7 @@ def prepare(config: RunConfig) -> Prepared:
             "one token: give a larger share, or leave it out"
         )
     rewards = _checked_rewards(config, both) if config.reward_fns else None
-    if rewards is not None:
-        rewards.secrets(), config.reward_environment()  # a missing key ends the run here
+    folder, manifest = find_checkpoint(config) or (None, None)
     automatic = "bfloat16" if torch.cuda.is_available() else "float32"
     settings = SharedRunSettings(
         run_name=config.run_name,
@@ -97,7 +111,7 @@ def prepare(config: RunConfig) -> Prepared:
         dtype=automatic if config.dtype == "auto" else config.dtype,
         temperature=config.temperature,
         stop_token_ids=stop_token_ids(model),
-        max_total_tokens=longest_prompt + guaranteed,
+        max_total_tokens=max(total, min(context, longest_prompt + (config.eval_max_tokens or 0))),
         max_completion_tokens=config.max_generation_tokens,
         transport=absolute(config.weight_transport),
         logprob_roles=config.logprob_roles,
@@ -107,8 +121,9 @@ def prepare(config: RunConfig) -> Prepared:
         guaranteed_completion_tokens=guaranteed,
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
+        checkpoint=str(folder.absolute()) if folder else "",
     )
-    return Prepared(config, settings, questions, eval_questions, rewards)
+    return Prepared(config, settings, questions, eval_questions, rewards, manifest)
 
 
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:
@@ -130,6 +145,7 @@ def _checked_rewards(config: RunConfig, questions: Iterable[Question]) -> Resolv
     """The rewards, if they fit; with `--reward-column`, every row: the run would end at the first wrong one."""
     rewards = ResolvedRewards.of(config)
     check_rewards(config, rewards)
+    rewards.secrets(), config.reward_environment()  # a missing key ends the run here
     combined = config.combination
     for question in questions if config.reward_column is not None else ():
         try:

@@ -12,10 +12,12 @@ from typing import Any
 from async_grpo.config.compatibility import broken_values, refuse_broken
 from async_grpo.config.recipes import apply_recipe
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.generation.config import EngineConfig
 from async_grpo.logprob.config import LogprobConfig
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, required
+from async_grpo.metrics.trackers import parse_trackers
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, refuse, required
+from async_grpo.options.redaction import secrets
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
@@ -43,7 +45,7 @@ class MemberConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, MemberConfig):
+class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, EvaluationConfig, MemberConfig):
     """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
@@ -53,16 +55,37 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
     output_dir: str = option(
         "runs/default", "Folder for metrics, parameters and checkpoints (made if missing).", everyday=True
     )
+    resume: str = _output(
+        "auto",
+        "Go on with the run in output_dir, if there is one (auto), or from a checkpoint's folder, or never.",
+        everyday=True,
+    )
+    track: str = _output("", "Also send metrics to: tensorboard, wandb, trackio, mlflow (a comma list).")
+    prometheus_port: int | None = _output(
+        None, "Serve metrics for Prometheus on this port of the loopback interface.", range=NOT_NEGATIVE
+    )
+    record: bool = _output(False, "Keep what every step is trained on, for `async-grpo replay`.")
+    keep_checkpoints: int = _output(2, "Keep so many checkpoints to resume from.", range=POSITIVE)
+    keep_best: str | None = _output(
+        None,
+        "Also keep the checkpoint whose evaluation on this NAME of --eval-data-path is best; evaluated steps are saved.",
+    )
+    checkpoint_timeout_s: float = _output(
+        1800.0, "Longest time for a checkpoint to be written.", range=POSITIVE
+    )
+    grace_s: float = _output(
+        60.0, "Time to save and end in when told to end (SIGTERM, Ctrl-C).", range=POSITIVE
+    )
+    max_hours: float | None = _output(
+        None, "Save and end after so many hours, with exit code 75.", range=POSITIVE
+    )
+    stall_s: float | None = _output(
+        None, "Find out why no step ends for so long (default: 3 median steps, at least 120).", range=POSITIVE
+    )
     min_samples_per_checkpoint: int = _output(
-        30_000, "A checkpoint at least every so many samples.", range=POSITIVE
+        30_000, "Save the model in the Hugging Face format every so many samples.", range=POSITIVE
     )
-    keep_checkpoints: int = _output(
-        0, "Keep only the newest so many checkpoints (0: all).", range=NOT_NEGATIVE
-    )
-    eval_data_path: str | None = _output(None, "JSONL of held-out questions.", everyday=True)
-    eval_every: int = _output(
-        0, "Evaluate every so many steps, besides start and end (0: only these).", range=NOT_NEGATIVE
-    )
+    keep_models: int = _output(0, "Keep only the newest so many of these (0: all).", range=NOT_NEGATIVE)
     worker_grace_s: float = _cluster(
         30.0, "How long a run survives without any worker of a kind it needs.", range=POSITIVE
     )
@@ -78,6 +101,11 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Member
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parse_trackers(self.track)
+        for variable, secret in secrets().items():
+            told = [name for name, value in vars(self).items() if isinstance(value, str) and secret in value]
+            way_out = "it would be written down; name the variable, or unset it"
+            refuse(bool(told), f"{told} holds the value of the environment variable {variable}: {way_out}")
         refuse_broken(self, broken_values(self))
 
     @property

@@ -7,27 +7,35 @@ offer:         group -> step -> advantages -> packed micro-batches, when a rank 
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.experience.groups import mean_reward, reward_sample, wants_refill, with_group_mean
+from async_grpo.experience.groups import mean_reward, wants_refill, with_group_mean
 from async_grpo.experience.packing import Packer
+from async_grpo.experience.rollouts import Rollouts
 from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
+from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.experience.step_metrics import (
     EngineUtilization,
     StepAlarms,
     readable_samples,
     refuse_unscored,
-    reward_stats,
     step_stats,
 )
+from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import Completion, Group, Message, Prompt, Sample, StepEnd, WorkersJoined
+from async_grpo.types import (
+    Group,
+    Message,
+    SaveRequested,
+    StepEnd,
+    WorkersJoined,
+)
 
 Queued = Message | asyncio.Task[StepEnd]
 
@@ -58,24 +66,36 @@ class ExperienceBatcher:
         self.config, self.facts = config, facts
         self.advantages = GroupAdvantages(config, facts)
         self.generation, self.verification = generation, verification
-        self.reference, self.proximal = reference, proximal
+        sources = generation, verification, reference, proximal
+        self.rollouts = Rollouts(config, facts, *sources, on_change=self._generating)
+        self.evaluate = self.rollouts.evaluate
         self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
         self._alarms = StepAlarms(config, facts.best_rewards)
         self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
-        self.steps = StepAssembler(self.budget, self.packer, self.advantages)
+        self.steps = StepAssembler(
+            self.budget, self.packer, self.advantages, whole_steps=config.deterministic
+        )
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[Queued]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()
         self._offering = asyncio.Lock()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._sequences = 0  # admitted and still generating
+        self._admitted = 0  # groups so far
+        self._alive: dict[int, Group | UnfinishedGroup] = {}  # by sequence number: what a checkpoint keeps
+        self._of_step: dict[int, list[int]] = {}  # sequence numbers, until the weights of that step are live
+        self._next_save: asyncio.TimerHandle | None = None
         self._samples_done = 0  # whose step has ended
 
     async def start(self) -> None:
-        """Begin to generate. The engines must hold policy version 0."""
+        """Begin to generate, or go on with it. The engines must hold the policy of the step that is to be trained."""
         self.utilization.take()
+        for number, group in self._alive.items():
+            again = self._offer(group) if isinstance(group, Group) else self.rollout(number)
+            self._supervise(again, f"the rollout of group {number}")
         self._supervise(self.rollout_loop(), "the rollout loop")
+        self._save_regularly()
 
     async def next_message(self, rank: int) -> Message:
         """The next micro-batch of this rank, the end of the step, or word of workers that joined.
@@ -110,109 +130,86 @@ class ExperienceBatcher:
 
     async def weights_live(self, version: int) -> None:
         """Every engine generates with policy `version`: the groups that it was trained on leave the budget."""
-        await self.budget.weights_live(version, groups=self.config.groups_per_step if version > 0 else 0)
+        trained = self._of_step.pop(version - 1, [])
+        for number in trained:
+            del self._alive[number]
+        await self.budget.weights_live(version, groups=len(trained))
         self._generating(0)
 
     def workers_joined(self) -> None:
         """Let every rank know, at the same place among its messages."""
         self._put([WorkersJoined()] * len(self._queues))
 
-    async def evaluate(self, questions: Sequence[Question], count: int = 1) -> dict[str, Any]:
-        """Reward statistics of `count` completions of every question, outside the staleness budget; `samples` as text."""
-        prompts = [Prompt(-1 - number, q.token_ids, q.row) for number, q in enumerate(questions)]
-        scored = await asyncio.gather(
-            *(self._generate_and_score(prompt, count, evaluation=True) for prompt in prompts)
-        )
-        groups = [Group(prompt, samples, 0, -1) for prompt, samples in zip(prompts, scored, strict=True)]
-        samples = [sample for group in groups for sample in group.samples]
-        return {**reward_stats(samples), "num_samples": len(samples), "samples": readable_samples(groups)}
+    def request_save(self, end_reason: str = "") -> None:
+        """Have every rank save, at the same place among its messages, and then end if there is a reason for it."""
+        self._put([SaveRequested(end_reason)] * len(self._queues))
+
+    def _save_regularly(self, *, now: bool = False) -> None:
+        if now:
+            self.request_save()
+        again = partial(self._save_regularly, now=True)
+        self._next_save = asyncio.get_running_loop().call_later(self.config.checkpoint_every_s, again)
+
+    def state(self, step: int) -> ExperienceState:
+        """What a run that resumes at `step` goes on with; the policy of that step must be live."""
+        assert step == self.budget.live_version, (step, self.budget.live_version)
+        return ExperienceState(step, self._admitted, self.cursor.state(), dict(self._alive))
+
+    def restore(self, state: ExperienceState) -> None:
+        """Go on as the batcher did that `state` is of, when `start` is called."""
+        self._admitted, self._samples_done = state.admitted, state.step * self.config.samples_per_step
+        self._alive = dict(sorted(state.alive.items()))
+        self.cursor.restore(state.cursor)
+        self.budget.restore(state.step, len(state.alive))
+        self.steps.restore(state.step, state.admitted, state.alive)
 
     async def close(self) -> None:
         """Cancel everything that still runs; requests are aborted in the engines."""
+        if self._next_save is not None:
+            self._next_save.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def rollout_loop(self) -> None:
         """Admit every group of the run, each as soon as the staleness budget allows."""
-        for number in range(self.config.num_steps * self.config.groups_per_step):
-            await self.budget.admit()
+        while (number := self._admitted) < self.config.num_steps * self.config.groups_per_step:
+            with waiting("slot", "the rollout loop", "a slot of the staleness budget"):
+                await self.budget.admit()
+            self._admitted, self._alive[number] = number + 1, UnfinishedGroup(next(self.cursor))
             self._supervise(self.rollout(number), f"the rollout of group {number}")
 
     async def rollout(self, number: int) -> None:
         """One group from prompt to micro-batches; one that will not do gives its place to the next prompt."""
-        for resampled in range(self.config.max_resamples + 1):
-            group = replace(await self._one_group(next(self.cursor), number), resampled=resampled)
+        while True:
+            admitted = self._alive[number]
+            group = await self.rollouts.group(admitted.prompt, number, self.budget.live_version)
+            group = replace(group, resampled=admitted.resampled)
             reward, above = mean_reward(group, self.config.min_valid_samples), self.config.retire_solved_above
             if above is not None and reward is not None and reward >= above:
                 self.cursor.retire(group.prompt)
             teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
-            if teaches and not wants_refill(group, self.facts.failure_policies):
+            fits = teaches and not wants_refill(group, self.facts.failure_policies)
+            if fits or group.resampled == self.config.max_resamples:
                 break
+            self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
         group = with_group_mean(group, self.facts.failure_policies, self.config.min_valid_samples)
-        await self._offer(await self._add_logprobs(group))
-
-    async def _one_group(self, prompt: Prompt, number: int) -> Group:
-        """The group of a prompt, with the greedy completion that some estimators compare with."""
-        version = self.budget.live_version
-        parts = [self._generate_and_score(prompt, self.config.samples_per_question)]
-        if self.advantages.entry.compares_with_greedy:
-            parts.append(self._generate_and_score(prompt, 1, greedy=True))
-        samples, *greedy = await asyncio.gather(*parts)
-        baseline = greedy[0][0].verdict if greedy else None
-        return Group(prompt, samples, version, number, baseline)
-
-    async def _generate_and_score(
-        self, prompt: Prompt, count: int, *, greedy: bool = False, evaluation: bool = False
-    ) -> tuple[Sample, ...]:
-        scoring: list[asyncio.Task[Sample]] = []
-        self._generating(+count)
-        try:
-            async with (
-                asyncio.TaskGroup() as tasks,
-                aclosing(self.generation.generate(prompt, count, greedy=greedy)) as completions,
-            ):
-                async for completion in completions:
-                    self._generating(-1)
-                    scoring.append(tasks.create_task(self._score(prompt, completion, evaluation)))
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
-        finally:
-            self._generating(len(scoring) - count)
-        samples = tuple(task.result() for task in scoring)
-        if not self.facts.whole_groups or greedy:
-            return samples
-        # A reward looks at all of the group
-        seen = [reward_sample(prompt, sample.completion) for sample in samples]
-        verdicts = [sample.verdict for sample in samples]
-        verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
-        return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
-
-    async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
-        sample = reward_sample(prompt, completion)
-        return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
-
-    async def _add_logprobs(self, group: Group) -> Group:
-        samples, token_ids = group.samples, [sample.token_ids for sample in group.samples]
-        prompt_lengths = [len(group.prompt.token_ids)] * len(token_ids)
-        if self.reference is not None:
-            found = await self.reference.logprobs(token_ids, prompt_lengths)
-            samples = tuple(replace(s, ref_logprobs=p) for s, p in zip(samples, found, strict=True))
-        if self.proximal is not None:
-            found = await self.proximal.logprobs(token_ids, prompt_lengths)
-            samples = tuple(replace(s, proximal_logprobs=p) for s, p in zip(samples, found, strict=True))
-        return replace(group, samples=samples)
+        group = await self.rollouts.add_logprobs(group)
+        with waiting("step", f"group {number}", "its step"):
+            await self._offer(group)
 
     async def _offer(self, group: Group) -> None:
         """Hand out what follows from a finished group. A step's end is put in place at once, filled in later."""
+        self._alive[group.sequence_number] = group
         async with self._offering:  # a minibatch may be in a thread: no other group may come in between
-            if self.advantages.group_local:
+            if self.steps.streams:
                 events = self.steps.offer(group)
             else:  # a whole minibatch at once is a thread's work, as the loop serves others
                 events = await asyncio.to_thread(self.steps.offer, group)
             for event in events:
                 if isinstance(event, StepComplete):
                     refuse_unscored(event.step, event.groups)
+                    self._of_step[event.step] = [group.sequence_number for group in event.groups]
                     end = self._supervise(self._step_end(event), f"the end of step {event.step}")
                     self._put([end] * len(self._queues))
                 else:
@@ -236,6 +233,7 @@ class ExperienceBatcher:
             **step_stats(closed.step, closed.groups, self._samples_done, self.config.steps_per_batch),
             "groups_without_signal": sum(not self.advantages.has_signal(group) for group in closed.groups),
             "questions_retired": len(self.cursor.retired),
+            "spans": [*generation.pop("spans", []), *self.rollouts.spans.take()],
             **self.utilization.take(generation.pop("busy")),
             **generation,
             **verification,

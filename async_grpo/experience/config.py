@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, SHARE, Range, option
+from async_grpo.options.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    SHARE,
+    Range,
+    Section,
+    option,
+    refuse,
+)
+from async_grpo.types import Sampling
 
 OF_A_GROUP = Range("must be 2 or more: a group of one has nothing to compare with", lambda size: size >= 2)
 OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
@@ -61,6 +71,13 @@ class BatchConfig(AlgorithmConfig):
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
     )
 
+    deterministic: bool = _groups(
+        False,
+        "Train a step once it is whole, in order of admission: the same samples then make the same bits.",
+    )
+    checkpoint_every_s: float = option(
+        600.0, "Save what a resumed run needs every so many seconds.", "Output", range=POSITIVE
+    )
     mask_truncated: bool = _groups(True, "Leave truncated completions out of the loss.")
     zero_variance: str = _groups(
         "keep",
@@ -118,6 +135,64 @@ class BatchConfig(AlgorithmConfig):
             return 0.0
         over = num_tokens - (longest - buffer)
         return self.overlong_penalty * min(max(over, 0) / buffer, 1.0)
+
+
+_evaluation = partial(option, panel="Evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTask(Section):
+    """What an evaluation asks, and what passes."""
+
+    eval_data_path: str | None = _evaluation(
+        None, "JSONL of held-out questions; several: NAME=FILE,NAME=FILE.", everyday=True
+    )
+    eval_samples: int = _evaluation(1, "Completions of each question: n of avg@n and pass@k.", range=POSITIVE)
+    eval_temperature: float | None = _evaluation(
+        None, "Their temperature (default: --temperature; 0: greedy).", range=NOT_NEGATIVE
+    )
+    eval_max_tokens: int | None = _evaluation(
+        None, "Their longest length (default: --max-generation-tokens).", range=POSITIVE
+    )
+    eval_pass_reward: float = _evaluation(1.0, "The reward from which on a completion passes.")
+
+    @property
+    def eval_files(self) -> dict[str, str]:
+        """Files by name; a single one has the name ""."""
+        if self.eval_data_path is None or "=" not in self.eval_data_path:
+            return {} if self.eval_data_path is None else {"": self.eval_data_path}
+        parts = [part.partition("=") for part in self.eval_data_path.split(",")]
+        files = {name.strip(): path.strip() for name, _, path in parts}
+        refuse(
+            len(files) < len(parts) or not all(files) or not all(files.values()),
+            f"--eval-data-path {self.eval_data_path}: give a file, or NAME=FILE,NAME=FILE with different names",
+        )
+        return files
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.eval_temperature, self.eval_max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(EvaluationTask):
+    """How the policy is evaluated, beside its training."""
+
+    eval_every: int = _evaluation(
+        0, "Evaluate every so many steps, besides start and end (0: only these).", range=NOT_NEGATIVE
+    )
+    eval_share: float = _evaluation(
+        0.25,
+        "Completions evaluated at once, as a share of those in flight for training.",
+        range=POSITIVE_SHARE,
+    )
+    eval_pinned: bool = _evaluation(
+        False, "Have the training wait, so that one policy answers; else the policies that pass by do."
+    )
+
+    def evaluation_is_due(self, step: int, num_steps: int) -> bool:
+        """After so many steps of a run of `num_steps`."""
+        return step == num_steps or bool(self.eval_every and step % self.eval_every == 0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class PromptCursor:
 
     def __init__(self, questions: Sequence[Question], seed: int) -> None:
         self.questions, self.seed = questions, seed
-        self.retired: set[int] = set()  # ids of rows
+        self.retired: set[int] = set()  # places in the data set
         self._drawn = self._epoch = 0
         self._left: list[int] = []  # of this epoch, the next one last
 
@@ -108,16 +108,32 @@ class PromptCursor:
     def __next__(self) -> Prompt:
         while True:
             if not self._left:
-                order = np.random.default_rng((self.seed, self._epoch)).permutation(len(self.questions))
-                self._left, self._epoch = order[::-1].tolist(), self._epoch + 1
-            question = self.questions[self._left.pop()]
-            if id(question.row) not in self.retired:
+                self._left, self._epoch = self._order(self._epoch), self._epoch + 1
+            if (place := self._left.pop()) not in self.retired:
                 self._drawn += 1
-                return Prompt(self._drawn - 1, question.token_ids, question.row)
+                return self.prompt(self._drawn - 1, place)
+
+    def _order(self, epoch: int) -> list[int]:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.questions))[::-1].tolist()
+
+    def prompt(self, ordinal: int, place: int) -> Prompt:
+        """The question at that place, as the prompt of that ordinal."""
+        question = self.questions[place]
+        return Prompt(ordinal, question.token_ids, question.row, place)
 
     def retire(self, prompt: Prompt) -> None:
         """Draw the prompt's question no more."""
-        self.retired.add(id(prompt.row))
+        self.retired.add(prompt.question)
         if len(self.retired) == len(self.questions):
             log.warning("every question has been retired (--no-positive-resampling): all of them are back")
             self.retired.clear()
+
+    def state(self) -> dict[str, Any]:
+        """The position, for `restore`: JSON."""
+        left, retired = len(self._left), sorted(self.retired)
+        return {"drawn": self._drawn, "epoch": self._epoch, "left": left, "retired": retired}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, of the same questions and seed."""
+        self._drawn, self._epoch, self.retired = state["drawn"], state["epoch"], set(state["retired"])
+        self._left = self._order(self._epoch - 1)[: state["left"]] if state["left"] else []

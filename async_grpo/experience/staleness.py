@@ -13,6 +13,7 @@ are trained by its end at most `slack` are due later. Without slack, step k take
 
 import asyncio
 from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from async_grpo.errors import StalenessViolated
@@ -40,6 +41,10 @@ class StalenessBudget:
     @property
     def free(self) -> int:
         return self.capacity - self.alive
+
+    def restore(self, live_version: int, alive: int) -> None:
+        """Go on where so many groups were alive under that policy."""
+        self.live_version, self.alive = live_version, alive
 
     async def admit(self) -> int:
         """Take one slot, waiting as long as it takes; returns the policy version that is live now."""
@@ -73,43 +78,58 @@ class StepAssembler:
 
     A finished group that is due in the current step takes a place in it; one that is due later does so as long as fewer
     than `slack` such groups have. So a waiting group, finished or not, always finds a place in time. The groups of a
-    step go to the packer as they come, or all at once for a batch-coupled estimator.
+    step go to the packer as they come (`streams`), or all at once, in order of admission.
     """
 
-    def __init__(self, budget: StalenessBudget, packer: Packer, advantages: GroupAdvantages) -> None:
+    def __init__(
+        self,
+        budget: StalenessBudget,
+        packer: Packer,
+        advantages: GroupAdvantages,
+        *,
+        whole_steps: bool = False,
+    ) -> None:
         self.groups_per_step, self.max_staleness = budget.groups_per_step, budget.max_staleness
         self.slack, self.packer, self.advantages = budget.slack, packer, advantages
+        self.streams = advantages.group_local and not whole_steps
         self.step = 0  # the step being filled; it trains policy version `step`
         self._finished: list[Group] = []  # without a place, in the order of admission
         self._placed: list[Group] = []  # of this step, for the rest of their minibatch
         self._taken: list[Group] = []  # of this step, with their advantages
         self._ahead: list[int] = []  # when the groups are due that have a place before their turn
 
+    def restore(self, step: int, admitted: int, alive: Collection[int]) -> None:
+        """Go on with `step`, where of the groups admitted so far those of these sequence numbers were not trained."""
+        self.step, first = step, max(0, step * self.groups_per_step - self.slack)
+        trained = (number for number in range(first, admitted) if number not in alive)
+        self._ahead = [due for due in map(self._due, trained) if due > step]
+
     def offer(self, group: Group) -> list[Event]:
         """A group is complete. Returns the last rounds and the end of every step that it completes."""
-        assert self._due(group) >= self.step, (
+        assert self._due(group.sequence_number) >= self.step, (
             f"group {group.sequence_number} comes after step {self.step} began"
         )
         insort(self._finished, group, key=lambda finished: finished.sequence_number)
         events: list[Event] = []
         while self._finished and self._takes_place(self._finished[0]):
             self._placed.append(self._finished.pop(0))
-            if self.advantages.group_local or len(self._placed) == self.groups_per_step:
+            if self.streams or len(self._placed) == self.groups_per_step:
                 events += self._train_placed()
         return events
 
-    def _due(self, group: Group) -> int:
-        """The last step that may train it."""
-        return (group.sequence_number + self.slack) // self.groups_per_step
+    def _due(self, sequence_number: int) -> int:
+        """The last step that may train the group."""
+        return (sequence_number + self.slack) // self.groups_per_step
 
     def _takes_place(self, group: Group) -> bool:
-        if (due := self._due(group)) > self.step:
+        if (due := self._due(group.sequence_number)) > self.step:
             if len(self._ahead) == self.slack:
                 return False
             self._ahead.append(due)
         return True
 
     def _train_placed(self) -> list[Event]:
+        self._placed.sort(key=lambda group: group.sequence_number)
         for placed in self._placed:
             self._assert_fresh(placed)
         ready, self._placed = self.advantages(self._placed, self.step), []

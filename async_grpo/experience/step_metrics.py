@@ -3,7 +3,6 @@
 Fractions are fractions (0 to 1), a mean of nothing is None (JSON null: no value is not a zero).
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +13,11 @@ import numpy as np
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.groups import num_scored
+from async_grpo.metrics.alarms import repeated_endings
+from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Group, RewardStatus, Sample
 
 ENOUGH_REWARDS, ENOUGH_STEPS = 50, 3  # of an adapter, before it is said to know one value only
-Interval = tuple[float, float]  # wall-clock seconds, from and to
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -26,7 +26,10 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Rewards over the samples that have one, every component that adapters named, and the count of each status."""
+    """Rewards over the samples that have one, every component that adapters named, and the count of each status.
+
+    `<adapter>/reward_std`: the standard deviation of an adapter's rewards; near 0 they tell no sample from another.
+    """
     scored = [sample for sample in samples if sample.verdict.status is RewardStatus.OK]
     statuses = Counter(sample.verdict.status for sample in samples)
     components: dict[str, list[float]] = {}
@@ -40,6 +43,7 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
         "num_reward_filled": sum(sample.verdict.filled for sample in samples),
         **{f"num_reward_{status.value}": statuses[status] for status in RewardStatus},
         **{name: _mean(values) for name, values in sorted(components.items())},
+        **{f"{name}_std": float(np.std(of)) for name, of in components.items() if name.endswith("/reward")},
     }
 
 
@@ -59,6 +63,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
     samples = [sample for group in groups for sample in group.samples]
     trained = [sample for sample in samples if sample.advantages is not None]
     staleness = np.concatenate([step - sample.completion.versions for sample in samples])
+    ages, tokens = np.unique(staleness, return_counts=True)
     rewards = reward_stats(samples)
     of_groups = [[s.verdict.reward for s in g.samples if s.verdict.reward is not None] for g in groups]
     return {
@@ -73,6 +78,9 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         "prompts_resampled": sum(group.resampled for group in groups),
         "perc_with_0_advantage": _mean(float(not np.any(sample.advantages)) for sample in trained),
         "perc_truncated_samples": _mean(sample.completion.truncated for sample in samples),
+        "repeated_endings": repeated_endings(
+            (g.prompt.row.get("input"), s.completion.text) for g in groups for s in g.samples
+        ),
         "num_modified_samples": 0,
         "avg_modified_reward": None,
         "avg_non_modified_reward": rewards["avg_reward"],
@@ -80,6 +88,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
         "staleness_fraction": float((staleness > 0).mean()),
+        "staleness_tokens": dict(zip(map(str, ages.tolist()), tokens.tolist(), strict=True)),
         "batch_done": (step + 1) % batch_steps == 0,
     }
 
@@ -89,6 +98,7 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {
             "group": group.prompt.ordinal,
+            "member": sample.completion.member,
             "input": group.prompt.row["input"],
             "completion": sample.completion.text,
             "answer": group.prompt.row.get("answer"),
@@ -168,22 +178,10 @@ class EngineUtilization:
         """Seconds since the last call; `busy`: when any engine held at least one unfinished request."""
         self.set(sequences=int(self._is_allowed), free_slots=0)
         allowed_s, barred_s = self._seconds.values()
+        busy_s = sum(end - begin for begin, end in union(busy))
         self._seconds = {True: 0.0, False: 0.0}
         return {
-            "engine_busy_s": min(union_s(busy), allowed_s),  # an engine may report late, or by another clock
+            "engine_busy_s": min(busy_s, allowed_s),  # an engine may report late, or by another clock
             "engine_allowed_s": allowed_s,
             "wait_generation_budget_s": barred_s,
         }
-
-
-def union_s(intervals: Sequence[Interval]) -> float:
-    """Seconds that lie in any of them.
-
-    >>> union_s([(0, 2), (1, 3), (5, 6)])
-    4.0
-    """
-    seconds, counted_to = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        seconds += max(0.0, end - max(start, counted_to))
-        counted_to = max(counted_to, end)
-    return seconds

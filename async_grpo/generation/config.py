@@ -50,6 +50,18 @@ def engine_class(name: str) -> type[Engine]:
     return found
 
 
+def kv_cache_bytes(model: Any, itemsize: int) -> int:
+    """Keys and values of one token, in all layers; `model`: the configuration of its text part."""
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    return int(2 * model.num_hidden_layers * heads * width * itemsize)
+
+
+def cpu_kv_cache() -> int:
+    """Bytes that an engine without a GPU takes for them."""
+    return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Section):
     """How each engine runs, whatever model it serves."""
@@ -134,11 +146,7 @@ class EngineConfig(EngineOptions):
             most = 1024 if gpu.total_memory >= 70 * GIB and "a100" not in gpu.name.lower() else 256
         else:
             text = load_config(self.model_path).get_text_config()
-            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-            numbers_per_token = 2 * text.num_hidden_layers * heads * width  # keys and values
-            bytes_per_token = numbers_per_token * torch_dtype(settings.dtype).itemsize
-            memory = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
-            most = min(1024, 2 * memory // (bytes_per_token * settings.max_total_tokens))
+            bytes_per_token = kv_cache_bytes(text, torch_dtype(settings.dtype).itemsize)
+            most = min(1024, 2 * cpu_kv_cache() // (bytes_per_token * settings.max_total_tokens))
         chosen = max(settings.group_size, min(settings.samples_in_flight or most, most))
         return dataclasses.replace(self, max_num_seqs=chosen)

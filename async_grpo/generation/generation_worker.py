@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
 from async_grpo.protocols import Manifest, Receipt, TensorRecord
-from async_grpo.types import Completion, FinishReason, SharedRunSettings
+from async_grpo.types import Completion, FinishReason, Sampling, SharedRunSettings
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
@@ -87,11 +87,15 @@ class GenerationWorker:
         return int(cache.num_gpu_blocks * cache.block_size)
 
     async def complete(
-        self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
+        self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
         """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
-        token_ids, params = prompt_token_ids.tolist(), self._sampling_params(len(prompt_token_ids), greedy)
-        requests = [asyncio.ensure_future(self._complete(token_ids, params)) for _ in range(count)]
+        token_ids, sampling = prompt_token_ids.tolist(), sampling or Sampling()
+        params = (self._sampling_params(len(token_ids), sampling, seed) for seed in seeds.values())
+        requests = [
+            asyncio.ensure_future(self._complete(token_ids, one, member))
+            for member, one in zip(seeds, params, strict=True)
+        ]
         try:
             for request in asyncio.as_completed(requests):
                 yield await request
@@ -100,7 +104,7 @@ class GenerationWorker:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _complete(self, token_ids: list[int], params: SamplingParams) -> Completion:
+    async def _complete(self, token_ids: list[int], params: SamplingParams, member: int) -> Completion:
         self._check_fit()
         # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
         # takes other forms of prompts through a thread, and a pause could come between.
@@ -113,26 +117,28 @@ class GenerationWorker:
         finally:
             self._busy.append((self._begun.pop(request), time.time()))
         self._check_fit()
-        return self._completion(final.outputs[0])
+        return self._completion(final.outputs[0], member)
 
     def _check_fit(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
 
-    def _sampling_params(self, prompt_length: int, greedy: bool = False) -> SamplingParams:
+    def _sampling_params(self, prompt_length: int, sampling: Sampling, seed: int) -> SamplingParams:
         room = self.settings.max_total_tokens - prompt_length
         if room < 1:
             raise ConfigurationError(
                 f"a prompt of {prompt_length} tokens leaves no room in {self.settings.max_total_tokens} tokens: "
                 "shorten it or raise --max-generation-tokens"
             )
+        temperature, longest = sampling.temperature, sampling.max_tokens
         return SamplingParams(
-            temperature=0.0 if greedy else self.settings.temperature,
-            max_tokens=min(self.settings.max_completion_tokens, room),
+            temperature=self.settings.temperature if temperature is None else temperature,
+            seed=seed,
+            max_tokens=min(longest or self.settings.max_completion_tokens, room),
             stop_token_ids=list(self.settings.stop_token_ids),
             logprobs=0,  # the sampled token's own
             flat_logprobs=True,  # lists instead of a dictionary per token
-            skip_clone=True,  # one object serves a group: nobody changes it
+            skip_clone=True,  # nobody changes it
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -147,7 +153,7 @@ class GenerationWorker:
             raise
         return outputs[-1]
 
-    def _completion(self, output: CompletionOutput) -> Completion:
+    def _completion(self, output: CompletionOutput, member: int) -> Completion:
         token_ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
@@ -162,6 +168,7 @@ class GenerationWorker:
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
             char_ends=ends,
+            member=member,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:

@@ -10,10 +10,12 @@ from rich.table import Table
 
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch.local_run import LocalConfig, check, start
+from async_grpo.metrics.console import show_times
 from async_grpo.metrics.figures import plot_runs
 from async_grpo.metrics.reader import DEFAULT_X_KEY
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
+from async_grpo.programs.samples import SamplesConfig, write_samples_page
 
 MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
 
@@ -67,6 +69,8 @@ def run_config(config: DemoConfig) -> LocalConfig:
         nproc_per_node=2,
         enforce_eager=True,
         min_samples_per_checkpoint=10_000_000,
+        eval_pinned=True,
+        resume="never",  # an earlier demo is replaced
     )
 
 
@@ -81,26 +85,16 @@ def _tell(folder: Path, seconds: float) -> None:
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
         table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
     console.print(table)
-    _write_samples(folder, before["step"], after["step"])
+    page = folder / "samples.html"
+    write_samples_page(SamplesConfig(path=str(folder), output=str(page), evaluation=True))
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)
     for what, where in (
         ("reward curve", f"{folder / 'reward.svg'} and .png"),
         ("metrics", folder / METRICS_FILE),
         ("checkpoint", checkpoint),
-        ("samples before and after", folder / "samples.md"),
         ("logs", folder / "logs"),
     ):
         console.print(f"{what}: {where}", soft_wrap=True, highlight=False)
     console.print(f"{seconds:.0f} s in all")
-
-
-def _write_samples(folder: Path, first: int, last: int, count: int = 8) -> None:
-    before, after = (
-        [json.loads(line) for line in (folder / f"eval_samples_{step}.jsonl").read_text().splitlines()]
-        for step in (first, last)
-    )
-    lines = ["| task | before | after |", "|---|---|---|"]
-    for old, new in list(zip(before, after, strict=True))[:count]:
-        cells = [old["input"], old["completion"], new["completion"]]
-        lines.append("| " + " | ".join(f"`{cell!r}`".replace("|", "\\|") for cell in cells) + " |")
-    (folder / "samples.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    show_times(folder)
+    console.print(f"samples before and after: {page}", soft_wrap=True, highlight=False)

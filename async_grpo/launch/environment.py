@@ -14,7 +14,9 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
-INHERITED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH".split()
+INHERITED = (
+    "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH ASYNC_GRPO_LOGS".split()
+)
 INHERITED_PREFIXES = tuple("RAY_ OMP_ MKL_ HF_HUB_OFFLINE TOKENIZERS_ VLLM_CPU_ VLLM_LOGGING_ PYTHON".split())
 
 
@@ -32,9 +34,9 @@ def ray_command(address: str, scratch: Path) -> list[str]:
     ]
 
 
-def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dict[str, str]:
+def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path, logs: Path) -> dict[str, str]:
     """The environment of every program; without an address, that of a private cluster on the loopback interface, which
-    programs await: it is there when the file `ray_is_up` is."""
+    programs await: it is there when the file `ray_is_up` is. Its actors write into the folder `logs`."""
     private = {
         "RAY_ADDRESS": ray_address or f"127.0.0.1:{free_port()}",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -48,7 +50,8 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dic
         private["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not ray_address:
         private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        private |= {"ASYNC_GRPO_RAY_IS_UP": str(ray_is_up)}  # see cluster/ray_session.py
+        # See cluster/ray_session.py
+        private |= {"ASYNC_GRPO_RAY_IS_UP": str(ray_is_up), "ASYNC_GRPO_LOGS": str(logs.absolute())}
         # With Ray's own niceness of 15 engines get what the trainer leaves of the cores
         private |= {"RAY_worker_niceness": "0"}
         # Every actor here has variables of its own: a worker started before it is known could never be used
@@ -61,7 +64,7 @@ def run_environment(ray_address: str, trainer_gpus: int, ray_is_up: Path) -> dic
 def trainer_threads(model: str, ranks: int) -> dict[str, str]:
     """Variables: without GPUs a rank's share of the cores, if the weights keep threads busy (docs/log.md, 2026-11-22)."""
     large = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) > 32 << 20
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if large and not gpus() else 1
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, ranks)) if large and not gpus() else 1
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 

@@ -2,23 +2,36 @@
 
 import importlib.util
 import logging
+import math
 import re
+import signal
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.config.compatibility import refuse_broken
+from async_grpo.config.resume import goes_on
 from async_grpo.config.run import RunConfig, write_params
-from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.errors import EXIT_USAGE, ConfigurationError, RunFailed, RunInterrupted
 from async_grpo.generation.config import EngineOptions, engine_class
 from async_grpo.launch import environment
+from async_grpo.launch import plan as quick
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge, serving
+from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import PARAMS_FILE, claim
-from async_grpo.options.fields import POSITIVE, dashed, option
+from async_grpo.options.fields import POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
+from async_grpo.processes.look import ask
 from async_grpo.processes.supervisor import Supervisor, log_excerpt
+
+if TYPE_CHECKING:
+    from async_grpo.config.preflight import Prepared
 
 RAY_START_S, SHUTDOWN_TIMEOUT_S = 90.0, 30.0
 REFUSED = re.compile(r"was the first to end, with exit code 2\b")
@@ -32,6 +45,7 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
     nproc_per_node: int = option(1, "Trainer ranks.", "Local", range=POSITIVE, everyday=True)
     generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE, everyday=True)
     ray_address: str = option("", "Join this cluster instead of starting one.", "Local")
+    dry_run: bool = option(False, "Only print what would be done; write and start nothing.", "Local")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,12 +55,13 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
                 f"{self.max_sequences} sequences (--max-num-seqs + --overhead-seqs)"
             )
         refuse_broken(self, broken_judge(self, gpus()))
-        engines = self.generation_workers * self.tensor_parallel_size
-        needed = self.nproc_per_node + engines + len(self.logprob_roles) + self.judge_gpus_alone
+        of_ray = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
+        of_ray *= not self.ray_address  # a cluster that is joined has GPUs of its own
+        needed = self.nproc_per_node + of_ray + self.judge_gpus_alone
         if gpus() and len(gpus()) < needed:
             raise ConfigurationError(
-                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines {engines}, and logprob workers and "
-                f"judges), {len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
+                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers {of_ray}, "
+                f"judges {self.judge_gpus_alone}), {len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
             )
         if not self.reward_fns:
             raise ConfigurationError("name the rewards of the run: --reward-fns countdown,format")
@@ -59,28 +74,47 @@ def run_locally(config: LocalConfig) -> None:
         ConfigurationError: before anything is started, if a setting or a file is wrong.
         RunFailed, WorkerLost: a program ended before its time; says which and why.
     """
-    check(config)
-    claim(config.output_path)
-    start(config)
+    prepared = check(config)
+    findings, resumed = quick.resources(config, prepared), prepared.resumed
+    if config.dry_run:
+        quick.show([*quick.plan(config, prepared), *findings])
+        return
+    if resumed is not None and resumed.step >= config.num_steps:
+        if (config.output_path / "hf_format" / f"samples_{resumed.samples}").is_dir():
+            log.info("the run in %s is complete: %d steps are done", config.output_path, resumed.step)
+            return
+        log.warning("%d steps are done, and their model has not been written: it is now", resumed.step)
+    for name, level, found, cure in findings:
+        refuse(level == quick.ERROR, f"{name}: {found}: {cure}")
+        if level == quick.WARNING:
+            log.warning("%s: %s: %s", name, found, cure)
+    claim(config.output_path, again=goes_on(config))
+    try:
+        start(config)
+    finally:
+        show_times(config.output_path)
 
 
-def check(config: LocalConfig) -> None:
-    """Raise ConfigurationError for all that can be known to be wrong; writes nothing."""
+def check(config: LocalConfig) -> "Prepared":
+    """Raise ConfigurationError for all that can be known to be wrong; writes nothing. Returns what was read."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigurationError(
             "vLLM is not installed here: pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
         )
+    log.info("checking model, data and rewards")
     from async_grpo.config.preflight import prepare  # torch and transformers
 
     if is_file(config.engine):
         engine_class(config.engine)
-    prepare(config)
+    prepared = prepare(config)
     if config.ray_address:
         environment.check_reachable(config.ray_address)
+    return prepared
 
 
-def start(config: LocalConfig) -> None:
-    """The run itself, in a folder that `claim` has made; raises what `run_locally` does."""
+def start(config: LocalConfig, instead: Sequence[str] = ()) -> None:
+    """The run itself, in a folder that `claim` has made; raises what `run_locally` does. `instead`: of the trainer, the
+    command of a program that has nothing to save."""
     write_params(config.output_path / PARAMS_FILE, config, {})
     logs = config.output_path / "logs"
     supervisor = Supervisor(logs)
@@ -89,7 +123,7 @@ def start(config: LocalConfig) -> None:
     judge = serving(config, gpus(), logs, config.enforce_eager)
     with environment.signals_as_exceptions(), scratch as folder, judge as found:
         try:
-            _run(config, supervisor, Path(folder), found)
+            _run(config, supervisor, Path(folder), found, instead)
         except KeyboardInterrupt as interrupt:
             log.warning(
                 "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
@@ -100,10 +134,13 @@ def start(config: LocalConfig) -> None:
             supervisor.stop()
 
 
-def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str]) -> None:
-    ray_is_up = scratch / "ray-is-up"
-    variables = environment.run_environment(config.ray_address, config.nproc_per_node, ray_is_up)
-    log.info("starting Ray, workers and trainer; their output is in %s", config.output_path / "logs")
+def _run(
+    config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict[str, str], instead: Sequence[str]
+) -> None:
+    ray_is_up, logs = scratch / "ray-is-up", config.output_path / "logs"
+    variables = environment.run_environment(config.ray_address, config.nproc_per_node, ray_is_up, logs)
+    name = "evaluator" if instead else "trainer"
+    log.info("starting Ray, workers and %s; their output is in %s", name, logs)
     ray = None
     if not config.ray_address:
         command = environment.ray_command(variables["RAY_ADDRESS"], scratch)
@@ -113,24 +150,45 @@ def _run(config: LocalConfig, supervisor: Supervisor, scratch: Path, judge: dict
         supervisor.start(f"{command[-1].partition('=')[2]} worker {number}", command, variables)
         for number, command in enumerate(worker_commands(config))
     ]
-    command = trainer_command(config) + [f"--{dashed(name)}={value}" for name, value in judge.items()]
+    command = list(instead or trainer_command(config))
+    command += [f"--{dashed(flag)}={value}" for flag, value in judge.items()]
     variables |= environment.trainer_threads(config.model_name_or_path, config.nproc_per_node)
-    trainer = supervisor.start("trainer", command, variables, console=True)
+    trainer = supervisor.start(name, command, variables, console=True)
+    signal.signal(signal.SIGUSR1, lambda *_: ask(trainer.process.pid))
     if ray is not None:  # the others import their libraries meanwhile
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
         ray_is_up.touch()
-    code = supervisor.wait(trainer)
+    begun = time.time()
+    try:
+        code = supervisor.wait(trainer)
+    except KeyboardInterrupt as interrupt:
+        if instead:
+            raise
+        what = "the trainer saves a checkpoint first, for at most %.0f s (--grace-s); again to end at once"
+        log.warning(f"%s: {what}", str(interrupt) or "Ctrl-C", config.grace_s)
+        trainer.process.terminate()
+        supervisor.wait_all([trainer], config.grace_s)
+        _tell_if_saved(config, begun)
+        raise
     if code != 0:
-        if REFUSED.search(log_excerpt(trainer)):
+        _tell_if_saved(config, begun)
+        if code == EXIT_USAGE or REFUSED.search(log_excerpt(trainer)):
             raise ConfigurationError(log_excerpt(trainer).strip())
         raise RunFailed(f"{trainer.describe_exit()}{log_excerpt(trainer)}")
     log.info("done; waiting for the workers to end")
     supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
 
 
+def _tell_if_saved(config: LocalConfig, since: float) -> None:
+    """RunInterrupted if the trainer ended in order, with a checkpoint, before its time."""
+    for folder in checkpoints_of(config.output_path)[:1]:
+        if folder.stat().st_mtime >= since and (reason := read(folder).ended):
+            raise RunInterrupted(f"{reason}: saved in {folder}; the same command goes on from there")
+
+
 def worker_commands(config: LocalConfig) -> list[list[str]]:
     """The command lines of all workers: each reads its own options of the run's parameters."""
-    worker = [sys.executable, "-m", "async_grpo.programs.worker", _parameters(config)]
+    worker = [sys.executable, "-m", "async_grpo.programs.worker", parameters(config)]
     engines = [[*worker, "--mode=generation"]] * config.generation_workers
     return engines + [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
 
@@ -138,8 +196,10 @@ def worker_commands(config: LocalConfig) -> list[list[str]]:
 def trainer_command(config: LocalConfig) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.nproc_per_node}"]
     rendezvous = ["--master-addr=127.0.0.1", f"--master-port={environment.free_port()}"]
-    return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", _parameters(config)]
+    rendezvous.append(f"--shutdown-timeout={math.ceil(config.grace_s)}")
+    return [*torchrun, *rendezvous, "-m", "async_grpo.programs.trainer", parameters(config)]
 
 
-def _parameters(config: LocalConfig) -> str:
+def parameters(config: LocalConfig) -> str:
+    """The option by which a program of the run reads its own ones."""
     return f"--config={(config.output_path / PARAMS_FILE).resolve()}"

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
 from async_grpo.options.fields import refuse
 
 DEFAULT_X_KEY = "total_samples_accumulated"
@@ -40,6 +43,16 @@ class Run:
     source: str  # names it in messages
     name: str  # in the legend
     steps: list[dict[str, object]]  # flat
+    folder: Path | None = None
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Of the run, flat: `training_params.json` beside the file; {} where there is none."""
+        params = (self.folder or Path(os.devnull)) / PARAMS_FILE
+        try:
+            return _flat(json.loads(params.read_text(encoding="utf-8"))) if params.exists() else {}
+        except ValueError as error:
+            raise ConfigurationError(f"{params}: not valid JSON ({error})") from error
 
     @cached_property
     def keys(self) -> list[str]:
@@ -54,6 +67,10 @@ class Run:
     def values(self, key: str) -> np.ndarray:
         """The values of `key` in the steps that have it, NaN where it is not a finite number."""
         return self.series(key, key)[1]
+
+    def column(self, key: str) -> np.ndarray:
+        """The values of `key`, shape (T,), NaN where a step lacks it as well."""
+        return np.array([_number(step.get(key)) for step in self.steps])
 
     def series(self, x_key: str, key: str) -> np.ndarray:
         """x and y, shape (2, T), over the steps that have both keys; NaN where one is not a finite number."""
@@ -76,13 +93,14 @@ def _flat(step: dict[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def read_run(path: Path, name: str | None = None, source: str | None = None) -> Run:
-    """Read a metrics file; the last line may be unfinished: the run is still writing it.
+    """Read a metrics file, or that of a run's folder; the last line may be unfinished: the run is still writing it.
 
     Raises ConfigurationError for an unreadable or empty file and for a malformed line.
     """
-    source, steps = source or str(path), []
+    file = path / METRICS_FILE if path.is_dir() else path
+    source, steps = source or str(file), []
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
@@ -99,7 +117,7 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
         refuse(not isinstance(step, dict), f"{source}, line {number}: expected a JSON object, found {found}")
         steps.append(_flat(step))
     refuse(not steps, f"{source} holds no finished step; has the run logged its first step yet?")
-    return Run(source, name or path.name, steps)
+    return Run(source, name or path.name, steps, file.parent)
 
 
 def load_runs(files: list[Path], names: list[str] | None = None, remote: str | None = None) -> list[Run]:
@@ -157,6 +175,24 @@ def print_info(file: Path) -> None:
         print(f"{key:<{widest}}", *(f"{cell:>12}" for cell in cells))
     if others := [key for key in run.keys if key not in run.plottable_keys]:
         print(f"not plottable (no numbers): {', '.join(others)}")
+
+
+def compared(runs: list[Run]) -> Table:
+    """A column per run: the options that are not the same, marked by a star, and the last number of every key."""
+    told = [run.options for run in runs if run.options]
+    options = dict.fromkeys(key for of in told for key in of if not key.startswith("settings."))
+    differing = [key for key in options if any(of.get(key) != told[0].get(key) for of in told)]
+    table = Table(caption=f"* options that differ; {len(options) - len(differing)} more are the same")
+    for name in ("", *(run.name for run in runs)):
+        table.add_column(Text(name), justify="right" if name else "left", overflow="fold")
+    table.add_row("steps", *(str(len(run.steps)) for run in runs), end_section=True)
+    for key in differing:
+        cells = [Text(str(run.options.get(key, "-"))) for run in runs]
+        table.add_row(Text(f"* {key}"), *cells, style="bold", end_section=key == differing[-1])
+    for key in dict.fromkeys(key for run in runs for key in run.plottable_keys):
+        numbers = [values_T[np.isfinite(values_T)] for values_T in (run.column(key) for run in runs)]
+        table.add_row(Text(key), *(_shown(float(of_T[-1])) if of_T.size else "-" for of_T in numbers))
+    return table
 
 
 def _shown(number: float) -> str:

@@ -1,13 +1,14 @@
 """What a run writes: a folder of its own, one JSON object per optimizer step, and a line on the console for each."""
 
+import errno
 import fcntl
 import json
 import logging
 import math
 import os
-import re
 import shutil
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,11 +17,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.metrics.alarms import KEPT, alarm_kind, hacking_alarms
+from async_grpo.metrics.spans import condensed
+from async_grpo.metrics.tail import last_records
 from async_grpo.options.fields import refuse
 
 METRICS_FILE = "training_metrics.jsonl"
 PARAMS_FILE = "training_params.json"
 EVAL_FILE = "eval_metrics.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 LOCK_FILE = ".lock"
 
 log = logging.getLogger(__name__)
@@ -28,10 +33,11 @@ _CONSOLE = Console()  # one for all: a line of the log must not break the progre
 _held: list[IO[str]] = []  # a lock lasts as long as its file is open: until this process ends
 
 
-def claim(folder: Path, mark: str | None = None) -> None:
+def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None:
     """Make the folder, and keep other runs out of it until this process ends; programs that it starts may claim it too.
 
-    `mark`: a file's name; a folder that holds this file is emptied, one that holds anything else refused.
+    `mark`: a file's name; a folder that holds this file is emptied, one that holds anything else refused. `again`: the
+    folder may hold a run, which goes on.
     ConfigurationError: it cannot be written to, another run writes there, or it holds what is not to be replaced.
     """
     flag = f"--output-dir {folder}"
@@ -39,7 +45,8 @@ def claim(folder: Path, mark: str | None = None) -> None:
     def look() -> None:
         has_run = (folder / METRICS_FILE).exists()
         refuse(
-            has_run and mark is None, f"{flag} already holds a run ({METRICS_FILE}): choose another folder"
+            has_run and mark is None and not again,
+            f"{flag} already holds a run ({METRICS_FILE}): choose another folder, or --resume auto to go on with it",
         )
         foreign = mark is not None and _contents(folder) and not (folder / mark).exists()
         refuse(bool(foreign), f"{flag} is not empty and not an earlier demo: choose another folder")
@@ -85,22 +92,63 @@ def _lock(folder: Path) -> None:
         _held.append(lock)
 
 
-class MetricsWriter:
-    """Appends the lines of a run to its metrics file and its samples to theirs, flushed at once; tells the console."""
+def holder(folder: Path) -> int | None:
+    """The process that holds the run's lock, if it lives here (of a run on another machine nothing is known)."""
+    path = folder / LOCK_FILE
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() and psutil.pid_exists(int(text)) else None
 
-    def __init__(self, folder: Path, num_steps: int, samples_file: Path | None = None) -> None:
+
+def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
+    """Take what was written of later steps out of the files of a run that goes on after `step`, into `undone_...`."""
+    of_run = (folder / name for name in (METRICS_FILE, EVAL_FILE, TIMELINE_FILE))
+    for path in filter(None, (*of_run, samples_file)):
+        if not path.exists():
+            continue
+        kept: list[str] = []
+        undone: list[str] = []
+        # The text of a sample may hold other ends of lines
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for line in file:  # the last one may have been cut short
+                (kept if line.endswith("\n") and json.loads(line)["step"] <= step else undone).append(line)
+        if undone:
+            with path.with_name(f"undone_{path.name}").open("a", encoding="utf-8") as file:
+                file.writelines(undone)
+            new = path.with_suffix(".new")
+            new.write_text("".join(kept), encoding="utf-8", newline="\n")
+            new.replace(path)
+
+
+class MetricsWriter:
+    """Appends the lines of a run to its metrics file and its samples to theirs, flushed at once; tells the console.
+
+    Lines that cannot be written, as on a full disk, wait for the next ones.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_steps: int,
+        samples_file: Path | None = None,
+        track: Callable[[dict[str, Any]], None] = lambda line: None,
+    ) -> None:
+        self._track = track
         self._metrics, self._samples, self._num_steps = folder / METRICS_FILE, samples_file, num_steps
+        self._timeline = folder / TIMELINE_FILE
         self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("training", total=num_steps)
+        self._waiting: dict[Path, bytes] = {}  # what could not be written
         self._intervals: list[tuple[float, float]] = []
         self._alarms = set[str]()  # of the step before, without their numbers: each is shown when it begins
         self._metrics.touch()
+        self._recent = deque(last_records(self._metrics, KEPT), maxlen=KEPT)  # also of a run that goes on
         self._progress.start()
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
         line = dict(line)
-        timeline, intervals = line.pop("token_timeline", []), line.pop("compute_intervals", [])
+        timeline, spans = line.pop("token_timeline", []), line.pop("spans", [])
+        intervals = [(begin, end) for _, what, begin, end in spans if what == "train"]
         # A step's tokens may have been generated while earlier steps trained
         began = timeline[0][0] if timeline else 0.0
         self._intervals = [kept for kept in [*self._intervals, *intervals] if kept[1] >= began]
@@ -110,23 +158,41 @@ class MetricsWriter:
         ]
         line["tokens_generated_while_training"] = sum(busy)
         samples = line.pop("samples", [])
+        self._recent.append(line)
+        if gamed := hacking_alarms(list(self._recent)):
+            line["alarms"] = [*line.get("alarms", []), *gamed]
         if self._samples:
-            _append(self._samples, [{"step": line["step"], **sample} for sample in samples])
-        _append(self._metrics, [line])
-        alarms = {alarm: re.sub(r"\d[\d.,]*", "#", alarm) for alarm in line.get("alarms", [])}
+            self._append(self._samples, [{"step": line["step"], **sample} for sample in samples])
+        self._append(self._timeline, [{"step": line["step"], **_span(*span)} for span in condensed(spans)])
+        self._append(self._metrics, [line])
+        self._track(line)
+        alarms = {alarm: alarm_kind(alarm) for alarm in line.get("alarms", [])}
         new = [alarm for alarm, kind in alarms.items() if kind not in self._alarms]
         num_known, self._alarms = len(alarms) - len(new), set(alarms.values())
         said = line | {"alarms": new + [f"({num_known} as before)"] * bool(num_known)}
         _CONSOLE.print(console_line(_finite(said), self._num_steps), highlight=False, soft_wrap=True)
         self._progress.update(self._bar, completed=line["step"])
 
+    def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
+        content = self._waiting.pop(path, b"") + "".join(map(as_json, lines)).encode()
+        try:
+            with path.open("ab", buffering=0) as file:
+                begin = file.tell()
+                if file.write(content) != len(content):
+                    file.truncate(begin)  # no half lines
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            log.error("%s cannot be written: %s; the run goes on, its lines wait", path, error.strerror)
+            self._waiting[path] = content
+
     def close(self) -> None:
+        for path in list(self._waiting):
+            self._append(path, [])
         self._progress.stop()
 
 
-def _append(file: Path, lines: Sequence[dict[str, Any]]) -> None:
-    with file.open("a", encoding="utf-8") as end:
-        end.write("".join(map(as_json, lines)))
+def _span(lane: str, what: str, begin: float, end: float) -> dict[str, Any]:
+    return {"lane": lane, "what": what, "begin": round(begin, 3), "end": round(end, 3)}
 
 
 class ConsoleHandler(logging.Handler):

@@ -42,6 +42,15 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
 
 
+def load_tokenizer(path: str | Path) -> Any:
+    """The folder's tokenizer; ConfigurationError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(model_folder(path), local_files_only=True)
+    except Exception as error:  # the library raises nothing narrower for a file that is cut short
+        said = f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
+        raise ConfigurationError(said) from error
+
+
 def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedModel:
     """The folder's causal LM on the CPU, every weight in `dtype`; ConfigurationError if it has none."""
     config, options = load_config(path), {"dtype": torch_dtype(dtype), "local_files_only": True}
@@ -90,7 +99,7 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     if (folder / "generation_config.json").is_file():
         named.append(json.loads((folder / "generation_config.json").read_text()).get("eos_token_id"))
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        named.append(AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id)
+        named.append(load_tokenizer(folder).eos_token_id)
     ids = {i for value in named if value is not None for i in ([value] if isinstance(value, int) else value)}
     if not ids:
         raise ConfigurationError(

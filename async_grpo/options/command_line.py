@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,8 +17,16 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.logging import RichHandler
 
-from async_grpo.errors import EXIT_FAILED, EXIT_USAGE, AsyncGrpoError, ConfigurationError
+from async_grpo.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    AsyncGrpoError,
+    ConfigurationError,
+    RunInterrupted,
+)
 from async_grpo.options.fields import choices_of, dashed, nearest, refuse
+from async_grpo.options.redaction import redact_logs, redacted
 
 CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -58,8 +67,9 @@ def run_command(
         refuse(bool(unknown), f"{' '.join(unknown)} is no option, and no value of one")
         run(make({field.name: field.default for field in fields} | vars(found), vars(found).keys()))
     except AsyncGrpoError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED) from error
+        print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
+        codes = {ConfigurationError: EXIT_USAGE, RunInterrupted: EXIT_INTERRUPTED}
+        raise SystemExit(codes.get(type(error), EXIT_FAILED)) from error
     except KeyboardInterrupt as interrupt:
         raise SystemExit(130) from interrupt
     raise SystemExit(0)
@@ -99,7 +109,8 @@ def _parser(fields: Fields, help: str, program: str | None) -> argparse.Argument
             form["required"], said = True, f"{said} [required]"
         elif field.default not in (None, ""):
             said += f" [default: {field.default}]"
-        panels[panel_of(field)].add_argument(name, help=said, **form)
+        short = [f"-{also}"] if len(also := field.metadata["also"]) == 1 else []
+        panels[panel_of(field)].add_argument(*short, name, help=said, **form)
     return parser
 
 
@@ -185,7 +196,8 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
 
 
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
-    """One readable line per event on stderr, in a file whole lines with a date; `more` handlers get the same events.
+    """One readable line per event on stderr, in a file whole lines with a date; `more` handlers get the same events. No
+    secret is among them.
 
     ConfigurationError: an unknown level.
     """
@@ -200,6 +212,20 @@ def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None
     shown.setFormatter(logging.Formatter(form))
     for one in more:
         one.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    redact_logs()
     root = logging.getLogger("async_grpo")
     root.setLevel(level.upper())
     root.handlers, root.propagate = [shown, *more], False
+
+
+def log_to_own_file(name: str) -> None:
+    """Of an actor of a run's private Ray: what its process says, and what it starts, goes beside the run's other logs.
+
+    Ray's own files of it end with that Ray. Elsewhere, without the variable, nothing is changed.
+    """
+    if folder := os.environ.get("ASYNC_GRPO_LOGS"):
+        file = os.open(f"{folder}/{name}-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        os.close(file)
+        set_up_logging("INFO", f"[{name}] ")

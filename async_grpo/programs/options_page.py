@@ -24,9 +24,9 @@ def page() -> str:
 
 
 def _section(program: str) -> str:
-    local = program == "run"  # whose options begin with those of the trainer
-    told = config_class("train").__dataclass_fields__ if local else {}
-    lines = ["\nAll options of `async-grpo train`, and:\n"] if told else []
+    known = {"run": "train", "doctor": "run"}.get(program)  # whose options it has, too
+    told = config_class(known).__dataclass_fields__ if known else {}
+    lines = [f"\nAll options of `async-grpo {known}`, and:\n"] if told else []
     panel = ""
     for field in fields_in_order(config_class(program)):
         if field.name in told:

@@ -3,14 +3,16 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 from async_grpo.__main__ import run_program
 from async_grpo.config.run import RunConfig
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import EXIT_FAILED, AsyncGrpoError, DeadlineExceeded
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import set_up_logging
+from async_grpo.options.redaction import redacted
 
 RETIRED = {
     "experience_batcher_name": "--run-name keeps runs on one cluster apart",
@@ -26,11 +28,15 @@ def run(config: RunConfig) -> None:
     """Be one rank of the trainer, of which torchrun's environment says which."""
     rank = int(os.environ.get("RANK", 0))
     shown = [] if rank or os.path.sameopenfile(1, 2) else [ConsoleHandler()]
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a watchdog: it would end the run
     set_up_logging(config.logging_level, f"[trainer {rank}] ", *shown)
     try:
         _train(config, rank)
     except AsyncGrpoError as error:
         _tell_torchrun(error)
+        if isinstance(error, DeadlineExceeded):  # a thread that hangs would be waited for at exit
+            print(f"error: {error}", file=sys.stderr)
+            os._exit(EXIT_FAILED)
         raise
     if "RANK" in os.environ:
         from async_grpo.training.distributed import leave
@@ -41,11 +47,12 @@ def run(config: RunConfig) -> None:
 def _train(config: RunConfig, rank: int) -> None:
     # Heavy imports only once the options are known to be good
     from async_grpo.config.preflight import prepare
+    from async_grpo.config.resume import goes_on
 
     prepared = None
     if rank == 0:  # data and registry file are read on one node alone
         prepared = prepare(config)
-        claim(config.output_path)
+        claim(config.output_path, again=goes_on(config))
     from async_grpo.cluster.trainer_rank import train
 
     if rank:  # importing Ray has set a handler that writes a page when torchrun ends this rank for another one's fault
@@ -56,7 +63,7 @@ def _train(config: RunConfig, rank: int) -> None:
 def _tell_torchrun(error: AsyncGrpoError) -> None:
     """Give torchrun the reason: its report ends with it, below a traceback of its own that cannot be switched off."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": f"error: {error}", "timestamp": int(time.time())}
+        report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.processes.waits import waiting
 from async_grpo.rewards.adapter.result import failure
 from async_grpo.rewards.inline import InlineReward
 from async_grpo.rewards.verifier_worker import (
@@ -150,8 +151,12 @@ class AdapterQueue:
                 self._given.add(job)
                 method, timeout_s = getattr(slot.worker, job.method), self._timeouts.timeout_s
                 call = asyncio.ensure_future(method(*job.arguments, timeout_s))
-                _run(self._serve(slot, job, call), self._calls)
+                _run(self._served(slot, job, call), self._calls)
             heapq.heappop(self._waiting)
+
+    async def _served(self, *given: Any) -> None:
+        with waiting("call", self.adapter, "its worker"):
+            await self._serve(*given)
 
     async def _serve(self, slot: WorkerSlot, job: Job, call: asyncio.Future[Any]) -> None:
         """See a call of the slot's worker to its end, and what follows from that."""

@@ -47,7 +47,10 @@ class JudgeWorker:
         self._client = EndpointClient(name, endpoint, rate_limiter)
         self.close = self._client.close
         # More would only wait inside, where no statistics show the queue
-        self.capacity = min(JUDGE_CAPACITY, endpoint.limits.concurrency or JUDGE_CAPACITY)
+        at_once = endpoint.limits.concurrency or JUDGE_CAPACITY
+        if phase == "eval":  # what hangs there must leave permits to the training
+            at_once = max(1, at_once // 2)
+        self.capacity = min(JUDGE_CAPACITY, at_once)
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """The judge's result; FAILED with the reason for whatever it or the network does."""

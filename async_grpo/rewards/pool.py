@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.processes.waits import waiting
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
@@ -186,7 +187,8 @@ class VerifierPool:
         """What the adapter says, or where it has failed the one that stands in for it."""
         score = self._queues[phase][name].score
         asked = score(sample) if self._middleware is None else self._middleware(name, sample, phase, score)
-        result = await asked
+        with waiting("reward", f"prompt {sample.get('group_id')}", name):
+            result = await asked
         if stands_in or name not in self._fallbacks or result.status not in _UNKNOWN:
             return result
         answer = await self._score(sample, phase, self._fallbacks[name], stands_in=True)

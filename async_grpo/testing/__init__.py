@@ -4,7 +4,8 @@
 """
 
 from async_grpo.testing.engine import FakeEngine, InProcessRun, InProcessWorker
-from async_grpo.testing.scripted import GREEDY, FakeGeneration, FakeLogprobs, FakeVerification, completion
+from async_grpo.testing.scripted import FakeGeneration, FakeLogprobs, FakeVerification, completion
+from async_grpo.types import GREEDY
 
 __all__ = [
     "GREEDY",

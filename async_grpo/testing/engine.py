@@ -1,6 +1,7 @@
 """`FakeEngine`, and what joins it with a trainer and a `RunController` in one process."""
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -10,7 +11,7 @@ import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage
-from async_grpo.types import Completion, FinishReason, Message, SharedRunSettings, WorkerInfo
+from async_grpo.types import Completion, FinishReason, Message, Sampling, SharedRunSettings, WorkerInfo
 
 
 class FakeEngine:
@@ -24,7 +25,6 @@ class FakeEngine:
 
     def __init__(self, model: Any, settings: SharedRunSettings) -> None:
         self._model, self._settings = model, settings
-        self._random = np.random.default_rng(settings.seed)
         self._others = np.setdiff1d(np.arange(settings.vocab_size), settings.stop_token_ids).astype(np.int32)
         self._running = asyncio.Event()  # cleared while weights are loaded
         self._running.set()
@@ -39,24 +39,24 @@ class FakeEngine:
         return cls(LogprobWorker.start(config, settings), settings)
 
     async def complete(
-        self, prompt_token_ids: np.ndarray, count: int, greedy: bool = False
+        self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
-        """See `Engine`; greedy completions are as random as the others."""
+        """See `Engine`; all completions are drawn alike."""
         begun = time.time()
-        for _ in range(count):
+        for member, seed in seeds.items():
             await asyncio.sleep(0)
             await self._running.wait()
-            completion = self._draw(len(prompt_token_ids))
+            completion = self._draw(len(prompt_token_ids), member, np.random.default_rng(seed))
             self._progress["token_timeline"].append((time.time(), len(completion)))
             self._progress["busy"].append((begun, time.time()))
             yield completion
 
-    def _draw(self, prompt_length: int) -> Completion:
+    def _draw(self, prompt_length: int, member: int, random: np.random.Generator) -> Completion:
         """A stop token comes by its chance, the others share the rest evenly."""
         settings = self._settings
         room = min(settings.max_completion_tokens, settings.max_total_tokens - prompt_length)
-        length = min(room, 1 + int(self._random.geometric(self.STOP_CHANCE)))
-        tokens = self._random.choice(self._others, length)
+        length = min(room, 1 + int(random.geometric(self.STOP_CHANCE)))
+        tokens = random.choice(self._others, length)
         logprobs = np.full(length, np.log((1 - self.STOP_CHANCE) / len(self._others)), np.float32)
         logprobs[0] = -np.log(len(self._others))
         if stopped := length < room:
@@ -69,6 +69,7 @@ class FakeEngine:
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
             char_ends=np.minimum(np.arange(1, length + 1), len(text)).astype(np.int32),
+            member=member,
         )
 
     async def update(self, version: int, chunks: Sequence[memoryview]) -> Manifest:
@@ -150,9 +151,13 @@ class InProcessRun:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.delivered: list[int] = []  # the versions, in order
 
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
+        """Run the coroutine over there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """What the coroutine returns, run over there."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30.0)
+        return self.begin(coroutine).result(30.0)
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
         return chunk

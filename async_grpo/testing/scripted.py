@@ -3,20 +3,30 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from async_grpo.types import AdapterResult, Completion, FinishReason, Prompt, RewardStatus, Verdict
+from async_grpo.types import (
+    GREEDY,
+    AdapterResult,
+    Completion,
+    FinishReason,
+    Prompt,
+    RewardStatus,
+    Sampling,
+    Verdict,
+)
 
-GREEDY = -1  # the member that a greedy completion is for a script
+GREEDY_MEMBER = -1  # the member that a greedy completion is for a script
 
 
 class FakeGeneration:
     """Completes every prompt with `length(ordinal, member)` tokens after `delay(ordinal, member)` seconds.
 
     Tokens carry the policy version that is `live` when they are asked for, as an engine's would. Greedy completions
-    are those of the member GREEDY.
+    are those of the member GREEDY_MEMBER.
     """
 
     def __init__(
@@ -32,10 +42,11 @@ class FakeGeneration:
         self._busy: list[tuple[float, float]] = []
 
     async def generate(
-        self, prompt: Prompt, count: int, *, greedy: bool = False
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
+        greedy = sampling == GREEDY
         (self.asked_greedily if greedy else self.asked).append(prompt.ordinal)
-        numbers = [GREEDY] * count if greedy else range(count)
+        numbers = [GREEDY_MEMBER] * count if greedy else range(count)
         members = [asyncio.ensure_future(self._complete(prompt.ordinal, member)) for member in numbers]
         try:
             for member in asyncio.as_completed(members):
@@ -47,7 +58,7 @@ class FakeGeneration:
         version, started = self.live, time.time()
         await asyncio.sleep(self._delay(ordinal, member))
         self._busy.append((started, time.time()))
-        return completion(self._length(ordinal, member), version)
+        return replace(completion(self._length(ordinal, member), version), member=max(member, 0))
 
     async def take_stats(self) -> dict[str, Any]:
         busy, self._busy = self._busy, []

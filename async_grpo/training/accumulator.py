@@ -3,12 +3,12 @@
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.algorithm.off_policy import mismatch_report
 from async_grpo.algorithm.process_advantages import explained_variance
@@ -31,20 +31,21 @@ class GradientAccumulator:
         self,
         policy: PolicyModel,
         optimizer: Optimizer,
-        scheduler: LRScheduler,
+        scheduler: LambdaLR,
         objective: Objective,
         ranks: Ranks,
         *,
         max_grad_norm: float = 1.0,
         update_stats: bool = False,
     ) -> None:
-        self._policy, self._optimizer, self._scheduler = policy, optimizer, scheduler
+        self._policy, self._optimizer, self.scheduler = policy, optimizer, scheduler
         self._objective, self._ranks = objective, ranks
         self._max_grad_norm, self._update_stats = max_grad_norm, update_stats
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
         self._waiting: list[BatchTensors] = []  # for the end of their step
         self._totals: dict[str, Tensor] = {}  # of this step, on the device
-        self._steps = 0
+        self.steps = 0  # taken
+        self.on_logprobs: Callable[[Tensor], None] = lambda logprobs: None  # (1, N), of each row, in order
 
     def add(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; or keep it for the end of its step."""
@@ -58,6 +59,7 @@ class GradientAccumulator:
     def _backward(self, row: BatchTensors) -> None:
         loss, totals = self._objective(self._policy, row)
         loss.backward()
+        self.on_logprobs(row.logprobs)
         for name, value in totals.items():
             combine = torch.maximum if name.endswith("_max") else torch.add
             before = self._totals.get(name)
@@ -71,13 +73,13 @@ class GradientAccumulator:
         if not self._waiting and not self._totals:  # every sample of the step was left out
             self.add(dummy_micro_batch(token_id=0))
         if rows := self._waiting:
-            add_step_terms(self._policy, self._objective, rows, self._ranks, self._steps)
+            add_step_terms(self._policy, self._objective, rows, self._ranks, self.steps)
         for row in rows:
             self._backward(row)
-        self._waiting, self._steps = [], self._steps + 1
+        self._waiting, self.steps = [], self.steps + 1
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         totals, histogram = self._reduce(gradients)
-        lr, unit = self._scheduler.get_last_lr()[0], self._objective.unit
+        lr, unit = self.scheduler.get_last_lr()[0], self._objective.unit
         count = totals[unit] if unit else float(totals["tokens"] > 0)
         square, memory = totals.pop("gradient_square"), totals.pop("memory_max")
         update = {"grad_norm": 0.0, "peak_memory_usage_GB": memory}
@@ -115,7 +117,7 @@ class GradientAccumulator:
         shards = [local_shard(parameter.detach()) for parameter in self._parameters]
         before = [shard.clone() for shard in shards] if self._update_stats else []
         self._optimizer.step()
-        self._scheduler.step()
+        self.scheduler.step()
         return {"grad_norm": grad_norm} | (self._moved(before, shards) if before else {})
 
     def _moved(self, before: list[Tensor], after: list[Tensor]) -> dict[str, float]:

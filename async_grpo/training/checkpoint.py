@@ -1,123 +1,191 @@
-"""Checkpoints in the Hugging Face format: `<output_dir>/hf_format/samples_<n>`, whole or not there."""
+"""`Checkpointer`: all that a trainer goes on with, bit for bit, saved while it trains on, by any number of ranks.
 
-import copy
-import os
+Ours is what belongs to a checkpoint; torch's distributed checkpoints shard, stage, write and reshard it, as safetensors.
+"""
+
+import logging
 import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR
 
-from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.load import model_folder, torch_dtype
-from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
+from async_grpo.checkpoints.folder import Manifest, complete, discard_partial, partial_folder, prune, versions
+from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
+from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 
-# Copied as they are: a checkpoint speaks the tokens, byte for byte, that the run was trained on
-COPIED_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"),
-)
-# In a folder of its own: vLLM loads every *.safetensors beside the config.json as the model's
-VALUE_HEAD_FILE = "critic/value_head.safetensors"
+CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
+SaveExperience = Callable[[Path, int], Callable[[], Any]]  # folder, step -> what waits until it is written
+
+dcp: Any = torch_checkpoint  # it names what it offers in no __all__
+log = logging.getLogger(__name__)
 
 
-class CheckpointWriter:
-    """Writes and prunes checkpoints; saving is a collective, the files are rank 0's.
+class Checkpointer:
+    """Saves and loads weights (float32), optimizer, schedule and random states; every public method is a collective.
 
-    model_path: the folder the run started from, with its tokenizer and generation settings. dtype: of the saved weights.
-    min_samples_between: a checkpoint is due that many samples after the last. keep_last: None keeps all.
+    Args:
+        keep: so many checkpoints of the run are kept, the newest; and those whose names `stay` says.
+        timeout_s: longest time for a checkpoint to be written.
+        options, inputs: of the run, for the manifest.
+        save_experience: rank 0's way to the other half, the groups alive.
     """
 
     def __init__(
         self,
-        output_dir: str | Path,
-        model_path: str | Path,
+        output_dir: Path,
         ranks: Ranks,
+        policy: PolicyModel,
+        scheduler: LambdaLR,
         *,
-        dtype: str | torch.dtype = "bfloat16",
-        min_samples_between: int = 30_000,
-        keep_last: int | None = None,
+        keep: int,
+        timeout_s: float,
+        options: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        save_experience: SaveExperience | None = None,
+        stay: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._folder = Path(output_dir) / "hf_format"
-        self._source, self._ranks, self._dtype = model_folder(model_path), ranks, torch_dtype(dtype)
-        self._min_samples_between, self._keep_last = min_samples_between, keep_last
-        self._last_saved = 0
-        self._written: list[Path] = []  # by this run, the oldest first
+        self._output_dir, self._ranks, self._policy, self._scheduler = output_dir, ranks, policy, scheduler
+        self._keep, self._timeout_s = keep, timeout_s
+        self._options, self._inputs = dict(options), dict(inputs)
+        self._save_experience, self._stay = save_experience, stay
+        # Its collectives go on beside those of the training
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        if ranks.is_main:
+            discard_partial(output_dir)
 
-    def is_due(self, samples: int) -> bool:
-        """Whether `samples` trained on is far enough beyond the last checkpoint."""
-        return samples - self._last_saved >= self._min_samples_between
+    def save(self, step: int, samples: int, end_reason: str = "") -> None:
+        """Take a copy of the state after `step` steps, trained on `samples`, and begin to write it.
 
-    def save_if_due(self, policy: PolicyModel, samples: int) -> None:
-        """A checkpoint of `policy`, if one is due; a collective then."""
-        if self.is_due(samples):
-            self.save(policy, samples)
+        One that cannot be written is not whole: the run goes on, its last checkpoint stays, and the log says so. While
+        one is still being written no other begins, unless the run ends.
+        """
+        is_busy = self._writing is not None and not self._writing.done()
+        if self._ranks.max([float(is_busy)])[0] and not end_reason:
+            log.warning("no checkpoint after step %d: the one before it is still being written", step)
+            return
+        self.wait()
+        partial, experience = partial_folder(self._output_dir, step), None
+        if self._ranks.is_main and self._save_experience is not None:
+            experience = self._save_experience(partial, step)
+        manifest = Manifest(
+            step=step,
+            samples=samples,
+            world_size=self._ranks.world_size,
+            options=self._options,
+            inputs=self._inputs,
+            versions=versions(),
+            ended=end_reason,
+        )
+        writer = dcp.HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
+        copied = dcp.async_save(dict(self._tensors()), storage_writer=writer, process_group=self._group)
+        assert isinstance(copied, Future)
+        self._writing = self._thread.submit(self._complete, copied, experience, partial, manifest)
 
-    def save_final(self, policy: PolicyModel, samples: int) -> None:
-        """Save unless the last checkpoint already holds these weights."""
-        if samples != self._last_saved:  # not "if the folder exists": ranks on other nodes may not see it
-            self.save(policy, samples)
-
-    def save(self, policy: PolicyModel, samples: int) -> Path:
-        """Write the weights after `samples` samples. A collective; rank 0 returns when it is complete."""
-        target = self._folder / f"samples_{samples}"
-        state: dict[str, Tensor] = {}
-        for name, tensor in named_full_tensors(policy):  # every rank takes part, one keeps
+    def _complete(
+        self, copied: Future[Any], experience: Callable[[], Any] | None, partial: Path, manifest: Manifest
+    ) -> None:
+        try:
+            copied.result()
+            if experience is not None:
+                experience()
+            if not self._ranks.is_main:
+                return
+            found = len(list((partial / "training").glob("*.safetensors")))
+            if found < manifest.world_size:
+                raise OSError(
+                    f"{partial} holds the shards of {found} ranks, not of {manifest.world_size}: --output-dir must be "
+                    "a folder that all nodes share"
+                )
+            complete(partial, manifest)
+        except CANNOT_WRITE:
             if self._ranks.is_main:
-                state[name] = tensor.to("cpu", self._dtype, copy=True)
-        value_head = value_head_tensors(policy)
-        if self._ranks.is_main:
-            self._write(policy.model, state, value_head, target)
-            self._written.append(target)  # other runs' checkpoints are not ours to prune
-            while self._keep_last and len(self._written) > self._keep_last:
-                shutil.rmtree(self._written.pop(0))
-        self._last_saved = samples
-        return target
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        prune(self._output_dir, self._keep, self._stay())
 
-    def _write(
-        self, model: PreTrainedModel, state: dict[str, Tensor], value_head: dict[str, Tensor], target: Path
-    ) -> None:
-        """Under a hidden name first: a folder called samples_<n> is a whole one, come what may."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self._folder.glob(".samples_*"):
-            shutil.rmtree(leftover)
-        partial, replaced = (self._folder / f".{target.name}.{suffix}" for suffix in ("partial", "replaced"))
-        # The same architecture without memory: save_pretrained reads class, dtype and tied names off it. Its
-        # generation settings are defaults (transformers refuses to save some); the source's are copied
-        with torch.device("meta"):
-            twin = AutoModelForCausalLM.from_config(
-                copy.deepcopy(model.config), dtype=self._dtype, attn_implementation="eager"
-            )
-        twin.save_pretrained(partial, state_dict=state)
-        for name in COPIED_FILES:
-            if (self._source / name).is_file():
-                shutil.copyfile(self._source / name, partial / name)
-        if value_head:
-            (partial / VALUE_HEAD_FILE).parent.mkdir()
-            tensors = {name: tensor.to("cpu", torch.float32) for name, tensor in value_head.items()}
-            save_file(tensors, partial / VALUE_HEAD_FILE)
-        for path in partial.rglob("*.safetensors"):  # they are made for their owner's eyes alone
-            shutil.copymode(partial / "config.json", path)
-        if target.exists():  # from an earlier run into the same output_dir
-            os.rename(target, replaced)
-        os.rename(partial, target)
-        shutil.rmtree(replaced, ignore_errors=True)
+    def wait(self) -> bool:
+        """Until what is being written is whole, for all ranks; False: it cannot be, and the log says why.
+
+        Raises:
+            DeadlineExceeded: it is not within the time for it.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return True
+        failed = False
+        try:
+            writing.result(self._timeout_s)
+        except CANNOT_WRITE as error:
+            if not writing.done():
+                raise DeadlineExceeded(
+                    f"a checkpoint was not written within {self._timeout_s:.0f} s (--checkpoint-timeout-s)"
+                ) from error
+            what = "a checkpoint could not be written; the run goes on, the one before it stays: %s"
+            log.error(what, error)
+            failed = True
+        # A rank that ended now, before rank 0 has sealed it, would have torchrun end rank 0
+        return not self._ranks.max([float(failed)])[0]
+
+    def load(self, folder: Path) -> None:
+        """Give policy, optimizer and schedule the state of a checkpoint that `verify` found to be whole.
+
+        Raises:
+            CheckpointBroken: it is of another model or optimizer.
+        """
+        reader = dcp.HuggingFaceStorageReader(str(folder / "training"))
+        saved = reader.read_metadata().state_dict_metadata
+        # Random states are those of other ranks, or of another device
+        tensors = {n: t for n, t in self._tensors() if n in saved or not n.startswith("random.")}
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise CheckpointBroken(f"{folder} is not of this model and optimizer: {first}") from error
+        for name, state in tensors.items():
+            if name.startswith("random.cpu"):
+                torch.set_rng_state(state)
+            elif name.startswith("random.cuda"):
+                torch.cuda.set_rng_state(state)
+        updates = int(next(value for name, value in tensors.items() if name.startswith("updates.")))
+        lambdas = [None] * len(self._scheduler.base_lrs)  # these stay
+        self._scheduler.load_state_dict(
+            {"lr_lambdas": lambdas, "last_epoch": updates - 1, "_step_count": updates + 1}
+        )
+        self._scheduler.step()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What belongs to a checkpoint, by name: the live tensors, of a sharded policy their shards."""
+        state = self._scheduler.optimizer.state
+        for name, parameter in self._policy.named_parameters():
+            moments = state[parameter]
+            if not moments:  # before the first step: as AdamW would begin
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                zeros = (torch.zeros_like(parameter) for _ in range(2))
+                moments |= dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *zeros), strict=True))
+            yield f"weights.{name}", parameter.detach()
+            yield f"exp_avg.{name}", moments["exp_avg"]
+            yield f"exp_avg_sq.{name}", moments["exp_avg_sq"]
+            yield f"updates.{name}", moments["step"].reshape(1)
+        yield f"random.cpu.{self._ranks.rank}", torch.get_rng_state()
+        if self._ranks.device.type == "cuda":
+            yield f"random.cuda.{self._ranks.rank}", torch.cuda.get_rng_state()
 
 
-def load_value_head(policy: PolicyModel, folder: str | Path) -> bool:
-    """Load the value head in `folder` into a policy not yet sharded; False: either has none. A broken one is refused."""
-    path = Path(folder) / VALUE_HEAD_FILE
-    if policy.value_head is None or not path.is_file():
-        return False
-    try:
-        policy.value_head.load_state_dict(load_file(path))
-    except (SafetensorError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read as the value head of this model: {error}; give the checkpoint of the same model, "
-            "or remove the file to start a new critic"
-        ) from error
-    return True
+def load_weights(policy: PolicyModel, folder: Path) -> None:
+    """Give a policy of the checkpoint's model, not sharded, its weights; needs no process group."""
+    tensors = {f"weights.{name}": parameter.detach() for name, parameter in policy.named_parameters()}
+    reader = dcp.HuggingFaceStorageReader(str(folder / "training"))
+    dcp.load(tensors, storage_reader=reader, no_dist=True)

@@ -28,7 +28,7 @@ class BatchTensors:
     old_values: Tensor | None = None
     selected: Tensor | None = None  # the tokens that clip_cov or kl_cov chose
     weight_mean: float | None = None  # of the importance weights
-    # Under the weights that the step starts from, without gradient: for `whole_step` alone
+    # Under the weights that the step starts from, without gradient
     logprobs: Tensor
     kept: Tensor  # the mask without what is rejected
 
@@ -109,6 +109,7 @@ class Objective:
     def __call__(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
         """One forward of `policy`: (loss, totals); all sums, still to be divided, but for names that end in `_max`."""
         logprobs, entropy, *values = self.forward(policy, row)
+        row.logprobs = logprobs.detach()
         mask = self.keep(logprobs, row)
         options = dict(self.loss_settings)
         if self.loss.needs_proximal:

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from async_grpo.errors import RunFailed
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.protocols import ExperienceSource, WeightPublisher
+from async_grpo.protocols import ExperienceSource, Proof, WeightPublisher
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.checkpoint import CheckpointWriter
+from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.export import ModelExporter
 from async_grpo.training.step_clock import StepClock
-from async_grpo.types import StepEnd, WorkersJoined
+from async_grpo.types import SaveRequested, StepEnd, WorkersJoined
 
 TRAINED_NOTHING = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "
@@ -30,42 +32,72 @@ class Trainer:
     accumulator: GradientAccumulator
     source: ExperienceSource
     publisher: WeightPublisher
-    checkpoints: CheckpointWriter
+    exporter: ModelExporter
     ranks: Ranks
     num_steps: int
     after_step: AfterStep | None = None
     overlaps: Overlaps = lambda step: False
+    saves_after: Overlaps = lambda step: False  # a checkpoint of that step
+    checkpointer: Checkpointer | None = None
     write: WriteLine | None = None  # only rank 0 writes
     version: int = 0  # optimizer steps completed
     samples: int = 0  # trained on
+    end_reason: str = ""  # why the run ends before its time
+    _proof: Proof = dict  # of the last weights published
 
     def run(self) -> None:
-        """Publish the first weights, train to `num_steps`, and leave a checkpoint of the last ones."""
-        proof = self.publisher.publish(self.policy, self.version, self_test=True)
-        proof()
+        """Publish the weights, train to `num_steps`, or until it is to end, and leave checkpoint and model."""
+        self._proof = self.publisher.publish(self.policy, self.version, self_test=True)
+        self._proof()
         self.source.start()
         while self.version < self.num_steps:
             clock = StepClock(self.ranks)
             end = self._accumulate_until_step_end(clock)
+            if end is None:
+                return
             with clock.measure("publishing_weights"):
-                metrics: dict[str, Any] = dict(proof())  # no step on top of weights that did not land
+                metrics: dict[str, Any] = dict(self._proof())  # no step on top of weights that did not land
             with clock.measure("computing"):
                 metrics |= self.accumulator.finish()
             self.version += 1
             self.samples += end.num_samples
             with clock.measure("publishing_weights"):
-                proof = self.publisher.publish(self.policy, self.version, self_test=False)
-                if not self.overlaps(self.version) or self.checkpoints.is_due(self.samples):
-                    metrics |= proof()  # what follows speaks of a proven policy
+                self._proof = self.publisher.publish(self.policy, self.version, self_test=False)
+                if not self.overlaps(self.version) or self.exporter.is_due(self.samples):
+                    metrics |= self._proof()  # what follows speaks of a proven policy
             clock.stop()
             with clock.measure("evaluating"):
                 metrics |= self.after_step(self.version) if self.after_step else {}
             with clock.measure("checkpointing"):
-                self.checkpoints.save_if_due(self.policy, self.samples)
+                self._save_if_due()
             self._write_line(end, metrics | clock.report())
-        self.checkpoints.save_final(self.policy, self.samples)
+        self._finish()
 
-    def _accumulate_until_step_end(self, clock: StepClock) -> StepEnd:
+    def _finish(self) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.wait()  # or the last one would be left out for the sake of one before it
+        self._save()
+        self.exporter.save_final(self.policy, self.samples)
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+
+    def _save_if_due(self) -> None:
+        if self.saves_after(self.version) and self.version < self.num_steps:
+            self._save()
+        self.exporter.save_if_due(self.policy, self.samples)
+
+    def _save(self, end_reason: str = "") -> None:
+        if self.checkpointer is None:
+            return
+        self._proof()  # the groups alive are those of a policy that is live
+        self.checkpointer.save(self.version, self.samples, end_reason)
+        if end_reason and not self.checkpointer.wait():
+            raise RunFailed(
+                f"the run was to end ({end_reason}), and its last checkpoint could not be written"
+            )
+
+    def _accumulate_until_step_end(self, clock: StepClock) -> StepEnd | None:
+        """The end of the step; None: the run ends before, and what it goes on with is saved."""
         while True:
             with clock.measure("waiting_for_experience"):
                 message = self.source.next_message(self.ranks.rank)
@@ -76,6 +108,14 @@ class Trainer:
                 with clock.measure("publishing_weights"):
                     self.publisher.publish(self.policy, self.version, self_test=True)()
                 continue
+            if isinstance(message, SaveRequested):
+                # Within a step, too: its groups are alive until its weights are, and will be trained on again
+                with clock.measure("checkpointing"):
+                    self._save(message.end_reason)
+                if message.end_reason:
+                    self.end_reason = message.end_reason
+                    return None
+                continue
             with clock.measure("computing"):
                 self.accumulator.add(message)
 
@@ -83,6 +123,7 @@ class Trainer:
         line = {
             **end.stats,
             **metrics,
+            "spans": [*end.stats.get("spans", []), *metrics["spans"]],
             "alarms": end.stats.get("alarms", []) + [TRAINED_NOTHING] * bool(metrics.get("update_skipped")),
             "step": self.version,
             "policy_version": self.version,

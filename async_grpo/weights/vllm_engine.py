@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.package import record
@@ -125,6 +128,31 @@ class WeightReceipts:
         return {name: (r.dtype, r.shape, r.digest) for name, r in received.items()}
 
 
+class CpuGenerators(dict[int, torch.Generator]):
+    """Those of seeded requests in a batch. vLLM takes back the draw of a prefill that goes on by an offset, which a
+    generator of the CPU has not: the engine would die. It is set back to its begin, where the first draw is still to come.
+    """
+
+    def get(self, index: int, default: Any = None) -> Any:
+        if (generator := super().get(index)) is None:
+            return default
+        begin = generator.initial_seed()
+        return SimpleNamespace(get_offset=lambda: 0, set_offset=lambda _: generator.manual_seed(begin))
+
+
+def rewind_on_cpu(make: Any) -> Any:
+    """`InputBatch.__init__`, with `CpuGenerators`."""
+
+    def initialize(self: InputBatch, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.generators = CpuGenerators()
+
+    initialize.rewinds = True  # type: ignore[attr-defined]
+    return initialize
+
+
+if current_platform.is_cpu() and not hasattr(InputBatch.__init__, "rewinds"):
+    InputBatch.__init__ = rewind_on_cpu(InputBatch.__init__)
 for _name, _engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
     if _name not in WeightTransferEngineFactory._registry:  # the module may be imported twice in one process
         WeightTransferEngineFactory.register_engine(_name, _engine)

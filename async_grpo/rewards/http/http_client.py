@@ -18,6 +18,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
+from async_grpo.processes.waits import waiting
 from async_grpo.rewards.http.endpoint import (
     BadReply,
     Deadline,
@@ -178,7 +179,7 @@ class EndpointClient:
     async def _permitted(self, call: _Call, never: str | None = None) -> dict[str, Any] | None:
         """The reply to a request that has a permit; None if no replica may be asked when that comes."""
         try:
-            with call.deadline.put_off():
+            with call.deadline.put_off(), waiting("permit", self.name, self.key):
                 async with asyncio.timeout(call.deadline.latest - time.monotonic()):
                     permit = await self._rate_limiter.acquire(
                         self.key, self._endpoint.limits, tokens=call.tokens, phase=call.phase
@@ -215,7 +216,8 @@ class EndpointClient:
         self._counts["requests"] += 1
         call.tried.add(replica.url)
         try:
-            reply = await self._exchange.post(replica.url + call.path, call.content, allowed_s)
+            with waiting("sent", self.name, replica.url):
+                reply = await self._exchange.post(replica.url + call.path, call.content, allowed_s)
             outcome = "ok"
             self._latencies.append(time.monotonic() - started)
             return reply

@@ -1,0 +1,1 @@
+"""Checkpoints as folders: whole and unchanged, or not used."""

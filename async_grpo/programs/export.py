@@ -1,0 +1,54 @@
+"""`async-grpo export`: the model of a checkpoint, in the Hugging Face format, as any library loads it."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.checkpoints.folder import Manifest, newest, verify
+from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.options.fields import Section, option, refuse, required
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Section):
+    """Which checkpoint, and where its model goes."""
+
+    path: str = required("A checkpoint's folder, or a run's: its newest.", "Export", argument=True)
+    output_dir: str = required("The model's folder; must not exist.", "Export")
+    dtype: str = option("bfloat16", "Of the weights.", "Export", choices=("float32", "bfloat16"))
+
+
+def export(config: ExportConfig) -> Manifest:
+    """Write the model; returns what the checkpoint is of.
+
+    Raises:
+        ConfigurationError: there is no whole checkpoint, or the output folder exists.
+    """
+    folder, target = Path(config.path), Path(config.output_dir)
+    refuse(target.exists(), f"--output-dir {target} exists: choose another folder")
+    if (folder / "checkpoints").is_dir():
+        found = newest(folder)
+        refuse(found is None, f"{folder}: no checkpoint there is whole")
+        assert found is not None
+        folder = found[0]
+    try:
+        manifest = verify(folder)
+    except CheckpointBroken as error:
+        raise ConfigurationError(str(error)) from error
+    source = manifest.options["model_name_or_path"]
+    # Heavy imports only once there is something to export
+    from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
+    from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
+    from async_grpo.training.checkpoint import load_weights
+    from async_grpo.training.export import write_model
+
+    dtype, has_critic = torch_dtype(config.dtype), manifest.options["advantage_estimator"] == "gae"
+    policy = PolicyModel(load_causal_lm(source, "float32"), value_head=has_critic)
+    load_weights(policy, folder)
+    state = {name: tensor.to(dtype, copy=True) for name, tensor in named_full_tensors(policy)}
+    written = policy.model, state, value_head_tensors(policy), target
+    write_model(*written, source=model_folder(source), dtype=dtype)
+    log.info("the model after step %d, trained on %d samples: %s", manifest.step, manifest.samples, target)
+    return manifest

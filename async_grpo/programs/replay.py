@@ -1,0 +1,118 @@
+"""`async-grpo replay RUN`: train again from what `--record` kept, without engines or rewards.
+
+The same options make the same weights, bit for bit in float32, on as many ranks as there were (`torchrun --nproc-per-node N
+-m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say so.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from async_grpo.checkpoints.folder import checkpoints_of, read, verify
+from async_grpo.config.resume import as_options
+from async_grpo.config.run import RunConfig
+from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim
+from async_grpo.options.command_line import run_command, set_up_logging
+from async_grpo.options.fields import NOT_NEGATIVE, dashed, option, refuse, required
+
+log = logging.getLogger(__name__)
+OWN = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "run_name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig(RunConfig):
+    """The options of the run, and where its record is."""
+
+    recorded: str = required("The run's folder.", "Replay")
+    from_step: int = option(
+        0, "Begin after this step: one that has a checkpoint, or 0.", "Replay", range=NOT_NEGATIVE
+    )
+
+
+def main(argv: list[str] | None = None, program: str | None = None) -> None:
+    """`RUN [options]`: the options of RUN hold unless they are given."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and not arguments[0].startswith("-"):
+        run = Path(arguments.pop(0))
+        own = [f"--config={run / PARAMS_FILE}", f"--recorded={run}", f"--output-dir={run / 'replay'}"]
+        arguments = own + arguments
+    from async_grpo.__main__ import COMMANDS, foreign_keys
+
+    run_command(
+        ReplayConfig,
+        replay,
+        argv=arguments,
+        foreign=foreign_keys,
+        help=COMMANDS["replay"].help,
+        program=program,
+    )
+
+
+def replay(config: ReplayConfig) -> None:
+    """Train from the record to its end, and write metrics and the model.
+
+    Raises:
+        ConfigurationError: no such record, or no checkpoint to begin from.
+    """
+    set_up_logging(config.logging_level)
+    config = replace(config, record=False)
+    run = Path(config.recorded)
+    stored = json.loads((run / PARAMS_FILE).read_text(encoding="utf-8"))
+    refuse("settings" not in stored, f"{run / PARAMS_FILE} is of a run that never began")
+    folder = _checkpoint(run, config.from_step) if config.from_step else None
+    # Heavy imports only once the options are known to be good
+    from async_grpo.cluster.make_trainer import make_trainer
+    from async_grpo.training.distributed import distributed_run
+    from async_grpo.training.record import Recording
+    from async_grpo.types import SharedRunSettings
+
+    told: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored["settings"].items()
+    }
+    settings = replace(SharedRunSettings(**told), checkpoint=str(folder or ""))
+    with distributed_run() as ranks:
+        recording = Recording(run, ranks.world_size, config.from_step)
+        changed = _changed(config, recording.options)
+        if ranks.is_main:
+            claim(config.output_path)
+            log.info("from the record of %s, steps %d to %d", run, config.from_step + 1, recording.num_steps)
+        trainer = make_trainer(config, settings, ranks, recording, publisher=Unpublished())
+        trainer.num_steps, trainer.checkpointer = recording.num_steps, None
+        label = {"replayed": str(run), "replayed_with": changed, "off_policy": bool(changed)}
+        if ranks.is_main:
+            metrics = MetricsWriter(config.output_path, recording.num_steps)
+            trainer.write = lambda line: metrics.write(line | label)
+        trainer.run()
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    known = {read(folder).step: folder for folder in checkpoints_of(run)}
+    if step not in known:
+        steps = ", ".join(map(str, sorted(known))) or "none"
+        raise ConfigurationError(f"--from-step {step}: there are checkpoints after the steps {steps}")
+    try:
+        verify(known[step])
+    except CheckpointBroken as error:
+        raise ConfigurationError(str(error)) from error
+    return known[step]
+
+
+def _changed(config: ReplayConfig, recorded: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What differs from the run, or in it: it may have gone on with other options."""
+    now = as_options(config) | {"reward_fns": recorded[0]["reward_fns"]}
+    names = [one.name for one in fields(RunConfig) if one.name not in OWN]
+    return [
+        f"--{dashed(name)} {now[name]}" for name in names if any(then[name] != now[name] for then in recorded)
+    ]
+
+
+class Unpublished:
+    """`WeightPublisher` without engines."""
+
+    def publish(self, model: Any, version: int, *, self_test: bool) -> Any:
+        return dict

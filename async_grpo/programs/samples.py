@@ -1,0 +1,120 @@
+"""`async-grpo samples RUN -o samples.html`: look at what a run wrote, in one file that needs no network."""
+
+import base64
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from async_grpo.generation.char_ends import char_ends
+from async_grpo.metrics.alarms import KEPT, alarm_kind
+from async_grpo.metrics.tail import last_records
+from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, as_json
+from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
+from async_grpo.training.record import record_folder, recorded_completions
+
+TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory
+log = logging.getLogger(__name__)
+SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig(Section):
+    """Which samples, and where the page goes."""
+
+    path: str = required("The run's folder.", "Samples", argument=True)
+    output: str = option("samples.html", "The page.", "Samples", also="o")
+    limit: int = option(10_000, "The newest so many samples.", "Samples", range=POSITIVE)
+    evaluation: bool = option(False, "Those of the evaluations, not of the training.", "Samples")
+
+
+def write_samples_page(config: SamplesConfig) -> None:
+    """Write the page. ConfigurationError: the run wrote no samples."""
+    folder, output = Path(config.path), Path(config.output)
+    params = folder / PARAMS_FILE
+    refuse(not params.exists(), f"{folder} holds no run ({PARAMS_FILE})")
+    options = json.loads(params.read_text(encoding="utf-8"))
+    name = options.get("dump_samples_filename")
+    if name and not config.evaluation:
+        rows = last_records(folder / name, config.limit)
+        _add_tokens(rows, folder, options)
+    else:
+        rows = sorted(_evaluated(folder, config.limit), key=itemgetter("step"))
+    what = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
+    refuse(not rows, f"{folder}: there are no samples to look at: {what}")
+    sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
+    rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
+    text = page(rows, f"{folder.name}: {len(rows)} samples", _alarms(folder))
+    output.write_text(text, encoding="utf-8", errors="backslashreplace")  # so JSON writes a lone surrogate
+    log.info("%d samples: %s", len(rows), output)
+
+
+def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The whole page. What stands in the rows is data: no text in it can end its element or become a script."""
+    template = (resources.files("async_grpo.viewer") / "samples.html").read_text(encoding="utf-8")
+    data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
+    script = SCRIPT.search(template)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+    return template.replace("<head>", f"<head>\n{policy}", 1).replace("@DATA@", data, 1)
+
+
+def _alarms(folder: Path) -> list[dict[str, Any]]:
+    """What the run's last steps warned of: the latest words of each kind, and from which step to which."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in last_records(folder / METRICS_FILE, KEPT):
+        for alarm in line.get("alarms") or ():
+            kind = found.setdefault(alarm_kind(alarm), {"first": line["step"]})
+            kind |= {"says": alarm, "last": line["step"]}
+    return list(found.values())
+
+
+def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[str, Any]) -> None:
+    """Give the newest rows the tokens of their completions, as texts, and the numbers that the run's record has of each."""
+    if not (folder / "record").is_dir() or not Path(model := options["model_name_or_path"]).is_dir():
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer, left = AutoTokenizer.from_pretrained(model), TOKENS
+    for step, of_step in groupby(reversed(rows), key=itemgetter("step")):
+        known: dict[tuple[int, str], list[Any]] = {}
+        for group, ids, numbers in recorded_completions(record_folder(folder, step - 1)):
+            ended = ids[-1] in options["settings"]["stop_token_ids"]
+            text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+            known.setdefault((group, text), []).append((ids, numbers))
+        for row in of_step:
+            if same := known.get((row["group"], row["completion"])):
+                # Siblings of one text are told apart by their advantages
+                same.sort(key=lambda one: -abs(one[1]["advantages"][-1] - (row["advantage"] or 0.0)))
+                ids, numbers = same.pop()
+                if (left := left - len(ids)) < 0:
+                    return
+                ends = pairwise([0, *char_ends(tokenizer, ids, row["completion"]).tolist()])
+                tokens = [row["completion"][begin:end] for begin, end in ends]
+                tokens[-1] = tokens[-1] or tokenizer.decode(ids[-1:])  # what ended it is no part of the text
+                row.update(numbers, tokens=tokens)
+
+
+def _evaluated(folder: Path, limit: int) -> Iterator[dict[str, Any]]:
+    """Of all evaluations, those of the newest steps."""
+    files = sorted(folder.glob("eval_samples_*.jsonl"), key=_step, reverse=True)
+    for file in files:
+        for row in last_records(file, limit):
+            yield {"step": _step(file), "file": file.stem, **row}
+            limit -= 1
+            if not limit:
+                return
+
+
+def _step(file: Path) -> int:
+    found = re.match(r"eval_samples_(\d+)", file.name)
+    return int(found[1]) if found else 0

@@ -1,0 +1,171 @@
+"""`async-grpo status RUN`: what a run does now, from its files alone; also after its end."""
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.checkpoints.folder import checkpoints_of, read
+from async_grpo.errors import CheckpointBroken
+from async_grpo.metrics.console import CAUSES, means_of
+from async_grpo.metrics.tail import last_lines, last_records
+from async_grpo.metrics.watchdog import stalls_of
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, PARAMS_FILE, holder
+from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
+
+RECENT = 20  # steps, for the pace
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig(Section):
+    """Which run, and how often it is looked at."""
+
+    path: str = required("The run's folder.", "Status", argument=True)
+    every_s: float = option(1.0, "Look again every so many seconds, on a terminal.", "Status", range=POSITIVE)
+    once: bool = option(False, "Look once.", "Status")
+
+
+def status(config: StatusConfig) -> None:
+    """Show it, until the run ends or Ctrl-C. ConfigurationError: the folder holds no run."""
+    folder, console = Path(config.path), Console()
+    refuse(not (folder / PARAMS_FILE).exists(), f"{folder} holds no run ({PARAMS_FILE})")
+    if config.once or not console.is_terminal:
+        console.print(view(folder))
+        return
+    with Live(view(folder), console=console, auto_refresh=False) as live:
+        while alive(folder):
+            time.sleep(config.every_s)
+            live.update(view(folder), refresh=True)
+
+
+def alive(folder: Path) -> bool:
+    """Whether a run writes there now."""
+    return holder(folder) is not None
+
+
+def view(folder: Path) -> RenderableType:
+    """Everything on one screen."""
+    options = json.loads((folder / PARAMS_FILE).read_text(encoding="utf-8"))
+    lines = last_records(folder / METRICS_FILE, RECENT)
+    parts: list[RenderableType] = [headline(folder, options, lines)]
+    if lines:
+        parts += [_times(lines), _samples(lines[-1])]
+        if verifiers := lines[-1].get("verifiers"):
+            parts.append(_verifiers(verifiers))
+    parts += [Text(line) for line in _evaluations(folder)]
+    parts += [
+        Text(f"ALARM {alarm}", style="bold red") for alarm in (lines[-1].get("alarms") or [] if lines else [])
+    ]
+    for place, text in list(stalls_of(folder).items())[:1]:
+        parts.append(Text(f"STALL {place.name}: {text.partition(chr(10))[0]}", style="bold yellow"))
+    if not lines:
+        parts += [Text(line, style="dim") for line in last_lines(folder / "logs" / "trainer.log", 3)]
+    return Group(*parts)
+
+
+def total_steps(options: Line) -> int:
+    """Optimizer steps of the whole run."""
+    size = options["samples_per_question"]
+    per_step = options.get("train_minibatch_size") or options["batch_size"] * size
+    return int(options["num_training_batches"] * (options["batch_size"] * size // per_step))
+
+
+def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
+    """Step, state, pace, and how long it will take; `lines`: the last ones of the metrics."""
+    total = total_steps(options)
+    step = lines[-1]["step"] if lines else 0
+    state = _state(folder, step, total)
+    text = f"{folder}: step {step} of {total}, {state}"
+    paces = [b["timestamp"] - a["timestamp"] for a, b in itertools.pairwise(lines)]
+    if paces:
+        pace = statistics.fmean(paces)
+        left = timedelta(seconds=round(pace * (total - step)))
+        text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
+    if lines and state == "running":
+        text += f"; the last one {_ago(lines[-1]['timestamp'])}"
+    return Text(text, style="bold")
+
+
+def _state(folder: Path, step: int, total: int) -> str:
+    if alive(folder):
+        return "running"
+    if step >= total:
+        return "complete"
+    for checkpoint in checkpoints_of(folder)[:1]:
+        try:
+            manifest = read(checkpoint)
+        except CheckpointBroken as error:
+            return f"ended; {error}"
+        why = f"told to end ({manifest.ended})" if manifest.ended else "died"
+        return f"{why}; goes on after step {manifest.step}"
+    return "ended, without a checkpoint"
+
+
+def _ago(moment: float) -> str:
+    return f"{timedelta(seconds=round(max(0.0, time.time() - moment)))} ago"
+
+
+def _times(lines: Sequence[Line]) -> Table:
+    """Of the last steps, by whom and what for."""
+    table = Table(title=f"seconds a step, mean of {len(lines)}", title_justify="left")
+    found = {name: [line[key] for line in lines if line.get(key) is not None] for name, key in CAUSES.items()}
+    for name in found:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{statistics.fmean(values):.2f}" if values else "-" for values in found.values()))
+    return table
+
+
+def _samples(line: Line) -> Text:
+    parts = []
+    for name, key, form in (
+        ("reward", "avg_reward", ".3f"),
+        ("tokens", "avg_output_tokens", ".1f"),
+        ("truncated", "perc_truncated_samples", ".1%"),
+        ("staleness", "staleness_mean", ".2f"),
+        ("at most", "staleness_max", ".0f"),
+        ("entropy", "entropy", ".3f"),
+        ("grad", "grad_norm", ".3f"),
+        ("mismatch KL", "mismatch_kl", ".1e"),
+        ("spent on judges", "judge_budget_spent", ".4g"),
+    ):
+        if isinstance(line.get(key), int | float):
+            parts.append(f"{name} {line[key]:{form}}")
+    return Text("last step: " + ", ".join(parts))
+
+
+def _verifiers(verifiers: Mapping[str, Line]) -> Table:
+    table = Table(title="rewards of the last step", title_justify="left")
+    columns = ("ok", "failed", "timed_out", "abstained")
+    for name in ("", *columns, "latency p50, s", "queue"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, stats in verifiers.items():
+        latency, depth = stats.get("latency_p50_s"), stats.get("queue_depth")
+        numbers = [str(stats.get(column, 0)) for column in columns]
+        table.add_row(
+            name,
+            *numbers,
+            "-" if latency is None else f"{latency:.3f}",
+            str(depth if depth is not None else "-"),
+        )
+    return table
+
+
+def _evaluations(folder: Path) -> list[str]:
+    said = []
+    for line in last_records(folder / EVAL_FILE, 3):
+        found = ", ".join(f"{mean} {value}" for mean, value in means_of(line, "eval_").items()) or "-"
+        said.append(
+            " ".join(filter(None, ("held-out", line.get("file"), f"at step {line['step']}: {found}")))
+        )
+    return said
