@@ -18,7 +18,7 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
 from async_grpo.testing import completion
-from async_grpo.types import Completion, Prompt, WorkerInfo
+from async_grpo.types import GREEDY, Completion, Prompt, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
@@ -27,7 +27,7 @@ SETTINGS = replace(
 )
 
 
-ASKED = []  # worker, completions, greedy
+ASKED = []  # worker, seeds by member, sampling
 
 
 class Link:
@@ -42,13 +42,13 @@ class Link:
         await asyncio.sleep(self.silent_s)
         return {"token_timeline": [], "paused_s": 1.0, "busy": []}
 
-    async def stream(self, method, token_ids, count, greedy):
-        ASKED.append((self.name, count, greedy))
+    async def stream(self, method, token_ids, seeds, sampling):
+        ASKED.append((self.name, seeds, sampling))
         await self.completing.wait()
-        for number in range(count):
+        for number, member in enumerate(seeds):
             if number == 2 and self.is_dying:
                 raise WorkerLost("killed in a test")
-            yield completion(3)
+            yield replace(completion(3), member=member)
 
     def close(self):
         self.is_closed = True
@@ -181,11 +181,13 @@ async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_los
     dying.completing.set()
     other.completing.set()
     assert len(await generate(controller)) == 8 and dying.is_closed
-    assert ASKED[-2:] == [(dying.name, 8, False), (other.name, 6, False)]
+    (first, seeds, _), (second, owed, _) = ASKED[-2:]
+    assert (first, second, len(seeds)) == (dying.name, other.name, 8)
+    assert owed == {member: seeds[member] for member in range(2, 8)}, "with the draws that they had"
     assert [info.worker_id for info in workers.registry.members()] == ["g1"]
     assert outstanding(workers.registry) == (0, 0) and await synced_to(controller) == {"g1"}
-    await generate(controller, 1, greedy=True)
-    assert ASKED[-1] == (other.name, 1, True)
+    await generate(controller, 1, sampling=GREEDY)
+    assert ASKED[-1] == (other.name, {0: seeds[0]}, GREEDY)
 
 
 async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, monkeypatch):

@@ -8,10 +8,10 @@ import pytest
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.batcher import ExperienceBatcher
-from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.testing import FakeGeneration, FakeLogprobs, FakeVerification, completion
-from async_grpo.types import MicroBatch, RewardStatus, StepEnd, WorkersJoined
+from async_grpo.types import GREEDY, MicroBatch, RewardStatus, StepEnd, WorkersJoined
 
 
 def questions(count: int = 8) -> list[Question]:
@@ -59,6 +59,11 @@ async def test_three_steps_conserve_samples_and_stay_within_the_staleness_bound(
     for batches, end in steps:
         assert end.num_samples == 8 == sum(batch.num_sequences for batch in batches)
         assert end.stats["staleness_max"] == end.stats["staleness_mean"] == min(max_staleness, end.step)
+        age, num_tokens = (
+            str(min(max_staleness, end.step)),
+            sum((batch.versions >= 0).sum() for batch in batches),
+        )
+        assert end.stats["staleness_tokens"] == {age: num_tokens}
     assert steps[-1][1].stats["total_samples_accumulated"] == 24
     assert generation.asked == list(range(6))  # not a prompt more than the run needs
 
@@ -228,7 +233,7 @@ async def test_a_wait_for_experience_ends_and_says_what_is_under_way():
 
 async def test_evaluation_runs_beside_training_and_touches_no_budget():
     batcher = batcher_of(engine())
-    result = await batcher.evaluate(questions(3), count=4)
+    result = await batcher.evaluate(questions(3), EvaluationConfig(eval_samples=4))
     assert result["num_samples"] == 12 and result["avg_reward"] == 2.5 and batcher.budget.alive == 0
     assert result["samples"][0]["input"] == "q0"
 
@@ -275,8 +280,8 @@ async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt(
     asked = []
 
     class Greedy(FakeGeneration):
-        async def generate(self, prompt, count, *, greedy=False):
-            asked.append((count, greedy))
+        async def generate(self, prompt, count, sampling=None):
+            asked.append((count, sampling == GREEDY))
             async for one in super().generate(prompt, count):
                 yield one
 

@@ -69,7 +69,7 @@ def worker(fails: str = "") -> GenerationWorker:
 
 
 async def one(worker: GenerationWorker):
-    (completion,) = [c async for c in worker.complete(np.array([2, 3], np.int32), 1)]
+    (completion,) = [c async for c in worker.complete(np.array([2, 3], np.int32), {0: 5})]
     return completion
 
 

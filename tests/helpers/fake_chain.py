@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from tiny_policy import SETTINGS, save_tiny_model
 
+from async_grpo.checkpoints.folder import newest
 from async_grpo.cluster.controller import RunController
-from async_grpo.cluster.trainer_rank import make_trainer
+from async_grpo.cluster.make_trainer import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
@@ -62,11 +63,15 @@ class Chain:
         engine: type | str = "fake",
         config: RunConfig | None = None,
         transport: str = SETTINGS.transport,
+        num_ranks: int = 1,
     ) -> None:
+        self.num_ranks = num_ranks
         self.folder, self.lines = save_tiny_model(folder / "model"), []
         paths = {"model_name_or_path": str(self.folder), "output_dir": str(self.folder / "out")}
         self.config = replace(config or chain_config(), **paths)
-        self.settings = replace(SETTINGS, transport=transport)
+        found = newest(self.config.output_path)  # of a run that was there before
+        checkpoint = str(found[0]) if found else ""
+        self.settings = replace(SETTINGS, transport=transport, checkpoint=checkpoint)
         self.controller = RunController(SETTINGS, 20.0, InProcessWorker.connect, self.config.scheduling)
         self.link = InProcessRun(self.controller)
         kind = engine_class(engine) if isinstance(engine, str) else engine
@@ -86,12 +91,19 @@ class Chain:
         """The metrics lines of the run; questions have a `difficulty` of 1 or 2."""
         rows = [{"input": f"q{n}", "answer": "x", "difficulty": 1 + n % 2} for n in range(4)]
         questions = [Question(np.array([5 + n, 6], np.int32), row) for n, row in enumerate(rows)]
-        self.link.run(self.controller.start_batcher(self.config, NO_FACTS, 1, questions, verification))
+        folder = Path(self.settings.checkpoint) if self.settings.checkpoint else None
+        given = self.config, NO_FACTS, self.num_ranks, questions, verification, folder
+        self.link.run(self.controller.start_batcher(*given))
+
+        def save(partial: Path, step: int) -> Callable[[], Any]:
+            return self.link.begin(self.controller.save_experience(partial, step)).result
+
         try:
             with distributed_run("cpu", timeout_s=30) as ranks:
-                trainer = make_trainer(self.config, self.settings, ranks, self.link, self.link)
-                trainer.write = self.lines.append
-                trainer.run()
+                given = self.config, self.settings, ranks, self.link, self.link
+                self.trainer = make_trainer(*given, save_experience=save)
+                self.trainer.write = self.lines.append
+                self.trainer.run()
         finally:
             self.link.run(self.controller.stop())
         return self.lines

@@ -80,8 +80,8 @@ def test_a_transport_of_ones_own_is_one_file(tmp_path):
 
 def test_the_loss_of_an_engine_in_the_middle_of_its_groups_costs_no_sample(tmp_path):
     class Dying(FakeEngine):
-        async def complete(self, prompt_token_ids, count, greedy=False):
-            async for completion in super().complete(prompt_token_ids, count, greedy):
+        async def complete(self, prompt_token_ids, seeds, sampling=None):
+            async for completion in super().complete(prompt_token_ids, seeds, sampling):
                 yield completion
                 if self.policy_version == 1 and not chain.workers[0]._lost:
                     chain.workers[0].die("killed in a test")
@@ -145,11 +145,11 @@ def at_version(version, act):
     class Acting(FakeEngine):
         acts = (act,)
 
-        async def complete(self, prompt_token_ids, count, greedy=False):
+        async def complete(self, prompt_token_ids, seeds, sampling=None):
             if self.policy_version == version and self.acts:
                 (asked,), self.acts = self.acts, ()
                 await asyncio.to_thread(asked, self)
-            async for completion in super().complete(prompt_token_ids, count, greedy):
+            async for completion in super().complete(prompt_token_ids, seeds, sampling):
                 yield completion
 
     return Acting

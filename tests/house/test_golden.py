@@ -29,6 +29,9 @@ NEW_DEFAULTS: dict[tuple[str, str], object] = {  # (command, option) -> the defa
     # It was the policy's rate, 2e-6: far too slow for a head that begins at zero
     ("trainer", "critic_learning_rate"): 1e-5,
     ("run", "critic_learning_rate"): 1e-5,
+    # It kept models in the Hugging Face format, as --keep-models does now; a checkpoint to resume from is much larger
+    ("trainer", "keep_checkpoints"): 2,
+    ("run", "keep_checkpoints"): 2,
     # 64, whatever the run had in flight; now chosen from that and from the memory
     ("worker", "max_num_seqs"): None,
     ("run", "max_num_seqs"): None,

@@ -93,7 +93,9 @@ def test_an_input_that_nothing_provides_is_refused_with_the_way_to_provide_it(ow
 
 def test_a_loss_is_one_file(own, tmp_path):
     name = own(LOSS, "reinforce")
-    (once,), (twice,) = (trained(tmp_path, policy_loss=name, loss_options=scale) for scale in ("", "scale=2"))
+    (once,), (twice,) = (
+        trained(tmp_path / f"{scale}_", policy_loss=name, loss_options=scale) for scale in ("", "scale=2")
+    )
     assert once["grad_norm"] > 0 and twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-5)
 
 
@@ -110,9 +112,9 @@ from async_grpo.testing import FakeEngine
 class Counting(FakeEngine):
     asked = 0
 
-    async def complete(self, prompt_token_ids, count, greedy=False):
-        self.asked += count
-        async for completion in super().complete(prompt_token_ids, count, greedy):
+    async def complete(self, prompt_token_ids, seeds, sampling=None):
+        self.asked += len(seeds)
+        async for completion in super().complete(prompt_token_ids, seeds, sampling):
             yield completion
 
 def last(members, sequences, tokens):

@@ -6,7 +6,8 @@ from async_grpo.metrics.writer import METRICS_FILE, MetricsWriter, console_line
 
 
 def line(step: int, timeline: list, intervals: list, **more) -> dict:
-    raw = {"token_timeline": timeline, "compute_intervals": intervals}
+    spans = [("trainer 0", "train", *interval) for interval in intervals]
+    raw = {"token_timeline": timeline, "spans": spans}
     return {"step": step, "time_per_batch": 1.0, **raw, **more}
 
 
@@ -19,7 +20,7 @@ def test_tokens_of_a_step_may_have_been_made_while_the_step_before_it_trained(tm
     first, second = map(json.loads, (tmp_path / METRICS_FILE).read_text().splitlines())
     assert (first["tokens_generated"], first["tokens_generated_while_training"]) == (5, 0)
     assert (second["tokens_generated"], second["tokens_generated_while_training"]) == (37, 30)
-    assert "token_timeline" not in second and "compute_intervals" not in second
+    assert "token_timeline" not in second and "spans" not in second
 
 
 def test_samples_go_to_their_own_file_with_the_step_that_trained_them(tmp_path):

@@ -1,6 +1,7 @@
 """`GenerationWorker` on a real vLLM engine: log-probs, versions, updates in flight, and the proof that they land."""
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
@@ -28,7 +29,7 @@ from async_grpo.modeling.load import (
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest
 from async_grpo.training.sharding import canary_logprobs
-from async_grpo.types import Completion, FinishReason, SharedRunSettings
+from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, SharedRunSettings
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher
@@ -36,6 +37,7 @@ from async_grpo.weights.publisher import Canary, Publisher
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "sample-data" / "tiny-model"
+SEEDS = itertools.count()
 CANARY = Canary.text(256, 48)
 SETTINGS = SharedRunSettings(
     run_name="test",
@@ -83,9 +85,9 @@ class EngineThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-async def one(worker, prompt: np.ndarray, greedy: bool = False) -> Completion:
+async def one(worker, prompt: np.ndarray, sampling: Sampling | None = None) -> Completion:
     """A single completion."""
-    (completion,) = [completion async for completion in worker.complete(prompt, 1, greedy)]
+    (completion,) = [completion async for completion in worker.complete(prompt, {0: next(SEEDS)}, sampling)]
     return completion
 
 
@@ -176,7 +178,7 @@ def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_lo
 
 
 def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engine, model):
-    stopless = engine.worker._sampling_params(4)
+    stopless = engine.worker._sampling_params(4, Sampling(), 0)
     stopless.stop_token_ids, stopless.ignore_eos = [], True
 
     async def generate_across_an_update() -> tuple[np.ndarray, int]:
@@ -198,11 +200,11 @@ def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
     ids = SETTINGS.stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
     for stop in ids:
-        params = engine.worker._sampling_params(4)
+        params = engine.worker._sampling_params(4, Sampling(), 0)
         params.allowed_token_ids = [stop]
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
         output = engine.run(engine.worker._last_output(prompt, params)).outputs[0]
-        completion = engine.worker._completion(output)
+        completion = engine.worker._completion(output, 0)
         assert completion.token_ids.tolist() == [stop] and completion.finish_reason is FinishReason.STOP
         assert completion.text == ""  # the end token is no part of the answer
 
@@ -223,7 +225,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused(engine):
 def test_a_greedy_completion_is_the_same_every_time_and_the_likeliest_token_at_every_place(engine, model):
     send(engine, weights(model), 20)
     prompt = CANARY[:8]
-    first, second = (engine.run(one(engine.worker, prompt, greedy=True)) for _ in range(2))
+    first, second = (engine.run(one(engine.worker, prompt, GREEDY)) for _ in range(2))
     assert first.token_ids.tolist() == second.token_ids.tolist()
     sampled = {tuple(engine.run(one(engine.worker, prompt)).token_ids) for _ in range(4)}
     assert len(sampled) > 1

@@ -18,8 +18,8 @@ from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.errors import ConfigurationError, NonFiniteGradient
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, named_weights
 from async_grpo.training.accumulator import GradientAccumulator
-from async_grpo.training.checkpoint import CheckpointWriter, load_value_head
 from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
@@ -159,7 +159,7 @@ def adamw_update(ranks):
 def skipped_step(ranks):
     """(metrics, gradients, the schedule's steps) where every sample was truncated."""
     accumulator, optimizer = accumulator_of(ranks, {})
-    return accumulator.finish(), optimizer.gradients, accumulator._scheduler.last_epoch
+    return accumulator.finish(), optimizer.gradients, accumulator.scheduler.last_epoch
 
 
 def non_finite_step(ranks):
@@ -180,7 +180,7 @@ def canary_and_checkpoint(ranks, folder):
         policy.value_head.weight.fill_(0.5)
     canary = canary_logprobs(policy, CANARY, temperature=0.7)
     assert all(hasattr(p, "full_tensor") for p in policy.parameters()), "the canary left weights gathered"
-    CheckpointWriter(folder, folder / "model", ranks, dtype="float32").save(policy, 77)
+    ModelExporter(folder, folder / "model", ranks, dtype="float32").save(policy, 77)
     policy(torch.arange(4), torch.tensor([0, 4]), torch.ones(4, dtype=torch.bool), 1.0)[0].sum().backward()
     names = [name for name, _ in named_full_tensors(policy)]
     return torch.tensor(canary), names, all(p.grad is not None for p in policy.model.parameters())

@@ -36,7 +36,7 @@ def lines_of(script):
 
 
 def trainer(script, ranks, num_steps, **options):
-    roles = dict.fromkeys(("accumulator", "source", "publisher", "checkpoints"), script)
+    roles = dict.fromkeys(("accumulator", "source", "publisher", "exporter"), script)
     roles |= {"write": script.write, "after_step": script.after_step, **options}
     return Trainer(policy="the policy", ranks=ranks, num_steps=num_steps, **roles)
 
@@ -121,7 +121,7 @@ def test_the_seconds_of_a_step_are_told_apart_and_its_intervals_are_wall_clock(r
     parts = ("seconds_waiting_for_experience", "seconds_computing", "seconds_publishing_weights")
     assert sum(line[part] for part in parts) <= line["time_per_batch"]
     assert 0.05 <= line["seconds_evaluating"] < 0.1 <= line["seconds_checkpointing"]
-    intervals = line["compute_intervals"]
+    intervals = [interval for _, what, *interval in line["spans"] if what == "train"]
     assert len(intervals) == 3  # two micro-batches and the optimizer step
     assert before <= intervals[0][0] and intervals[-1][1] <= time.time() + 0.001
     assert sum(end - start for start, end in intervals) == pytest.approx(line["seconds_computing"], abs=1e-3)

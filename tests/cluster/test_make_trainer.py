@@ -8,7 +8,7 @@ import torch
 from fake_chain import SETTINGS, chain_config
 from tiny_policy import pack, random_sequence, save_tiny_model
 
-from async_grpo.cluster.trainer_rank import _accumulator, _policy
+from async_grpo.cluster.make_trainer import _accumulator, _policy
 from async_grpo.modeling import full_tensor
 from async_grpo.training.distributed import distributed_run
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import load_causal_lm, model_fingerprint, stop_token_ids
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.checkpoint import VALUE_HEAD_FILE, CheckpointWriter, load_value_head
+from async_grpo.training.export import VALUE_HEAD_FILE, ModelExporter, load_value_head
 from async_grpo.training.sharding import shard_policy
 
 IDS = torch.arange(1, 30)[None]
@@ -32,7 +32,7 @@ def source(tmp_path):
 
 
 def writer(tmp_path, source, ranks, **options):
-    return CheckpointWriter(tmp_path / "out", source, ranks, **({"dtype": "float32"} | options))
+    return ModelExporter(tmp_path / "out", source, ranks, **({"dtype": "float32"} | options))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_there(tmp_path, source, ranks, m
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"async_grpo.training.checkpoint.{broken}", disk_full)
+        patch.setattr(f"async_grpo.training.export.{broken}", disk_full)
         with pytest.raises(OSError, match="no space"):
             saving.save(policy, 10)
     assert not list((tmp_path / "out" / "hf_format").glob("samples_*"))

@@ -1,0 +1,272 @@
+"""Ready runs: every file is a configuration that a run accepts, every command in a script one that exists."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from async_grpo.__main__ import config_class, foreign_keys, main
+from async_grpo.data import FOLDER, TINY_MODEL
+from async_grpo.errors import EXIT_INTERRUPTED, EXIT_USAGE
+from async_grpo.launch.local_run import LocalConfig, check
+from async_grpo.options.command_line import run_command
+from async_grpo.rewards.builtin.code import score
+from async_grpo.rewards.judges import JudgeAddresses
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+CLUSTER = EXAMPLES / "cluster"
+EIGHT = "0,1,2,3,4,5,6,7"
+RUNS = {  # and the GPUs that each needs, by CUDA_VISIBLE_DEVICES
+    "countdown_laptop": "",
+    "gsm8k_1gpu": "0,0",
+    "gsm8k_8gpu": EIGHT,
+    "maths_2x8": f"{EIGHT},8,9,10,11,12,13,14,15",
+    "essay": "0,1,2,3",
+    "code": "0,1",
+}
+
+
+def arguments(name: str, output: Path) -> list[str]:
+    """The example as a command line; what is not in the checkout (models, downloaded data) has a stand-in."""
+    toml = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
+    sample, given = FOLDER / "gsm8k_sample.jsonl", {"output-dir": output}
+    for key, stand_in in (
+        ("model_name_or_path", TINY_MODEL),
+        ("judge_model", TINY_MODEL),
+        ("data_path", sample),
+    ):
+        if key in toml and not (ROOT / toml[key]).exists():
+            given[key] = stand_in
+    held_out = toml.get("eval_data_path")
+    if isinstance(held_out, dict):
+        given["eval_data_path"] = ",".join(f"{each}={sample}" for each in held_out)
+    elif held_out and not (ROOT / held_out).exists():
+        given["eval_data_path"] = sample
+    return [f"examples/{name}.toml", *(f"--{key}={value}" for key, value in given.items())]
+
+
+def configured(argv: list[str]) -> LocalConfig | None:
+    """What `async-grpo run` makes of a command line; None if it is refused."""
+    seen: list[LocalConfig] = []
+    with pytest.raises(SystemExit):
+        run_command(LocalConfig, seen.append, help="", argv=argv, foreign=foreign_keys)
+    return seen[0] if seen else None
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Work in the checkout, with GPUs of these names."""
+
+    def set_devices(devices: str) -> None:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+
+    return set_devices
+
+
+def test_every_ready_run_is_tried_and_short():
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(RUNS)
+    for name in RUNS:
+        assert len((EXAMPLES / f"{name}.toml").read_text().splitlines()) <= 30, name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_ready_run_is_one_that_could_start(name, pretend, tmp_path, capsys):
+    pretend(RUNS[name])
+    config = configured(arguments(name, tmp_path / "run"))
+    said = capsys.readouterr().err
+    assert config is not None, said
+    assert "warning" not in said
+    assert check(config).resumed is None and not (tmp_path / "run").exists()
+    # The stand-in model is short of context: what a real one would be refused for
+    assert config.max_generation_tokens + 1024 <= config.max_tokens_per_gpu
+
+
+@pytest.mark.parametrize("name", [name for name, devices in RUNS.items() if devices])
+def test_it_needs_the_gpus_that_it_says_and_no_fewer(name, pretend, tmp_path, capsys):
+    one_less = RUNS[name].rpartition(",")[0]
+    pretend(one_less)
+    assert configured(arguments(name, tmp_path)) is None
+    assert f"{one_less.count(',') + 2} GPUs are needed" in capsys.readouterr().err
+
+
+def test_engines_of_a_cluster_that_is_joined_take_none_of_the_gpus_here(pretend, tmp_path, capsys):
+    pretend(EIGHT)
+    command = arguments("maths_2x8", tmp_path)
+    assert configured([*command, "--ray-address=10.0.0.1:6379"]) is not None
+    assert configured(command) is None
+    nine_ranks = [*command, "--ray-address=10.0.0.1:6379", "--nproc-per-node=9"]
+    assert configured(nine_ranks) is None and "9 GPUs are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_dry_run_of_it_ends_well_and_writes_nothing(name, pretend, tmp_path):
+    pretend(RUNS[name])
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments(name, tmp_path / "run"), "--dry-run"])
+    assert ended.value.code == 0 and not (tmp_path / "run").exists()
+
+
+def test_the_code_rows_are_solved_by_their_solutions_and_not_by_nothing():
+    rows = [json.loads(line) for line in (EXAMPLES / "code.jsonl").read_text().splitlines()]
+    assert len(rows) == tomllib.loads((EXAMPLES / "code.toml").read_text())["batch_size"]
+    for row in rows:
+        fenced = {**row, "completion": f"```python\n{row['solution']}\n```"}
+        assert score(fenced)["reward"] == 1.0, row["messages"]
+        assert score({**row, "completion": "```python\npass\n```"})["reward"] == 0.0, row["messages"]
+
+
+def test_the_essay_judge_reads_a_row_and_has_no_address_of_its_own(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from essay_judge import essay
+
+    row = json.loads((EXAMPLES / "essay.jsonl").read_text().splitlines()[0])
+    prompt, reply = essay.token_estimate({**row, "completion": "Maps lie. " * 100})
+    assert 250 < prompt < 1000 and reply == 256  # a column that the template names and no row has would raise
+    assert JudgeAddresses.of("http://10.0.0.5:8000").give(essay).urls == ("http://10.0.0.5:8000",)
+
+
+def commands_of(text: str) -> list[tuple[str, set[str]]]:
+    """Every command of ours and of Ray's in a script, with its options."""
+    joined = text.replace("\\\n", " ")
+    found = re.findall(r"\b((?:async-grpo|ray) [a-z]+)( [^\n;|`']*)?", joined)
+    return [(command, set(re.findall(r" --([a-z][a-z-]*)", rest))) for command, rest in found]
+
+
+@pytest.mark.filterwarnings("ignore")  # of Ray's own modules
+@pytest.mark.parametrize("script", ["slurm.sh", "kuberay.yaml"])
+def test_the_scripts_name_options_that_there_are(script):
+    from ray.scripts import scripts as ray_commands
+
+    known = {f"ray {name}": getattr(ray_commands, name).params for name in ("start", "status")}
+    options = {name: {o.removeprefix("--") for p in params for o in p.opts} for name, params in known.items()}
+    ours = [field.name.replace("_", "-") for field in dataclasses.fields(config_class("run"))]
+    options["async-grpo run"] = {*ours}
+    lines = [
+        line for line in (CLUSTER / script).read_text().splitlines() if not line.lstrip().startswith("#")
+    ]
+    found = commands_of("\n".join(lines))
+    assert {command for command, _ in found} == set(options)
+    for command, given in found:
+        assert given <= options[command], command
+
+
+STUBS = {
+    "hostname": 'echo "10.0.0.1 192.168.0.1"',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "ray": 'echo "ray $*" >>"$LOG"; [ "$1" != status ] || echo " 0.0/${GPUS:-8.0} GPU"',
+    "scontrol": 'echo "scontrol $*" >>"$LOG"',
+    "python": f'exec "{sys.executable}" "$@"',
+    "async-grpo": 'echo "async-grpo $* ${#RAY_AUTH_TOKEN}" >>"$LOG"; [ "$CODE" != waits ] || '
+    """{ trap 'exit "$END"' TERM; echo up >>"$LOG"; while :; do sleep 0.05; done; }; exit "$CODE\"""",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start the script of SLURM among programs that only write down how they were called; (process, their log)."""
+    for name, text in STUBS.items():
+        stub = tmp_path / name
+        stub.write_text(f"#!/bin/bash\n{text}\n")
+        stub.chmod(0o755)
+    log, started = tmp_path / "log", []
+
+    def start(code: str, **more: str) -> tuple[subprocess.Popen[bytes], Path]:
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "LOG": str(log),
+            "CODE": code,
+            "SLURM_JOB_ID": "7",
+        }
+        environment |= {"SLURMD_NODENAME": "n1", **more}
+        command = ["bash", str(CLUSTER / "slurm.sh"), "examples/own.toml", "--batch-size=8"]
+        started.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return started[-1], log
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("code", "ended"), [("0", 0), ("1", 1), ("2", 2), (str(EXIT_INTERRUPTED), 0)])
+def test_the_slurm_job_is_queued_again_after_code_75_and_after_no_other(job, code, ended):
+    process, log = job(code)
+    assert process.wait(60) == ended
+    until(
+        lambda: log.read_text().count("ray start") == 2
+    )  # the second node's is not waited for by the script
+    lines = log.read_text().splitlines()
+    both = [line for line in lines if line.startswith("ray start")]
+    assert any("--head" in one and "--num-gpus=0" in one for one in both)
+    assert any("--address=10.0.0.1:6379" in one and "--block" in one for one in both)
+    assert "async-grpo run examples/own.toml --ray-address=10.0.0.1:6379 --batch-size=8 64" in lines
+    assert ("scontrol requeue 7" in lines) == (code == "75")
+
+
+@pytest.mark.parametrize(("end", "requeued"), [(EXIT_INTERRUPTED, True), (1, False)])
+def test_the_signal_before_the_time_is_up_reaches_the_run_which_may_save(job, end, requeued):
+    process, log = job("waits", END=str(end))
+    until(lambda: log.exists() and "up\n" in log.read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == (0 if requeued else end)
+    assert ("scontrol requeue 7" in log.read_text()) == requeued
+
+
+def test_a_second_node_that_does_not_come_ends_the_job_before_an_engine_lands_on_a_cpu(job):
+    process, log = job("0", GPUS="0.0", GPU_WAIT_S="1")
+    assert process.wait(30) == 1 and "async-grpo" not in log.read_text()
+
+
+def test_the_manifests_are_a_cluster_and_a_job_that_fit_each_other_and_the_run():
+    text = (CLUSTER / "kuberay.yaml").read_text()
+    cluster, job = yaml.safe_load_all(text)
+    run = tomllib.loads((EXAMPLES / "maths_2x8.toml").read_text())
+    name, spec = cluster["metadata"]["name"], cluster["spec"]
+    lock = (ROOT / "requirements_gpu.lock").read_text()
+    assert f"\nray=={spec['rayVersion']}\n" in lock and spec["authOptions"] == {"mode": "token"}
+    assert spec["headGroupSpec"]["rayStartParams"] == {"num-gpus": "0"}
+    (workers,) = spec["workerGroupSpecs"]
+    (engines,) = workers["template"]["spec"]["containers"]
+    gpus = workers["replicas"] * int(engines["resources"]["limits"]["nvidia.com/gpu"])
+    assert gpus == run["generation_workers"]
+    pod = job["spec"]["template"]["spec"]
+    (trainer,) = pod["containers"]
+    assert int(trainer["resources"]["limits"]["nvidia.com/gpu"]) == run["nproc_per_node"]
+    assert pod["terminationGracePeriodSeconds"] > LocalConfig.__dataclass_fields__["grace_s"].default
+    (script,) = trainer["args"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=10).returncode == 0
+    assert script.count(f"{name}-head-svc:6379") == 3 and script.count(f'"/{gpus:.1f} GPU"') == 1
+    token = next(one for one in trainer["env"] if one["name"] == "RAY_AUTH_TOKEN")
+    assert token["valueFrom"]["secretKeyRef"] == {"name": name, "key": "auth_token"}
+    codes = {
+        rule["action"]: rule["onExitCodes"]["values"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
+    assert codes == {"FailJob": [EXIT_USAGE], "Ignore": [EXIT_INTERRUPTED]}
+    assert (EXAMPLES / Path(re.search(r"run (examples/\S+)", script)[1]).name).exists()
+
+
+def test_the_slurm_script_is_bash():
+    assert subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], timeout=10).returncode == 0
+    assert os.access(CLUSTER / "slurm.sh", os.X_OK)

@@ -1,0 +1,99 @@
+"""A scripted run that can be killed and started again: `python scripted_run.py FOLDER STALENESS STEPS [RANK WORLD_SIZE]`.
+
+Generation takes its time, so that groups are finished, under way and not begun when it ends. Ranks but the first ask rank 0
+for their messages, through a socket in FOLDER.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_chain import Chain, chain_config
+from tiny_policy import SETTINGS
+
+from async_grpo.cluster.make_trainer import make_trainer
+from async_grpo.config.run import RunConfig
+from async_grpo.testing import FakeEngine
+from async_grpo.training.distributed import distributed_run, leave
+from async_grpo.types import Message
+
+
+class SlowEngine(FakeEngine):
+    """Takes up to 30 ms for a completion, by its seed."""
+
+    async def complete(self, prompt_token_ids, seeds, sampling=None):
+        for member, seed in seeds.items():
+            await asyncio.sleep(0.03 * (seed % 97) / 97)
+            async for completion in super().complete(prompt_token_ids, {member: seed}, sampling):
+                yield completion
+
+
+def scripted_config(staleness: int, steps: int, **changes: Any) -> RunConfig:
+    options = {"checkpoint_every_s": 0.3, "deterministic": True, "update_stats": False} | changes
+    return chain_config(num_training_batches=steps, max_staleness=staleness, **options)
+
+
+class AskRank0:
+    """`ExperienceSource` of a rank that has no controller; says first what to resume from."""
+
+    def __init__(self, path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.05)
+        self._connection = Client(str(path))
+        self.checkpoint: str = self._connection.recv()
+
+    def start(self) -> None:
+        """Rank 0 does."""
+
+    def next_message(self, rank: int) -> Message:
+        self._connection.send(rank)
+        return self._connection.recv()
+
+
+def serve(chain: Chain, path: Path, others: int) -> None:
+    """Answer `AskRank0`, in threads."""
+    listener = Listener(str(path))
+
+    def answer(connection: Connection) -> None:
+        connection.send(chain.settings.checkpoint)
+        while True:
+            try:
+                connection.send(chain.link.next_message(connection.recv()))
+            except EOFError:
+                return
+
+    def accept() -> None:
+        for _ in range(others):
+            threading.Thread(target=answer, args=(listener.accept(),), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def main(folder: Path, staleness: int, steps: int, rank: int = 0, world_size: int = 1) -> None:
+    torch.set_num_threads(1)
+    if world_size > 1:  # MASTER_ADDR and MASTER_PORT are given
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    config, messages = scripted_config(staleness, steps), folder / "messages"
+    if rank == 0:
+        messages.unlink(missing_ok=True)
+        chain = Chain(folder, engine=SlowEngine, config=config, num_ranks=world_size)
+        serve(chain, messages, world_size - 1)
+        chain.train()
+    else:
+        source, model = AskRank0(messages), folder / "model"
+        config = replace(config, model_name_or_path=str(model), output_dir=str(model / "out"))
+        with distributed_run("cpu", timeout_s=60) as ranks:
+            settings = replace(SETTINGS, checkpoint=source.checkpoint)
+            make_trainer(config, settings, ranks, source).run()
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

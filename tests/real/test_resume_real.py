@@ -1,0 +1,96 @@
+"""A run on real parts (Ray, vLLM, two FSDP ranks) that is told to end, and one that is killed, go on where they were."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_whole_chain import OPTIONS, left_behind
+
+from async_grpo.checkpoints.folder import newest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
+STEPS, GROUPS = 30, 8
+
+
+def start(folder: Path, **changes) -> subprocess.Popen:
+    own = {
+        "output-dir": folder,
+        "run-name": folder.name,
+        "num-training-batches": STEPS,
+        "checkpoint-every-s": 2,
+    }
+    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
+    command += [f"--{name}={value}" for name, value in (OPTIONS | own | changes).items()]
+    environment = {**os.environ, "RUN_MARK": str(folder)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, **pipes)
+
+
+def lines(folder: Path, name: str = "training_metrics.jsonl") -> list[dict]:
+    path = folder / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(folder: Path, step: int, run: subprocess.Popen) -> None:
+    give_up = time.monotonic() + 200
+    while len(lines(folder)) < step:
+        assert run.poll() is None and time.monotonic() < give_up, run.communicate()[0]
+        time.sleep(0.1)
+
+
+def check_whole(folder: Path) -> None:
+    """Every step has one line; every prompt was trained once, in the order of its step, none skipped."""
+    assert [line["step"] for line in lines(folder)] == list(range(1, STEPS + 1))
+    trained = lines(folder, "samples.jsonl")
+    assert len(trained) == STEPS * GROUPS * 8
+    of_step: dict[int, set[int]] = {}
+    for sample in trained:
+        of_step.setdefault(sample["step"], set()).add(sample["group"])
+    assert [sorted(of_step[step]) for step in sorted(of_step)] == [
+        list(range(step * GROUPS, (step + 1) * GROUPS)) for step in range(STEPS)
+    ]
+
+
+def test_a_run_that_is_told_to_end_saves_and_the_same_command_goes_on(tmp_path):
+    run = start(tmp_path)
+    wait_for_step(tmp_path, 5, run)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 75 and "the same command goes on from there" in said, said
+    assert left_behind(tmp_path) == []
+    _, manifest = newest(tmp_path)
+    assert manifest.ended == "SIGTERM" and manifest.step >= 5, said
+    again = start(tmp_path)
+    said, _ = again.communicate(timeout=300)
+    assert again.returncode == 0 and f"resumed after step {manifest.step}" in said, said
+    check_whole(tmp_path)
+    once_more = start(tmp_path)
+    said, _ = once_more.communicate(timeout=60)
+    assert once_more.returncode == 0 and f"complete: {STEPS} steps are done" in said, said
+
+
+def test_a_run_that_is_killed_and_one_whose_time_is_over_go_on_from_their_last_checkpoints(tmp_path):
+    run = start(tmp_path)
+    wait_for_step(tmp_path, 8, run)
+    while newest(tmp_path) is None:
+        time.sleep(0.1)
+    run.kill()
+    run.communicate()
+    give_up = time.monotonic() + 30
+    while left_behind(tmp_path) and time.monotonic() < give_up:
+        time.sleep(0.5)
+    timed = start(tmp_path, **{"max-hours": 0.001})
+    said, _ = timed.communicate(timeout=300)
+    assert timed.returncode == 75 and "--max-hours" in said, said
+    assert newest(tmp_path)[1].ended.startswith(
+        "--max-hours"
+    )  # by two ranks, the other of which has less to do
+    again = start(tmp_path)
+    said, _ = again.communicate(timeout=300)
+    assert again.returncode == 0 and "resumed after step" in said, said
+    check_whole(tmp_path)

@@ -1,0 +1,122 @@
+"""A checkpoint is whole and as it was written, or it is refused by name, and the one before it is used."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from async_grpo.checkpoints.folder import (
+    MANIFEST,
+    Manifest,
+    checkpoints_of,
+    complete,
+    discard_partial,
+    newest,
+    partial_folder,
+    prune,
+    set_aside_newer,
+    verify,
+)
+from async_grpo.errors import CheckpointBroken
+
+
+def write(output_dir: Path, step: int) -> Path:
+    partial = partial_folder(output_dir, step)
+    (partial / "training").mkdir(parents=True)
+    (partial / "training" / "shard-00001.safetensors").write_bytes(bytes(range(256)) * 4)
+    (partial / "experience.json").write_text(json.dumps({"step": step}))
+    manifest = Manifest(
+        step=step,
+        samples=8 * step,
+        world_size=1,
+        options={"batch_size": 2},
+        inputs={},
+        versions={"torch": "2"},
+    )
+    return complete(partial, manifest)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def reworded(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+SHARD = "training/shard-00001.safetensors"
+DAMAGES = {
+    "a shard cut short": lambda c: (c / SHARD).write_bytes((c / SHARD).read_bytes()[:-1]),
+    "an empty shard": lambda c: (c / SHARD).write_bytes(b""),
+    "a longer shard": lambda c: (c / SHARD).write_bytes((c / SHARD).read_bytes() + b"\0"),
+    "the first bit of a shard": lambda c: flip(c / SHARD, 0),
+    "a bit in the middle of a shard": lambda c: flip(c / SHARD, 512),
+    "the last bit of a shard": lambda c: flip(c / SHARD, -1),
+    "a shard deleted": lambda c: (c / SHARD).unlink(),
+    "the folder of the shards deleted": lambda c: shutil.rmtree(c / "training"),
+    "a folder in place of a shard": lambda c: ((c / SHARD).unlink(), (c / SHARD).mkdir()),
+    "the experience cut short": lambda c: (c / "experience.json").write_text("{"),
+    "the experience of another step": lambda c: reworded(c / "experience.json", "2", "3"),
+    "the experience deleted": lambda c: (c / "experience.json").unlink(),
+    "the manifest cut short": lambda c: (c / MANIFEST).write_text((c / MANIFEST).read_text()[:-20]),
+    "an empty manifest": lambda c: (c / MANIFEST).write_text(""),
+    "a manifest that is no object": lambda c: (c / MANIFEST).write_text("[]"),
+    "the manifest deleted": lambda c: (c / MANIFEST).unlink(),
+    "another step in the manifest": lambda c: reworded(c / MANIFEST, '"step": 2', '"step": 3'),
+    "another option in the manifest": lambda c: reworded(c / MANIFEST, '"batch_size": 2', '"batch_size": 4'),
+    "a manifest of zeros": lambda c: (c / MANIFEST).write_bytes(bytes(300)),
+    "a manifest that is no text": lambda c: (c / MANIFEST).write_bytes(b"\xff\xfe" * 50),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, caplog, damage):
+    before, damaged = write(tmp_path, 1), write(tmp_path, 2)
+    assert newest(tmp_path)[0] == damaged
+    DAMAGES[damage](damaged)
+    with pytest.raises(CheckpointBroken, match="step_000000002"):
+        verify(damaged)
+    with caplog.at_level(logging.ERROR, "async_grpo"):
+        folder, manifest = newest(tmp_path)
+    assert folder == before and manifest.step == 1 and manifest.samples == 8
+    assert "step_000000002" in caplog.text and "the checkpoint before it is used" in caplog.text
+
+
+def test_a_checkpoint_of_another_format_says_which_version_wrote_it(tmp_path):
+    partial = partial_folder(tmp_path, 1)
+    partial.mkdir(parents=True)
+    told = {"step": 1, "samples": 8, "world_size": 1, "options": {}, "inputs": {}}
+    folder = complete(partial, Manifest(**told, versions={"async-grpo": "9.1"}, format=7))
+    with pytest.raises(
+        CheckpointBroken, match="has format 7.* reads 1: resume with the version that wrote it .9.1."
+    ):
+        verify(folder)
+
+
+def test_what_is_not_whole_is_never_seen_and_is_discarded(tmp_path):
+    partial = partial_folder(tmp_path, 3)
+    partial.mkdir(parents=True)
+    (partial / "x").write_text("half")
+    assert checkpoints_of(tmp_path) == [] and newest(tmp_path) is None
+    discard_partial(tmp_path)
+    assert not partial.exists()
+
+
+def test_the_newest_are_kept_and_later_ones_than_the_one_gone_on_from_are_set_aside(tmp_path):
+    first, second, third = (write(tmp_path, step) for step in (9, 10, 100))
+    set_aside_newer(tmp_path, 10)
+    assert checkpoints_of(tmp_path) == [second, first]
+    assert third.with_name("unused_step_000000100").is_dir()
+    prune(tmp_path, 1)
+    assert checkpoints_of(tmp_path) == [second]
+
+
+def test_a_step_that_is_saved_again_has_a_newer_checkpoint(tmp_path):
+    saved = [write(tmp_path, step) for step in (1, 1, 1, 2)]
+    assert checkpoints_of(tmp_path) == saved[::-1] and newest(tmp_path)[0].name == "step_000000002"
+    set_aside_newer(tmp_path, 1)
+    assert newest(tmp_path)[0].name == "step_000000001.003" and verify(saved[2]).step == 1

@@ -1,0 +1,193 @@
+"""What the rollout side saves comes back as it was; a trainer's state comes back on any number of ranks."""
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_policy import tiny_model
+from two_ranks import full, on_two_ranks
+
+from async_grpo.checkpoints.folder import checkpoints_of, newest, verify
+from async_grpo.experience.dataset import PromptCursor, Question
+from async_grpo.experience.state import ExperienceState, UnfinishedGroup
+from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.checkpoint import Checkpointer
+from async_grpo.training.config import OptimizerConfig
+from async_grpo.training.optimizer import build_policy_optimizer
+from async_grpo.training.sharding import shard_policy
+from async_grpo.types import (
+    AdapterResult,
+    Completion,
+    FinishReason,
+    Group,
+    RewardStatus,
+    Sample,
+    Verdict,
+)
+
+QUESTIONS = [Question(np.array([n, 1], np.int32), {"input": f"q{n}"}) for n in range(5)]
+
+
+def sample(prompt, member: int, length: int, verdict: Verdict, further: bool) -> Sample:
+    random = np.random.default_rng(1000 * prompt.ordinal + member)
+    logprobs = random.normal(size=length).astype(np.float32)
+    completion = Completion(
+        token_ids=random.integers(0, 100, length).astype(np.int32),
+        logprobs=logprobs,
+        versions=random.integers(0, 9, length).astype(np.int32),
+        finish_reason=FinishReason.STOP if member % 2 else FinishReason.LENGTH,
+        text='a "quote", \u2028 and \U0001f600',
+        char_ends=np.arange(length, dtype=np.int32),
+        member=member,
+    )
+    if not further:
+        return Sample(prompt, replace(completion, char_ends=None), verdict)
+    return Sample(prompt, completion, verdict, ref_logprobs=logprobs / 3, proximal_logprobs=logprobs * 7)
+
+
+VERDICTS = [
+    Verdict(RewardStatus.OK, 0.1 + 0.2, (AdapterResult("a", RewardStatus.OK, 1 / 3, {"x": 1e-300}),)),
+    Verdict(RewardStatus.OK, -0.0, (AdapterResult("p", RewardStatus.OK, 2.0, steps=((3, 0.5), (7, -1.0))),)),
+    Verdict(RewardStatus.FAILED, None, (AdapterResult("a", RewardStatus.FAILED, reason="it said: no"),)),
+    Verdict(RewardStatus.OK, 0.5, filled=True),
+]
+
+
+def same(one, other) -> bool:
+    """Equal in every field, arrays in every bit and dtype."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if hasattr(one, "__dataclass_fields__"):
+        return type(one) is type(other) and all(
+            same(getattr(one, n), getattr(other, n)) for n in one.__dataclass_fields__
+        )
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other and str(one) == str(other)
+
+
+@pytest.mark.parametrize("further", [True, False])
+@pytest.mark.parametrize("finished", [0, 3])
+def test_groups_alive_come_back_in_every_bit(tmp_path, further, finished):
+    cursor, alive = PromptCursor(QUESTIONS, 3), {}
+    for number in range(4, 4 + finished):
+        prompt = next(cursor)
+        samples = tuple(sample(prompt, m, m * number, VERDICTS[(m + number) % 4], further) for m in range(3))
+        alive[number] = Group(prompt, samples, 2, number, VERDICTS[number % 4] if further else None, 1)
+    alive[9] = UnfinishedGroup(next(cursor), 2)
+    state = ExperienceState(2, 10, cursor.state(), alive)
+    state.save(tmp_path)
+    back = ExperienceState.load(tmp_path, PromptCursor(QUESTIONS, 3).prompt)
+    assert (back.step, back.admitted, back.cursor) == (2, 10, cursor.state())
+    assert list(back.alive) == list(alive) and all(same(alive[n], back.alive[n]) for n in alive)
+
+
+@given(drawn=st.integers(0, 23), retired=st.sets(st.integers(0, 4), max_size=4), more=st.integers(1, 12))
+def test_a_restored_cursor_draws_what_the_first_one_would_have(drawn, retired, more):
+    first = PromptCursor(QUESTIONS, 37)
+    for place in retired:
+        first.retire(first.prompt(0, place))
+    for _ in range(drawn):
+        next(first)
+    second = PromptCursor(QUESTIONS, 37)
+    second.restore(json.loads(json.dumps(first.state())))
+    for _ in range(more):
+        assert same(next(first), next(second))
+
+
+def trained(ranks, folder: Path, steps: int, resume: bool):
+    """A policy after some AdamW steps on fixed gradients; saved there, or resumed from there."""
+    policy = shard_policy(PolicyModel(tiny_model(seed=1)), ranks)
+    config = OptimizerConfig(learning_rate=1e-2, num_warmup_steps=8, lr_scheduler="linear")
+    optimizer, scheduler = build_policy_optimizer(policy, config, 20)
+    given = {"keep": 2, "timeout_s": 60.0, "options": {}, "inputs": {}}
+    checkpointer, done = Checkpointer(folder, ranks, policy, scheduler, **given), 0
+    if resume:
+        path, manifest = newest(folder)
+        checkpointer.load(path)
+        done = manifest.step
+    for step in range(done, steps):
+        for number, parameter in enumerate(policy.parameters()):
+            whole = torch.sin(torch.arange(parameter.numel()) * (step + 1.0) + number).reshape(
+                parameter.shape
+            )
+            if hasattr(parameter, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+            parameter.grad = whole
+        optimizer.step()
+        scheduler.step()
+    if not resume:
+        checkpointer.save(steps, 8 * steps)
+        assert checkpointer.wait()
+    return {name: full(p.detach()).clone() for name, p in policy.named_parameters()} | {
+        "lr": torch.tensor(scheduler.get_last_lr()[0])
+    }
+
+
+def save_on_two(ranks, folder):
+    return trained(ranks, folder, 5, resume=False)
+
+
+def resume_on_two(ranks, folder):
+    return trained(ranks, folder, 9, resume=True)
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_optimizer_schedule_and_weights_go_on_whatever_the_ranks(tmp_path, saves, resumes, ranks):
+    expected = trained(ranks, tmp_path / "other", 9, resume=False)
+    if saves == 2:
+        on_two_ranks(save_on_two, tmp_path)
+    else:
+        trained(ranks, tmp_path, 5, resume=False)
+    assert verify(newest(tmp_path)[0]).world_size == saves
+    found = (
+        on_two_ranks(resume_on_two, tmp_path) if resumes == 2 else trained(ranks, tmp_path, 9, resume=True)
+    )
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@contextmanager
+def no_file_longer_than(size: int) -> Iterator[None]:
+    """What a write finds on a full disk, by the limit of this process: an error in its middle."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("fails", ["training", "experience"])
+def test_on_a_full_disk_the_run_goes_on_and_the_last_good_checkpoint_stays(tmp_path, ranks, caplog, fails):
+    policy = shard_policy(PolicyModel(tiny_model(seed=1)), ranks)
+    _, scheduler = build_policy_optimizer(policy, OptimizerConfig(), 20)
+    cursor = PromptCursor(QUESTIONS, 3)
+    group = Group((prompt := next(cursor)), (sample(prompt, 0, 200_000, VERDICTS[0], False),), 0, 0)
+    state = ExperienceState(0, 1, cursor.state(), {0: group} if fails == "experience" else {})
+
+    def save_experience(folder: Path, step: int):
+        return lambda: state.save(folder)
+
+    given = {"keep": 2, "timeout_s": 60.0, "options": {}, "inputs": {}, "save_experience": save_experience}
+    checkpointer = Checkpointer(tmp_path, ranks, policy, scheduler, **given)
+    checkpointer.save(1, 8)
+    assert checkpointer.wait()
+    largest = max(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*shard*"))
+    with no_file_longer_than(4096 if fails == "training" else largest):
+        checkpointer.save(2, 16)
+        assert not checkpointer.wait()
+    assert "could not be written; the run goes on, the one before it stays" in caplog.text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000001"]
+    checkpointer.save(3, 24)
+    assert checkpointer.wait() and verify(checkpoints_of(tmp_path)[0]).step == 3

@@ -1,0 +1,114 @@
+"""What `--resume` takes, what it refuses by name, and where the same command goes on."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from fake_chain import chain_config
+
+from async_grpo.checkpoints.folder import Manifest, checkpoints_of, complete, partial_folder, versions
+from async_grpo.config.resume import FIXED, as_options, find_checkpoint, goes_on, inputs
+from async_grpo.config.run import RunConfig
+from async_grpo.errors import ConfigurationError
+from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    return chain_config(data_path=str(data), output_dir=str(tmp_path / "run"), reward_fns="countdown")
+
+
+def save(config: RunConfig, step: int, **changes) -> Path:
+    partial = partial_folder(config.output_path, step)
+    partial.mkdir(parents=True)
+    told = {"step": step, "samples": step * 8, "world_size": 1, "versions": versions()}
+    return complete(
+        partial, Manifest(**told | {"options": as_options(config), "inputs": inputs(config)} | changes)
+    )
+
+
+CHANGES = {
+    "infinite_sampler_seed": {"infinite_sampler_seed": 99},
+    "groups_per_step": {"train_minibatch_size": 4},
+    "samples_in_flight": {"max_staleness": 1, "groups_alive": 3},
+    "temperature": {"temperature": 0.5},
+    "max_generation_tokens": {"max_generation_tokens": 7},
+    "reward_fns": {"reward_fns": "format"},
+    "advantage_estimator": {"advantage_estimator": "rloo"},
+    "logprob_roles": {"kl_coef": 0.1},
+    "max_staleness": {"max_staleness": 5},
+    "samples_per_question": {"samples_per_question": 2, "batch_size": 4},
+    "model_name_or_path": {"model_name_or_path": "elsewhere"},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_finished_groups_rest_on_cannot_change(config, name):
+    saved = save(config, 3)
+    with pytest.raises(ConfigurationError, match="--resume never, and another --output-dir") as refused:
+        find_checkpoint(dataclasses.replace(config, **CHANGES[name]))
+    assert str(saved) in str(refused.value) and "and was" in str(refused.value)
+
+
+def test_the_table_of_the_page_is_that_of_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "continue-a-run.md").read_text()
+    for flags, reason in FIXED.values():
+        assert reason in page, flags
+
+
+def test_other_options_may_change_and_the_log_says_which(config, caplog):
+    saved = save(config, 3, versions={"torch": "1.0"})
+    found = find_checkpoint(dataclasses.replace(config, learning_rate=0.5, train_minibatch_size=8))
+    assert found is not None and found[0] == saved
+    assert "--learning-rate" in caplog.text and "-> 0.5" in caplog.text and "torch 1.0 ->" in caplog.text
+    assert "--resume" not in caplog.text
+
+
+def test_another_file_of_questions_is_refused(config):
+    save(config, 3)
+    Path(config.data_path).write_text("{} \n")
+    with pytest.raises(ConfigurationError, match="the file of --data-path is not the one"):
+        find_checkpoint(config)
+
+
+def test_where_no_checkpoint_can_be_used_nothing_begins_anew(config):
+    (save(config, 3) / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="holds 1 checkpoints, and none of them can be used"):
+        find_checkpoint(config)
+    assert find_checkpoint(dataclasses.replace(config, resume="never")) is None
+
+
+def test_a_run_without_a_checkpoint_begins_again_and_another_one_is_refused(config, caplog):
+    config.output_path.mkdir()
+    (config.output_path / METRICS_FILE).write_text("{}\n")
+    (config.output_path / PARAMS_FILE).write_text(json.dumps(as_options(config)))
+    assert find_checkpoint(config) is None and "it begins again" in caplog.text
+    with pytest.raises(ConfigurationError, match="--temperature: 0.25, and was"):
+        find_checkpoint(dataclasses.replace(config, temperature=0.25))
+
+
+def test_the_same_command_with_a_path_goes_on_from_what_it_has_made(config, tmp_path):
+    first = save(config, 3)
+    elsewhere = dataclasses.replace(config, resume=str(first), output_dir=str(tmp_path / "other"))
+    assert find_checkpoint(elsewhere)[0] == first and not goes_on(elsewhere)
+    made = save(elsewhere, 5)
+    assert find_checkpoint(elsewhere)[0] == made and goes_on(elsewhere)
+    back = dataclasses.replace(config, resume=str(first))
+    save(config, 4)
+    assert find_checkpoint(back)[0] == first and goes_on(back)
+
+
+def test_never_means_a_new_folder_even_below_the_working_folder(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not goes_on(dataclasses.replace(config, resume="never", output_dir="."))
+    assert goes_on(config)
+
+
+def test_rewards_that_the_workers_will_name_are_not_compared_yet(config):
+    assert find_checkpoint(dataclasses.replace(config, reward_fns="")) is None
+    save(config, 3)
+    assert find_checkpoint(dataclasses.replace(config, reward_fns="")) is not None
+    assert len(checkpoints_of(config.output_path)) == 1
