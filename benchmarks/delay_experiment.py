@@ -29,11 +29,20 @@ import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.experience.batcher import ExperienceBatcher
-from async_grpo.experience.config import BatchConfig
+from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import completion
-from async_grpo.types import AdapterResult, Completion, MicroBatch, Prompt, RewardStatus, StepEnd, Verdict
+from async_grpo.types import (
+    AdapterResult,
+    Completion,
+    MicroBatch,
+    Prompt,
+    RewardStatus,
+    Sampling,
+    StepEnd,
+    Verdict,
+)
 
 G, L, U, M = 0.40, 0.80, 1.16, 4
 LOW, HIGH = 0.01, 0.40
@@ -71,7 +80,7 @@ class Engine:
         self._asked = 0
 
     async def generate(
-        self, prompt: Prompt, count: int, *, greedy: bool = False
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None
     ) -> AsyncIterator[Completion]:
         step = max(0, prompt.ordinal) // GROUPS if prompt.ordinal >= 0 else -1
         version = self.live
@@ -240,7 +249,7 @@ async def ours(mode: str, slots: int, steps: int, faults: Faults | None = None) 
 async def _evaluate(batcher: ExperienceBatcher, engine: Engine, questions: list[Question]) -> float:
     engine._starts.pop(-1, None)
     began = time.monotonic()
-    await batcher.evaluate(questions)
+    await batcher.evaluate(questions, EvaluationConfig(eval_pinned=True))
     return time.monotonic() - began
 
 

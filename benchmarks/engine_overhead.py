@@ -30,11 +30,12 @@ from async_grpo.cluster.ray_session import forwarded_environment, zero_cpu_actor
 from async_grpo.cluster.worker_program import ENGINE_ENVIRONMENT, GenerationActor
 from async_grpo.config.run import WorkerConfig
 from async_grpo.modeling.load import model_fingerprint, stop_token_ids
-from async_grpo.types import SharedRunSettings
+from async_grpo.types import Sampling, SharedRunSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "sample-data" / "tiny-model"
 GROUP_SIZE = 8
+SEEDS = {member: member for member in range(GROUP_SIZE)}
 Ask = Callable[[np.ndarray], Awaitable[int]]  # a prompt -> tokens of the group's completions
 
 
@@ -82,7 +83,7 @@ def bare(worker: Any) -> Ask:
 
     async def request(prompt: np.ndarray) -> int:
         inputs = tokens_input(prompt.tolist())
-        params = worker._sampling_params(len(prompt))
+        params = worker._sampling_params(len(prompt), Sampling(), 0)
         async for output in worker.engine.generate(inputs, params, f"bare-{next(numbers)}"):
             final = output
         return len(final.outputs[0].token_ids)
@@ -95,14 +96,14 @@ def bare(worker: Any) -> Ask:
 
 def ours(worker: Any) -> Ask:
     async def ask(prompt: np.ndarray) -> int:
-        return sum([len(completion.token_ids) async for completion in worker.complete(prompt, GROUP_SIZE)])
+        return sum([len(completion.token_ids) async for completion in worker.complete(prompt, SEEDS)])
 
     return ask
 
 
 def through_actor(channel: Channel) -> Ask:
     async def ask(prompt: np.ndarray) -> int:
-        stream = channel.stream("complete", prompt, GROUP_SIZE)
+        stream = channel.stream("complete", prompt, SEEDS)
         return sum([len(completion.token_ids) async for completion in stream])
 
     return ask

@@ -13,13 +13,13 @@ class StepwiseEngine(GenerationWorker):
 
     _asked = 0
 
-    async def complete(self, prompt_token_ids, count, greedy=False):
+    async def complete(self, prompt_token_ids, seeds, sampling=None):
         """See `Engine`."""
         if not hasattr(self, "_steps"):
             self._steps = defaultdict(lambda: asyncio.Barrier(GROUPS))
         step = self._steps[self._asked // GROUPS]
         self._asked += 1
-        completions = [one async for one in super().complete(prompt_token_ids, count, greedy)]
+        completions = [one async for one in super().complete(prompt_token_ids, seeds, sampling)]
         async with asyncio.timeout(60):
             await step.wait()
         for one in completions:

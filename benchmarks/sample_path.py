@@ -72,7 +72,7 @@ async def run(steps: int) -> tuple[float, float]:
     async def make_worker(name: str) -> InlineReward:
         return InlineReward(name, REWARDS[name], {})
 
-    generation = GenerationWorkers("generation", 10.0, connect, scheduling_policy("least_loaded"))
+    generation = GenerationWorkers(0, 10.0, connect, scheduling_policy("least_loaded"))
     await generation.register(WorkerInfo("scripted", "generation", 512, 1_000_000), None)
     nothing = np.zeros(0, np.int32)
     generation.end_sync(WeightPackage(0, {}, [], nothing, nothing, 1.0), ["scripted"])
