@@ -240,9 +240,16 @@ async def test_evaluation_runs_beside_training_and_touches_no_budget():
 
 async def test_engine_time_is_accounted_as_busy_allowed_or_barred():
     slow = engine(delay=lambda ordinal, member: 0.1)
-    (_, first), (_, second) = await train(batcher_of(slow, num_training_batches=2, max_staleness=0), 2, 0.3)
-    assert first.stats["engine_busy_s"] == pytest.approx(0.1, abs=0.08)
-    assert second.stats["wait_generation_budget_s"] == pytest.approx(0.3, abs=0.1)
+    begun = time.monotonic()
+    steps = await train(batcher_of(slow, num_training_batches=2, max_staleness=0), 2, 0.3)
+    passed_s = time.monotonic() - begun
+    (_, first), (_, second) = steps
+    busy_s = sum(end.stats["engine_busy_s"] for _, end in steps)
+    barred_s = sum(end.stats["wait_generation_budget_s"] for _, end in steps)
+    assert first.stats["engine_busy_s"] >= 0.09 and second.stats["engine_busy_s"] >= 0.09
+    assert second.stats["wait_generation_budget_s"] >= 0.29
+    # No second counts as both; the wait after the second step is in no line
+    assert busy_s + barred_s <= passed_s - 0.29
 
 
 async def test_a_prompt_without_signal_gives_its_place_to_the_next_one_and_no_step_gets_smaller():

@@ -114,8 +114,9 @@ async def test_a_long_run_is_thinned_out_evenly(run):
         gaps = [after - before for before, after in itertools.pairwise(steps)]
         assert 0.9 * POINTS <= len(steps) <= POINTS and steps[0] == 1 and steps == sorted(set(steps))
         assert max(gaps) <= 2 * 20_000 / POINTS and found["step"] == 20_000
-        rest = await data_of(client, found["next"])
-        assert rest["columns"]["step"][0] > steps[-1] and rest["columns"]["step"][-1] == 20_000
+        # What the selection left at the end comes with the next question, unless it ended with the last line
+        rest = (await data_of(client, found["next"]))["columns"].get("step", [])
+        assert (steps + rest)[-1] == 20_000 and steps + rest == sorted({*steps, *rest})
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 60), st.booleans())
