@@ -193,11 +193,11 @@ async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_los
 async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, monkeypatch):
     monkeypatch.setattr("async_grpo.cluster.registered_workers.PROGRESS_TIMEOUT_S", 0.05)
     await at_work(controller, "g0", "g1")
-    link_to(controller, "g1").silent_s = 0.2
+    link_to(controller, "g1").silent_s = 1.0
     started, paused_s = time.monotonic(), "wait_generation_weights_s"
     assert (await controller._generation.take_stats())[paused_s] == 1.0
-    assert time.monotonic() - started < 0.15
-    await asyncio.sleep(0.2)
+    assert time.monotonic() - started < 0.9
+    await asyncio.sleep(1.0)
     assert (await controller._generation.take_stats())[paused_s] == 2.0  # g0's new one, and g1's of before
 
 

@@ -1,4 +1,4 @@
-"""Two real gloo ranks for a test module, and an optimizer that only looks at the gradients."""
+"""Two real gloo ranks, or more, for a test module, and an optimizer that only looks at the gradients."""
 
 import os
 import socket
@@ -17,24 +17,26 @@ from async_grpo.training.distributed import distributed_run
 WORLD_SIZE = 2
 
 
-def on_two_ranks(work: Callable[[Any, Path], Any], folder: Path, deadline_s: float = 120.0) -> Any:
-    """What rank 0 returns of `work(ranks, folder)`, a module's function, which both ranks run."""
+def on_two_ranks(
+    work: Callable[[Any, Path], Any], folder: Path, deadline_s: float = 120.0, world_size: int = WORLD_SIZE
+) -> Any:
+    """What rank 0 returns of `work(ranks, folder)`, a module's function, which all ranks run."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    context = mp.spawn(_run_rank, args=(work, port, folder), nprocs=WORLD_SIZE, join=False)
+    context = mp.spawn(_run_rank, args=(work, port, folder, world_size), nprocs=world_size, join=False)
     deadline = time.monotonic() + deadline_s
     while not context.join(timeout=1.0):  # returns as soon as one of them ends
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            pytest.fail(f"the two ranks did not finish within {deadline_s} s")
+            pytest.fail(f"the {world_size} ranks did not finish within {deadline_s} s")
     return torch.load(folder / "results.pt")
 
 
-def _run_rank(rank: int, work: Callable[[Any, Path], Any], port: int, folder: Path) -> None:
+def _run_rank(rank: int, work: Callable[[Any, Path], Any], port: int, folder: Path, world_size: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with distributed_run("cpu", timeout_s=60) as ranks:
         results = work(ranks, folder)
