@@ -128,6 +128,7 @@ def trained(ranks, folder: Path, steps: int, resume: bool):
             parameter.grad = whole
         optimizer.step()
         scheduler.step()
+    optimizer.zero_grad()
     if not resume:
         checkpointer.save(steps, 8 * steps)
         assert checkpointer.wait()
