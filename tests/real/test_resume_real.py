@@ -56,15 +56,33 @@ def check_whole(folder: Path) -> None:
     ]
 
 
-def test_a_run_that_is_told_to_end_saves_and_the_same_command_goes_on(tmp_path):
-    run = start(tmp_path)
-    wait_for_step(tmp_path, 5, run)
-    run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=90)
-    assert run.returncode == 75 and "the same command goes on from there" in said, said
+def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_where_it_was(tmp_path):
+    told = start(tmp_path)
+    wait_for_step(tmp_path, 5, told)
+    told.send_signal(signal.SIGTERM)
+    said, _ = told.communicate(timeout=90)
+    assert told.returncode == 75 and "the same command goes on from there" in said, said
     assert left_behind(tmp_path) == []
     _, manifest = newest(tmp_path)
     assert manifest.ended == "SIGTERM" and manifest.step >= 5, said
+
+    killed = start(tmp_path)
+    while newest(tmp_path)[1].step <= manifest.step:
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.1)
+    killed.kill()
+    said, _ = killed.communicate()
+    assert f"resumed after step {manifest.step}" in said, said
+    give_up = time.monotonic() + 30
+    while left_behind(tmp_path) and time.monotonic() < give_up:
+        time.sleep(0.5)
+
+    timed = start(tmp_path, **{"max-hours": 0.001})
+    said, _ = timed.communicate(timeout=300)
+    assert timed.returncode == 75 and "--max-hours" in said, said
+    _, manifest = newest(tmp_path)
+    assert manifest.ended.startswith("--max-hours")  # by two ranks, the other of which has less to do
+
     again = start(tmp_path)
     said, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and f"resumed after step {manifest.step}" in said, said
@@ -72,25 +90,3 @@ def test_a_run_that_is_told_to_end_saves_and_the_same_command_goes_on(tmp_path):
     once_more = start(tmp_path)
     said, _ = once_more.communicate(timeout=60)
     assert once_more.returncode == 0 and f"complete: {STEPS} steps are done" in said, said
-
-
-def test_a_run_that_is_killed_and_one_whose_time_is_over_go_on_from_their_last_checkpoints(tmp_path):
-    run = start(tmp_path)
-    wait_for_step(tmp_path, 8, run)
-    while newest(tmp_path) is None:
-        time.sleep(0.1)
-    run.kill()
-    run.communicate()
-    give_up = time.monotonic() + 30
-    while left_behind(tmp_path) and time.monotonic() < give_up:
-        time.sleep(0.5)
-    timed = start(tmp_path, **{"max-hours": 0.001})
-    said, _ = timed.communicate(timeout=300)
-    assert timed.returncode == 75 and "--max-hours" in said, said
-    assert newest(tmp_path)[1].ended.startswith(
-        "--max-hours"
-    )  # by two ranks, the other of which has less to do
-    again = start(tmp_path)
-    said, _ = again.communicate(timeout=300)
-    assert again.returncode == 0 and "resumed after step" in said, said
-    check_whole(tmp_path)
