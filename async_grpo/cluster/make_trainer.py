@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from async_grpo.checkpoints.best import keep_best
-from async_grpo.checkpoints.folder import read
+from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.modeling.load import load_causal_lm, torch_dtype

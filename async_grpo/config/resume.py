@@ -8,42 +8,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_grpo.checkpoints.folder import Manifest, checkpoints_of, newest, verify, versions
+from async_grpo.checkpoints.folder import Manifest, checkpoints_of, named, newest, versions
 from async_grpo.config.run import RunConfig
-from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
 from async_grpo.options.fields import dashed
 from async_grpo.rewards.adapter.registry_source import parse_names
 
-# What cannot change: by which options, and why. All else may, and the log says which did
+# What cannot change, and why. All else may, and the log says which did
+_BOUND = "the groups alive were admitted under that bound"
 FIXED = {
-    "model_name_or_path": (
-        "--model-name-or-path",
-        "the weights are that model's, and it stays the KL reference",
-    ),
-    "data_path": ("--data-path", "the place in the data would be that of other questions"),
-    "infinite_sampler_seed": (
-        "--infinite-sampler-seed",
-        "the order of the questions and every draw come of it",
-    ),
-    "samples_per_question": ("--samples-per-question", "the groups that are finished have that size"),
-    "groups_per_step": (
-        "--batch-size / --train-minibatch-size",
-        "steps are counted in groups of that number",
-    ),
-    "max_staleness": ("--max-staleness", "the groups alive were admitted under that bound"),
-    "samples_in_flight": ("--groups-alive", "the groups alive were admitted under that bound"),
-    "temperature": ("--temperature", "the groups that are finished have log-probs at that temperature"),
-    "max_generation_tokens": ("--max-generation-tokens", "the groups that are finished ended by that length"),
-    "reward_fns": ("--reward-fns", "the groups that are finished have been scored by these"),
-    "advantage_estimator": (
-        "--advantage-estimator",
-        "optimizer and finished groups have what that estimator needs",
-    ),
-    "logprob_roles": (
-        "the log-probs wanted by --kl-coef, --old-policy and --policy-loss",
-        "the groups that are finished have these and no others",
-    ),
+    "model_name_or_path": "the weights are that model's, and it stays the KL reference",
+    "data_path": "the place in the data would be that of other questions",
+    "infinite_sampler_seed": "the order of the questions and every draw come of it",
+    "samples_per_question": "the groups that are finished have that size",
+    "groups_per_step": "steps are counted in groups of that number",
+    "max_staleness": _BOUND,
+    "samples_in_flight": _BOUND,
+    "temperature": "the groups that are finished have log-probs at that temperature",
+    "max_generation_tokens": "the groups that are finished ended by that length",
+    "reward_fns": "the groups that are finished have been scored by these",
+    "advantage_estimator": "optimizer and finished groups have what that estimator needs",
+    "logprob_roles": "the groups that are finished have these and no others",
+}
+DERIVED = {  # of several options
+    "groups_per_step": "--batch-size / --train-minibatch-size",
+    "samples_in_flight": "--groups-alive",
+    "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy and --policy-loss",
 }
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")  # nothing to speak of
 WAY_OUT = "give the earlier value, or begin a new run: --resume never, and another --output-dir"
@@ -59,7 +50,7 @@ def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
     if config.resume == "never":
         return None
     if config.resume != "auto":
-        found = _continued(config) or _named(Path(config.resume))
+        found = _continued(config) or named(Path(config.resume))
     elif (own := newest(config.output_path)) is not None:
         found = own
     else:
@@ -90,19 +81,6 @@ def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
     return found if found is not None and found[1].options["resume"] == config.resume else None
 
 
-def _named(folder: Path) -> tuple[Path, Manifest]:
-    if (folder / "checkpoints").is_dir():  # a whole run's
-        if (found := newest(folder)) is None:
-            raise ConfigurationError(f"--resume {folder}: no checkpoint there is whole")
-        return found
-    try:
-        return folder, verify(folder)
-    except CheckpointBroken as error:
-        raise ConfigurationError(
-            f"--resume {folder}: {error}: name another checkpoint, auto or never"
-        ) from error
-
-
 def _refuse_to_begin_over(config: RunConfig) -> None:
     """A folder without a checkpoint to go on from may hold another run than this one, or what is left of this one."""
     folder = config.output_path
@@ -120,9 +98,10 @@ def _refuse_to_begin_over(config: RunConfig) -> None:
 def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -> None:
     """ConfigurationError if what cannot change did, since the options of the run there."""
     options = as_options(config)
-    for name, (flags, reason) in FIXED.items():
+    for name, reason in FIXED.items():
         value, before = options[name], earlier.get(name, options[name])
         if value != before and not (name == "reward_fns" and not value):  # else the workers will name them
+            flags = DERIVED.get(name, f"--{dashed(name)}")
             raise ConfigurationError(
                 f"{flags}: {value}, and was {before} in the run of {where}: {reason}; {WAY_OUT}"
             )
@@ -130,26 +109,28 @@ def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -
 
 def _tell_changes(config: RunConfig, manifest: Manifest) -> None:
     now, then = as_options(config), manifest.options
-    options = [f"--{dashed(name)} {then[name]} -> {now[name]}" for name in now if now[name] != then.get(name)]
-    own = tuple(f"--{dashed(name)} " for name in OF_EACH_START)
-    found = versions()
-    libraries = [
-        f"{n} {manifest.versions.get(n)} -> {v}" for n, v in found.items() if manifest.versions.get(n) != v
+    changed = [
+        f"--{dashed(name)} {then.get(name)} -> {now[name]}"
+        for name in now
+        if now[name] != then.get(name) and name not in OF_EACH_START
     ]
-    if changed := [one for one in (*options, *libraries) if not one.startswith(own)]:
+    changed += [
+        f"{name} {manifest.versions.get(name)} -> {found}"
+        for name, found in versions().items()
+        if manifest.versions.get(name) != found
+    ]
+    if changed:
         log.warning("resumed with other options or versions: %s", ", ".join(changed))
 
 
 def as_options(config: RunConfig) -> dict[str, Any]:
     """The options of the run, as its checkpoints keep them, and what follows from several of them."""
     names = [one.name for one in dataclasses.fields(RunConfig)]
-    derived = {name: getattr(config, name) for name in ("groups_per_step", "samples_in_flight")}
-    roles, rewards = list(config.logprob_roles), list(parse_names(config.reward_fns))
-    return (
-        {name: getattr(config, name) for name in names}
-        | derived
-        | {"logprob_roles": roles, "reward_fns": rewards}
-    )
+    told = {name: getattr(config, name) for name in (*names, *DERIVED)}
+    return told | {
+        "logprob_roles": list(config.logprob_roles),
+        "reward_fns": list(parse_names(config.reward_fns)),
+    }
 
 
 def inputs(config: RunConfig) -> dict[str, str]:

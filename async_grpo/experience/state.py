@@ -41,22 +41,19 @@ class ExperienceState:
     def save(self, folder: Path) -> None:
         """Write `experience.json` and `experience.safetensors` into the folder, which is made."""
         folder.mkdir(parents=True, exist_ok=True)
-        finished = [group for group in self.alive.values() if isinstance(group, Group)]
-        samples = [sample for group in finished for sample in group.samples]
-        content = {
-            **{name: getattr(self, name) for name in ("step", "admitted", "cursor")},
-            "groups": [_group_row(number, group) for number, group in self.alive.items()],
-        }
-        (folder / "experience.json").write_text(json.dumps(content), encoding="utf-8")
-        arrays = {
-            name: [getattr(sample.completion, name) for sample in samples] for name in COMPLETION_ARRAYS
-        }
-        arrays |= {name: [getattr(sample, name) for sample in samples] for name in SAMPLE_ARRAYS}
-        # All samples of a run have one, or none has
-        joined = {
-            name: np.concatenate(parts) for name, parts in arrays.items() if parts and parts[0] is not None
-        }
-        save_file(joined, folder / "experience.safetensors")
+        told = {name: getattr(self, name) for name in ("step", "admitted", "cursor")}
+        groups = [_group_row(number, group) for number, group in self.alive.items()]
+        (folder / "experience.json").write_text(json.dumps(told | {"groups": groups}), encoding="utf-8")
+        parts: dict[str, list[np.ndarray]] = {}
+        for group in self.alive.values():
+            for sample in group.samples if isinstance(group, Group) else ():
+                for owner, names in ((sample.completion, COMPLETION_ARRAYS), (sample, SAMPLE_ARRAYS)):
+                    for name in names:
+                        if (
+                            array := getattr(owner, name)
+                        ) is not None:  # all samples of a run have one, or none
+                            parts.setdefault(name, []).append(array)
+        save_file({name: np.concatenate(of) for name, of in parts.items()}, folder / "experience.safetensors")
 
     @classmethod
     def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
@@ -71,10 +68,9 @@ class ExperienceState:
                 continue
             samples = []
             for sample in row["samples"]:
-                end = begin + sample["tokens"]
-                samples.append(
-                    _sample(asked, sample, {name: array[begin:end] for name, array in arrays.items()})
-                )
+                end = begin + sample.pop("tokens")
+                own = {name: array[begin:end] for name, array in arrays.items()}
+                samples.append(_sample(asked, sample, own))
                 begin = end
             baseline = VERDICT.validate_python(row["baseline"])
             alive[row["number"]] = Group(
@@ -84,40 +80,28 @@ class ExperienceState:
 
 
 def _group_row(number: int, group: Group | UnfinishedGroup) -> dict[str, Any]:
-    prompt = group.prompt
-    row = {
-        "number": number,
-        "ordinal": prompt.ordinal,
-        "question": prompt.question,
-        "resampled": group.resampled,
-    }
-    if isinstance(group, UnfinishedGroup):
-        return row | {"samples": None}
-    return row | {
-        "admitted_version": group.admitted_version,
-        "baseline": VERDICT.dump_python(group.baseline, mode="json"),
-        "samples": [
-            {
-                "tokens": len(sample.completion),
-                "finish_reason": sample.completion.finish_reason.value,
-                "text": sample.completion.text,
-                "member": sample.completion.member,
-                "verdict": VERDICT.dump_python(sample.verdict, mode="json"),
-            }
-            for sample in group.samples
-        ],
+    row: dict[str, Any] = {"number": number, "resampled": group.resampled, "samples": None}
+    row |= {"ordinal": group.prompt.ordinal, "question": group.prompt.question}
+    if isinstance(group, Group):
+        row["admitted_version"] = group.admitted_version
+        row["baseline"] = VERDICT.dump_python(group.baseline, mode="json")
+        row["samples"] = [_sample_row(sample) for sample in group.samples]
+    return row
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    completion = sample.completion
+    return {
+        "tokens": len(completion),
+        "finish_reason": completion.finish_reason.value,
+        "text": completion.text,
+        "member": completion.member,
+        "verdict": VERDICT.dump_python(sample.verdict, mode="json"),
     }
 
 
-def _sample(prompt: Prompt, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
-    own: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
-    completion = Completion(
-        **own,
-        finish_reason=FinishReason(row["finish_reason"]),
-        text=row["text"],
-        member=row["member"],
-    )
-    further: dict[str, Any] = {name: arrays.get(name) for name in SAMPLE_ARRAYS}
-    verdict = VERDICT.validate_python(row["verdict"])
+def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
+    reason, verdict = FinishReason(row.pop("finish_reason")), VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # only a group may lack its baseline's
-    return Sample(prompt, completion, verdict, **further)
+    own, further = ({name: arrays.get(name) for name in of} for of in (COMPLETION_ARRAYS, SAMPLE_ARRAYS))
+    return Sample(prompt, Completion(**own, **row, finish_reason=reason), verdict, **further)

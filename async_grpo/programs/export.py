@@ -4,8 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.checkpoints.folder import Manifest, newest, verify
-from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.checkpoints.folder import Manifest, named
 from async_grpo.options.fields import Section, option, refuse, required
 
 log = logging.getLogger(__name__)
@@ -28,15 +27,7 @@ def export(config: ExportConfig) -> Manifest:
     """
     folder, target = Path(config.path), Path(config.output_dir)
     refuse(target.exists(), f"--output-dir {target} exists: choose another folder")
-    if (folder / "checkpoints").is_dir():
-        found = newest(folder)
-        refuse(found is None, f"{folder}: no checkpoint there is whole")
-        assert found is not None
-        folder = found[0]
-    try:
-        manifest = verify(folder)
-    except CheckpointBroken as error:
-        raise ConfigurationError(str(error)) from error
+    folder, manifest = named(folder)
     source = manifest.options["model_name_or_path"]
     # Heavy imports only once there is something to export
     from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from async_grpo.checkpoints.folder import checkpoints_of, read, verify
+from async_grpo.checkpoints.folder import checkpoints_of, named, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
-from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim
 from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import NOT_NEGATIVE, dashed, option, refuse, required
@@ -95,11 +95,7 @@ def _checkpoint(run: Path, step: int) -> Path:
     if step not in known:
         steps = ", ".join(map(str, sorted(known))) or "none"
         raise ConfigurationError(f"--from-step {step}: there are checkpoints after the steps {steps}")
-    try:
-        verify(known[step])
-    except CheckpointBroken as error:
-        raise ConfigurationError(str(error)) from error
-    return known[step]
+    return named(known[step])[0]
 
 
 def _changed(config: ReplayConfig, recorded: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -21,7 +21,7 @@ ALLOWED = {
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
         ".rewards.bench.completions .generation.char_ends .config.compatibility .config.rewards "
-        ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .checkpoints.best "
+        ".launch.plan .programs.doctor .launch.evaluate .metrics.console .options.redaction .checkpoints.folder "
         ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (

@@ -55,8 +55,8 @@ def test_what_finished_groups_rest_on_cannot_change(config, name):
 
 def test_the_table_of_the_page_is_that_of_the_code():
     page = (Path(__file__).parents[2] / "docs" / "continue-a-run.md").read_text()
-    for flags, reason in FIXED.values():
-        assert reason in page, flags
+    for name, reason in FIXED.items():
+        assert reason in page, name
 
 
 def test_other_options_may_change_and_the_log_says_which(config, caplog):
