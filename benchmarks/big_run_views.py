@@ -27,7 +27,10 @@ VIEWS = {
         "        end.write(json.dumps(line | {'step': 100_001 + step}) + chr(10))\n"
         "    watch.as_json(watch.data(run, since))"
     ),
-    "page, samples": "from async_grpo.programs.watch import samples_page; samples_page(run, False)",
+    "page, samples": (
+        "from async_grpo.programs.samples import SamplesConfig, samples_page\n"
+        "samples_page(SamplesConfig(path=str(run), limit=2000))"
+    ),
     "samples, 10,000": (
         "from async_grpo.programs.samples import SamplesConfig, write_samples_page\n"
         "write_samples_page(SamplesConfig(path=str(run), output=str(run / 'samples.html')))"

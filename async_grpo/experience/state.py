@@ -103,5 +103,6 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
 def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
     reason, verdict = FinishReason(row.pop("finish_reason")), VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # only a group may lack its baseline's
-    own, further = ({name: arrays.get(name) for name in of} for of in (COMPLETION_ARRAYS, SAMPLE_ARRAYS))
-    return Sample(prompt, Completion(**own, **row, finish_reason=reason), verdict, **further)
+    of_completion: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
+    of_sample: dict[str, Any] = {name: arrays.get(name) for name in SAMPLE_ARRAYS}
+    return Sample(prompt, Completion(**of_completion, **row, finish_reason=reason), verdict, **of_sample)

@@ -22,7 +22,6 @@ from async_grpo.training.record import record_folder, recorded_completions
 
 TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory
 log = logging.getLogger(__name__)
-SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +36,18 @@ class SamplesConfig(Section):
 
 def write_samples_page(config: SamplesConfig) -> None:
     """Write the page. ConfigurationError: the run wrote no samples."""
-    folder, output = Path(config.path), Path(config.output)
-    params = folder / PARAMS_FILE
-    refuse(not params.exists(), f"{folder} holds no run ({PARAMS_FILE})")
-    options = json.loads(params.read_text(encoding="utf-8"))
+    text = samples_page(config)
+    Path(config.output).write_text(
+        text, encoding="utf-8", errors="backslashreplace"
+    )  # so JSON writes a lone surrogate
+    log.info("samples: %s", config.output)
+
+
+def samples_page(config: SamplesConfig) -> str:
+    """The newest samples that a browser can hold. ConfigurationError: there are none."""
+    folder = Path(config.path)
+    refuse(not (folder / PARAMS_FILE).exists(), f"{folder} holds no run ({PARAMS_FILE})")
+    options = json.loads((folder / PARAMS_FILE).read_text(encoding="utf-8"))
     name = options.get("dump_samples_filename")
     if name and not config.evaluation:
         rows = last_records(folder / name, config.limit)
@@ -51,21 +58,23 @@ def write_samples_page(config: SamplesConfig) -> None:
     refuse(not rows, f"{folder}: there are no samples to look at: {what}")
     sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
     rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
-    text = page(rows, f"{folder.name}: {len(rows)} samples", _alarms(folder))
-    output.write_text(text, encoding="utf-8", errors="backslashreplace")  # so JSON writes a lone surrogate
-    log.info("%d samples: %s", len(rows), output)
+    return page(rows, f"{folder.name}: {len(rows)} samples", _alarms(folder))
 
 
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
     """The whole page. What stands in the rows is data: no text in it can end its element or become a script."""
     template = (resources.files("async_grpo.viewer") / "samples.html").read_text(encoding="utf-8")
     data = as_json({"title": title, "alarms": alarms, "samples": rows}).replace("<", "\\u003c")
-    script = SCRIPT.search(template)
-    assert script is not None
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{security_policy(template)}">'
     return template.replace("<head>", f"<head>\n{policy}", 1).replace("@DATA@", data, 1)
+
+
+def security_policy(page: str) -> str:
+    """By which a browser runs a page's own script and no other, and asks nobody."""
+    found = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert found is not None
+    digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+    return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
 
 
 def _alarms(folder: Path) -> list[dict[str, Any]]:
@@ -106,15 +115,10 @@ def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[s
 
 def _evaluated(folder: Path, limit: int) -> Iterator[dict[str, Any]]:
     """Of all evaluations, those of the newest steps."""
-    files = sorted(folder.glob("eval_samples_*.jsonl"), key=_step, reverse=True)
-    for file in files:
+    steps = {file: int(file.stem.split("_")[2]) for file in folder.glob("eval_samples_*.jsonl")}
+    for file in sorted(steps, key=lambda file: steps[file], reverse=True):
         for row in last_records(file, limit):
-            yield {"step": _step(file), "file": file.stem, **row}
+            yield {"step": steps[file], "file": file.stem, **row}
             limit -= 1
             if not limit:
                 return
-
-
-def _step(file: Path) -> int:
-    found = re.match(r"eval_samples_(\d+)", file.name)
-    return int(found[1]) if found else 0

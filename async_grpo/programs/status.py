@@ -20,11 +20,11 @@ from async_grpo.errors import CheckpointBroken
 from async_grpo.metrics.console import CAUSES, means_of
 from async_grpo.metrics.tail import last_lines, last_records
 from async_grpo.metrics.watchdog import stalls_of
-from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, PARAMS_FILE, holder
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, PARAMS_FILE, console_line, holder
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 
 RECENT = 20  # steps, for the pace
-Line = Mapping[str, Any]
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,14 @@ def view(folder: Path) -> RenderableType:
     options = json.loads((folder / PARAMS_FILE).read_text(encoding="utf-8"))
     lines = last_records(folder / METRICS_FILE, RECENT)
     parts: list[RenderableType] = [headline(folder, options, lines)]
-    if lines:
-        parts += [_times(lines), _samples(lines[-1])]
-        if verifiers := lines[-1].get("verifiers"):
+    for line in lines[-1:]:
+        parts += [_times(lines), Text(console_line({**line, "alarms": []}, total_steps(options)))]
+        if (spent := line.get("judge_budget_spent")) is not None:
+            parts.append(Text(f"spent on judges: {spent:.4g}"))
+        if verifiers := line.get("verifiers"):
             parts.append(_verifiers(verifiers))
+        parts += [Text(f"ALARM {alarm}", style="bold red") for alarm in line.get("alarms") or ()]
     parts += [Text(line) for line in _evaluations(folder)]
-    parts += [
-        Text(f"ALARM {alarm}", style="bold red") for alarm in (lines[-1].get("alarms") or [] if lines else [])
-    ]
     for place, text in list(stalls_of(folder).items())[:1]:
         parts.append(Text(f"STALL {place.name}: {text.partition(chr(10))[0]}", style="bold yellow"))
     if not lines:
@@ -116,56 +116,35 @@ def _ago(moment: float) -> str:
     return f"{timedelta(seconds=round(max(0.0, time.time() - moment)))} ago"
 
 
-def _times(lines: Sequence[Line]) -> Table:
-    """Of the last steps, by whom and what for."""
-    table = Table(title=f"seconds a step, mean of {len(lines)}", title_justify="left")
-    found = {name: [line[key] for line in lines if line.get(key) is not None] for name, key in CAUSES.items()}
-    for name in found:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{statistics.fmean(values):.2f}" if values else "-" for values in found.values()))
+def _table(title: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> Table:
+    table = Table("", title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     return table
 
 
-def _samples(line: Line) -> Text:
-    parts = []
-    for name, key, form in (
-        ("reward", "avg_reward", ".3f"),
-        ("tokens", "avg_output_tokens", ".1f"),
-        ("truncated", "perc_truncated_samples", ".1%"),
-        ("staleness", "staleness_mean", ".2f"),
-        ("at most", "staleness_max", ".0f"),
-        ("entropy", "entropy", ".3f"),
-        ("grad", "grad_norm", ".3f"),
-        ("mismatch KL", "mismatch_kl", ".1e"),
-        ("spent on judges", "judge_budget_spent", ".4g"),
-    ):
-        if isinstance(line.get(key), int | float):
-            parts.append(f"{name} {line[key]:{form}}")
-    return Text("last step: " + ", ".join(parts))
+def _times(lines: Sequence[Line]) -> Table:
+    """Of the last steps, by whom and what for."""
+    found = {name: [line[key] for line in lines if line.get(key) is not None] for name, key in CAUSES.items()}
+    means = [f"{statistics.fmean(values):.2f}" if values else "-" for values in found.values()]
+    return _table(f"mean of {len(lines)} steps", {"seconds": means}, list(found))
 
 
 def _verifiers(verifiers: Mapping[str, Line]) -> Table:
-    table = Table(title="rewards of the last step", title_justify="left")
-    columns = ("ok", "failed", "timed_out", "abstained")
-    for name in ("", *columns, "latency p50, s", "queue"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, stats in verifiers.items():
-        latency, depth = stats.get("latency_p50_s"), stats.get("queue_depth")
-        numbers = [str(stats.get(column, 0)) for column in columns]
-        table.add_row(
-            name,
-            *numbers,
-            "-" if latency is None else f"{latency:.3f}",
-            str(depth if depth is not None else "-"),
-        )
-    return table
+    columns = ("ok", "failed", "timed_out", "abstained", "latency_p50_s", "queue_depth")
+    rows = {
+        name: ["-" if (value := stats.get(column)) is None else f"{value:.4g}" for column in columns]
+        for name, stats in verifiers.items()
+    }
+    return _table("rewards of the last step", rows, [column.replace("_", " ") for column in columns])
 
 
 def _evaluations(folder: Path) -> list[str]:
     said = []
     for line in last_records(folder / EVAL_FILE, 3):
         found = ", ".join(f"{mean} {value}" for mean, value in means_of(line, "eval_").items()) or "-"
-        said.append(
-            " ".join(filter(None, ("held-out", line.get("file"), f"at step {line['step']}: {found}")))
-        )
+        name = f"held-out {line.get('file', '')}".rstrip()
+        said.append(f"{name} at step {line['step']}: {found}")
     return said

@@ -5,11 +5,8 @@ address or as localhost: a name that a foreign page has made point here (DNS reb
 """
 
 import asyncio
-import base64
-import hashlib
 import ipaddress
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +25,7 @@ from async_grpo.metrics.tail import last_lines, last_records, spread_records
 from async_grpo.metrics.trackers import numbers_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, PARAMS_FILE, TIMELINE_FILE, as_json
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, refuse, required
-from async_grpo.programs.samples import SCRIPT, SamplesConfig, write_samples_page
+from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
 from async_grpo.programs.status import RECENT, headline, total_steps
 
 POINTS = 2000  # of each curve, at most
@@ -73,7 +70,8 @@ def application(config: WatchConfig) -> web.Application:
 
     async def samples(request: web.Request) -> web.Response:
         try:
-            text = await asyncio.to_thread(samples_page, run, "evaluation" in request.query)
+            told = SamplesConfig(path=str(run), limit=SAMPLES, evaluation="evaluation" in request.query)
+            text = await asyncio.to_thread(samples_page, told)
         except ConfigurationError as error:
             raise web.HTTPNotFound(text=str(error)) from error
         return _answer(text, "text/html")
@@ -99,24 +97,14 @@ def _is_address(host: str, own: str) -> bool:
 
 def _answer(text: str, kind: str) -> web.Response:
     """Of a page only its own script runs, and that one asks nobody but this server."""
-    rules = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    if kind == "text/html" and (script := SCRIPT.search(text)):
-        digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-        rules += f"; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
+    rules = security_policy(text) + "; connect-src 'self'" if kind == "text/html" else "default-src 'none'"
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-    headers["Content-Security-Policy"] = rules
+    headers["Content-Security-Policy"] = (
+        f"{rules}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
     return web.Response(
         body=text.encode("utf-8", "replace"), content_type=kind, charset="utf-8", headers=headers
     )
-
-
-def samples_page(run: Path, evaluation: bool) -> str:
-    """The newest samples, by `async-grpo samples`. ConfigurationError: there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "samples.html"
-        config = SamplesConfig(path=str(run), output=str(output), limit=SAMPLES, evaluation=evaluation)
-        write_samples_page(config)
-        return output.read_text(encoding="utf-8")
 
 
 def data(run: Path, since: int) -> dict[str, Any]:

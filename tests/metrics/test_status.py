@@ -47,6 +47,7 @@ def run_folder(folder, steps, **more):
             "avg_reward": 0.5,
             "staleness_mean": 1.0,
             "seconds_computing": 0.75,
+            "time_per_batch": 2.0,
             "verifiers": {"math": {"ok": 30, "failed": 2, "latency_p50_s": 0.25, "queue_depth": 5}},
             "alarms": ["math: 2 of 32 calls failed"],
         }
