@@ -1,4 +1,4 @@
-"""`docs/options.md`, made from the options themselves: `python -m async_grpo.programs.options_page > docs/options.md`."""
+"""`docs/options.md`, made from the options themselves: `python scripts/options_page.py > docs/options.md`."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from async_grpo.options.fields import dashed
 
 HEAD = """# Options
 
-Made by `python -m async_grpo.programs.options_page > docs/options.md`; a test holds it current.
+Made by `python scripts/options_page.py > docs/options.md`; a test holds it current.
 
 Every option can stand on the command line (`--batch-size 64`, dashes and underscores alike) and in a TOML file
 (`batch_size = 64`): `async-grpo run run.toml --learning-rate 1e-6`, `torchrun trainer_core.py --config run.toml`,
