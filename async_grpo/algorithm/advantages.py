@@ -13,7 +13,7 @@ A reward that is missing or not a number must never move a baseline, and a sampl
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -127,8 +127,7 @@ class Estimator:
         ValueError: an option that is unknown or missing, a shape that does not fit, several rewards where one is taken,
         or a valid row whose reward, baseline or value is not finite.
 
-        >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
-        >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
+            >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
         [[0.5, 0.5], [-0.5, -0.5], [0.0, 0.0]]
         """
@@ -221,6 +220,9 @@ def _finite(name: str, values: Tensor, *places: Tensor) -> Tensor:
     return cleaned
 
 
+_of_batch = partial(Estimator, process=True, compares_with_batch=True, needs_all_rewards=True)
+_of_steps = partial(Estimator, outcome=False, process=True, per_sample=True)
+
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(outcomes.grpo, group_local=True, sums=True),
     "dr_grpo": Estimator(outcomes.dr_grpo, group_local=True, sums=True),
@@ -232,26 +234,10 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "grpo_batch_std": Estimator(outcomes.grpo_batch_std, sums=True),
     "reinforce_plus_plus_baseline": Estimator(outcomes.reinforce_plus_plus_baseline, sums=True),
     "gdpo": Estimator(outcomes.gdpo, sums=True, rewards=COMPONENTS, needs_all_rewards=True),
-    "reinforce_plus_plus": Estimator(
-        processes.reinforce_plus_plus,
-        process=True,
-        per_sample=True,
-        compares_with_batch=True,
-        needs_all_rewards=True,
-    ),
-    "gae": Estimator(
-        processes.gae,
-        process=True,
-        compares_with_batch=True,
-        needs_all_rewards=True,
-        critic_returns=processes.gae_returns,
-    ),
-    "grpo_process": Estimator(
-        processes.grpo_process, group_local=True, outcome=False, process=True, per_sample=True
-    ),
-    "prime_rloo": Estimator(
-        processes.prime_rloo, outcome=False, process=True, per_sample=True, rewards=SOURCES
-    ),
+    "reinforce_plus_plus": _of_batch(processes.reinforce_plus_plus, per_sample=True),
+    "gae": _of_batch(processes.gae, critic_returns=processes.gae_returns),
+    "grpo_process": _of_steps(processes.grpo_process, group_local=True),
+    "prime_rloo": _of_steps(processes.prime_rloo, rewards=SOURCES),
 }
 
 

@@ -14,10 +14,10 @@ from async_grpo.options.fields import (
     SHARE,
     Section,
     dashed,
+    is_number,
     option,
     parse_assignments,
     refuse,
-    typed_options,
 )
 from async_grpo.options.source_file import absolute, find_entry
 
@@ -194,9 +194,20 @@ class AlgorithmConfig(Section):
         return self.kl_coef if self.kl_in_reward else 0.0
 
 
-def _settings(flag: str, text: str, known: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    options = typed_options(parse_assignments(text, flag), known, owner)
-    for name in options.keys() & RANGES[flag].keys():
-        value, allowed = options[name], RANGES[flag][name]
-        refuse(value is not None and not allowed.holds(value), f"--{flag} {name}={value}: it {allowed.says}")
-    return options
+def _settings(flag: str, text: str, defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The options, if each exists, is of the kind that its default is, and lies in its range."""
+    given = parse_assignments(text, flag)
+    for name, value in given.items():
+        refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
+        match defaults[name]:
+            case bool():
+                fits, kind = isinstance(value, bool), "must be true or false"
+            case str():
+                fits, kind = isinstance(value, str), "must be a word"
+            case default:
+                fits, kind = is_number(value) or value is default is None, "is no finite number"
+        refuse(not fits, f"{owner}: {name}={value} {kind}")
+        allowed = RANGES[flag].get(name)
+        outside = allowed is not None and value is not None and not allowed.holds(value)
+        refuse(outside, f"--{flag} {name}={value}: it {allowed and allowed.says}")
+    return given

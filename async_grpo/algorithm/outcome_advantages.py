@@ -1,6 +1,6 @@
 """Estimators with one score per sample: s_i, the sum of the sample's unmasked rewards.
 
-They are called through `async_grpo.algorithm.advantages.Estimator`, which keeps the rules that are the same for all. A
+They are called through `ADVANTAGE_ESTIMATORS` of `advantages`, which keeps the rules that are the same for all. A
 function gets the rewards (B, T) in float64, finite, zero where masked; `used` (B, T), how many unmasked tokens of the
 participants each entry stands for (bool, or counts, see `Estimator.per_sample`); and the groups. It returns
 (B, T) or (B, 1). In the formulas n counts the participants of the group, T_i the unmasked tokens of sample i.
@@ -20,7 +20,6 @@ def score(rewards: Tensor) -> Tensor:
 def grpo(rewards: Tensor, used: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     """(s_i - mean) / (std + eps) over the group, std with ddof 1 (Shao et al. 2024, "DeepSeekMath", 4.1.2).
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # mean 1/2, std sqrt(4 * 1/4 / 3) = 0.57735
     >>> ADVANTAGE_ESTIMATORS["grpo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660])
@@ -33,7 +32,6 @@ def dr_grpo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 
     Its expected gradient is (n - 1)/n of the true one: a sample stands in its own baseline.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])
     >>> ADVANTAGE_ESTIMATORS["dr_grpo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 0.5000, -0.5000, -0.5000,  0.5000])
@@ -46,7 +44,6 @@ def rloo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 
     Unbiased: its expected gradient is the true one.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [1.]])  # 1 - (0 + 0 + 1)/3
     >>> ADVANTAGE_ESTIMATORS["rloo"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
@@ -60,7 +57,6 @@ def opo(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 
     The baseline of least variance, if the norm of a sample's gradient grows with its length as its square root.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
     >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]])  # b = 3/4
     >>> ADVANTAGE_ESTIMATORS["opo"](rewards, mask, torch.zeros(2, dtype=int)).tolist()
@@ -74,7 +70,6 @@ def gpg(rewards: Tensor, used: Tensor, groups: Groups) -> Tensor:
 
     B and the number are counted over the participants of the whole batch, so it is batch-coupled.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [0.], [0.]])  # alpha = 4
     >>> ADVANTAGE_ESTIMATORS["gpg"](scores, torch.ones(4, 1), torch.zeros(4, dtype=int)).flatten()
     tensor([ 3., -1., -1., -1.])
@@ -91,7 +86,6 @@ def grpo_passk(
     The gradient of the best of k (Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning"): the others would have scored the same without it. A tie at the top leaves no sample a lead.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [5.], [3.]])
     >>> ADVANTAGE_ESTIMATORS["grpo_passk"](scores, torch.ones(3, 1), torch.zeros(3, dtype=int), normalize=False).flatten()
     tensor([0., 2., 0.])
@@ -114,7 +108,6 @@ def grpo_batch_std(
     what stands above the fraction bar. centred=False takes that of the scores themselves, as Lite PPO (Liu et al. 2025,
     "Tricks or Traps?"). A sample counts once, whatever its length.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> scores = torch.tensor([[1.], [0.], [1.], [1.]])  # centred 1/2 -1/2 0 0: std sqrt(1/6); the scores': 1/2
     >>> estimator = ADVANTAGE_ESTIMATORS["grpo_batch_std"]
     >>> estimator(scores, torch.ones(4, 1), torch.tensor([0, 0, 1, 1])).flatten()
@@ -134,7 +127,6 @@ def reinforce_plus_plus_baseline(rewards: Tensor, used: Tensor, groups: Groups) 
 
     "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization". Batch-coupled.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> rewards = torch.tensor([[0., 0., 1.], [0., 0., 0.]])
     >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0]])  # pool .5 .5 .5 -.5: mean 1/4, variance 1/4
     >>> ADVANTAGE_ESTIMATORS["reinforce_plus_plus_baseline"](rewards, mask, torch.zeros(2, dtype=int))
@@ -157,7 +149,6 @@ def gdpo(
     `rewards` maps a component's name to its (B, T), `weights` to its weight, 1 where not named. Whitened over the tokens
     of the batch. Batch-coupled. ValueError: a weight for no component.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> rewards = {"right": torch.tensor([[1.], [0.], [0.]]), "short": torch.tensor([[0.], [0.], [100.]])}
     >>> gdpo = ADVANTAGE_ESTIMATORS["gdpo"]  # (2 -1 -1)/sqrt(3) - (-1 -1 2)/sqrt(3)/2: 5/2 -1/2 -2, over sqrt(21/4)
     >>> gdpo(rewards, torch.ones(3, 1), torch.zeros(3, dtype=int), weights={"short": -0.5}).flatten()

@@ -20,7 +20,6 @@ NO_VARIANCE = 1e-6  # of the mean square: a smaller difference of two float32 su
 def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma: float = 1.0) -> Tensor:
     """Discounted returns-to-go, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++"). Batch-coupled.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> ADVANTAGE_ESTIMATORS["reinforce_plus_plus"](  # returns 1 2, 1 0: mean 1, variance 2/3
     ...     torch.tensor([[0., 2.], [1., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int), gamma=0.5)
     tensor([[ 0.0000,  1.2247],
@@ -32,7 +31,6 @@ def reinforce_plus_plus(rewards: Tensor, used: Tensor, groups: Groups, *, gamma:
 def remax(rewards: Tensor, used: Tensor, groups: Groups, *, baselines: Tensor) -> Tensor:
     """sum_{u>=t} r_iu - b_i, with the reward b (B,) of the greedy completion (Li et al. 2024, "ReMax"). Unbiased.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> rewards, baselines = torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([.25, .25])
     >>> ADVANTAGE_ESTIMATORS["remax"](rewards, torch.ones(2, 2), torch.zeros(2, dtype=int), baselines=baselines)
     tensor([[ 0.7500,  0.7500],
@@ -74,7 +72,6 @@ def gae(
     `values` (B, T) are the critic's. Where the batch is spread over ranks, whiten with their merged moments instead
     (`statistics.whitened`) and say whiten=False.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> ADVANTAGE_ESTIMATORS["gae"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
     ...     values=torch.tensor([[.5, .75], [.5, .25]]), whiten=False)
     tensor([[ 0.5000,  0.2500],
@@ -130,7 +127,6 @@ def grpo_process(
     if it is not given; the others have z = 0 and stay out of the statistics, or each of them would get -mean / std. A
     group with fewer than two step rewards gets zeros. Steps cost where the mean is positive.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
     >>> rewards = torch.zeros(4, 4).masked_scatter(mask, torch.tensor(sum(steps, [])))
@@ -159,7 +155,6 @@ def prime_rloo(
     which tokens carry a reward, all unmasked ones if not given; `weights` maps names, 1 where not named. Batch-coupled.
     ValueError: a weight or a mask for no source.
 
-    >>> from async_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS
     >>> steps = [.1, .2, .3], [.4, .5], [.2, .1, .2, .1], [.3, .4, .3]
     >>> mask = torch.arange(4) < torch.tensor([len(row) for row in steps])[:, None]
     >>> rewards = torch.zeros(4, 4).masked_scatter(mask, torch.tensor(sum(steps, [])))

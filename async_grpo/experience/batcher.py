@@ -8,7 +8,6 @@ offer:         group -> step -> advantages -> packed micro-batches, when a rank 
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, RunFailed
@@ -29,13 +28,7 @@ from async_grpo.experience.step_metrics import (
 )
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import (
-    Group,
-    Message,
-    SaveRequested,
-    StepEnd,
-    WorkersJoined,
-)
+from async_grpo.types import Group, Message, SaveRequested, StepEnd, WorkersJoined
 
 Queued = Message | asyncio.Task[StepEnd]
 
@@ -85,7 +78,6 @@ class ExperienceBatcher:
         self._admitted = 0  # groups so far
         self._alive: dict[int, Group | UnfinishedGroup] = {}  # by sequence number: what a checkpoint keeps
         self._of_step: dict[int, list[int]] = {}  # sequence numbers, until the weights of that step are live
-        self._next_save: asyncio.TimerHandle | None = None
         self._samples_done = 0  # whose step has ended
 
     async def start(self) -> None:
@@ -95,7 +87,7 @@ class ExperienceBatcher:
             again = self._offer(group) if isinstance(group, Group) else self.rollout(number)
             self._supervise(again, f"the rollout of group {number}")
         self._supervise(self.rollout_loop(), "the rollout loop")
-        self._save_regularly()
+        self._supervise(self._save_regularly(), "the timer of checkpoints")
 
     async def next_message(self, rank: int) -> Message:
         """The next micro-batch of this rank, the end of the step, or word of workers that joined.
@@ -115,7 +107,7 @@ class ExperienceBatcher:
             if not message.done():
                 raise DeadlineExceeded(
                     f"rank {rank} waited {timeout_s:.0f} s (--experience-timeout-s) for step {self.steps.step}: "
-                    f"{self._sequences} sequences are generating, {len(self._tasks)} rollouts are under way: "
+                    f"{self._sequences} sequences are generating, {len(self._tasks)} tasks are under way: "
                     f"{', '.join(sorted(task.get_name() for task in self._tasks)[:3])} ..."
                 )
             return message.result()
@@ -144,11 +136,10 @@ class ExperienceBatcher:
         """Have every rank save, at the same place among its messages, and then end if there is a reason for it."""
         self._put([SaveRequested(end_reason)] * len(self._queues))
 
-    def _save_regularly(self, *, now: bool = False) -> None:
-        if now:
+    async def _save_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.checkpoint_every_s)
             self.request_save()
-        again = partial(self._save_regularly, now=True)
-        self._next_save = asyncio.get_running_loop().call_later(self.config.checkpoint_every_s, again)
 
     def state(self, step: int) -> ExperienceState:
         """What a run that resumes at `step` goes on with; the policy of that step must be live."""
@@ -165,8 +156,6 @@ class ExperienceBatcher:
 
     async def close(self) -> None:
         """Cancel everything that still runs; requests are aborted in the engines."""
-        if self._next_save is not None:
-            self._next_save.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -38,7 +38,8 @@ class Rollouts:
         self.config, self.facts, self._on_change = config, facts, on_change
         self.spans = Spans()
         self.generation, self.verification = generation, verification
-        self.reference, self.proximal = reference, proximal
+        roles = ("reference", reference, "ref_logprobs"), ("proximal", proximal, "proximal_logprobs")
+        self._recomputed = [(role, source, name) for role, source, name in roles if source is not None]
 
     async def group(self, prompt: Prompt, number: int, version: int) -> Group:
         """The group of a prompt, let in under policy `version`, with the greedy completion that some estimators want."""
@@ -85,14 +86,10 @@ class Rollouts:
         """The group with the log-probs of other policies that the loss needs."""
         samples, token_ids = group.samples, [sample.token_ids for sample in group.samples]
         prompt_lengths = [len(group.prompt.token_ids)] * len(token_ids)
-        if self.reference is not None:
-            with self.spans.measure("reference", "logprobs"):
-                found = await self.reference.logprobs(token_ids, prompt_lengths)
-            samples = tuple(replace(s, ref_logprobs=p) for s, p in zip(samples, found, strict=True))
-        if self.proximal is not None:
-            with self.spans.measure("proximal", "logprobs"):
-                found = await self.proximal.logprobs(token_ids, prompt_lengths)
-            samples = tuple(replace(s, proximal_logprobs=p) for s, p in zip(samples, found, strict=True))
+        for role, source, name in self._recomputed:
+            with self.spans.measure(role, "logprobs"):
+                found: list[Any] = await source.logprobs(token_ids, prompt_lengths)
+            samples = tuple(replace(s, **{name: p}) for s, p in zip(samples, found, strict=True))
         return replace(group, samples=samples)
 
     async def evaluate(self, questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,19 +71,17 @@ class Section:
     def __post_init__(self) -> None:
         """Raise ConfigurationError for a value that is out of its range or is none of its choices."""
         for one in dataclasses.fields(self):
-            if (value := getattr(self, one.name)) is not None:
-                _check(f"--{dashed(one.name)}", value, choices_of(one), **one.metadata)
-
-
-def _check(
-    flag: str, value: Any, known: Sequence[str], *, range: Range | None, unbounded: bool, own: bool, **_: Any
-) -> None:
-    unsound = isinstance(value, float) and not math.isfinite(value)
-    refuse(unsound and not (unbounded and math.isinf(value)), f"{flag} {value}: it must be a finite number")
-    refuse(range is not None and not range.holds(value), f"{flag} {range and range.says}, not {value}")
-    if known and value not in known and not (own and is_file(value)):
-        names = f"{', '.join(known)}{nearest(value, known)}"
-        raise ConfigurationError(f"{flag} {value!r} is unknown; known: {names}")
+            flag, value, told = f"--{dashed(one.name)}", getattr(self, one.name), one.metadata
+            if value is None:
+                continue
+            if isinstance(value, float) and not math.isfinite(value):
+                bounds_nothing = told["unbounded"] and math.isinf(value)
+                refuse(not bounds_nothing, f"{flag} {value}: it must be a finite number")
+            if (range := told["range"]) is not None:
+                refuse(not range.holds(value), f"{flag} {range.says}, not {value}")
+            if (known := choices_of(one)) and value not in known and not (told["own"] and is_file(value)):
+                names = f"{', '.join(known)}{nearest(value, known)}"
+                raise ConfigurationError(f"{flag} {value!r} is unknown; known: {names}")
 
 
 def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
@@ -131,26 +129,11 @@ def parse_numbers(text: str, flag: str) -> dict[str, float]:
     """`name=number,...` -> a dict."""
     found = parse_assignments(text, flag)
     for name, value in found.items():
-        refuse(not _is_number(value), f"--{flag} {text!r}: {name}={value} is no finite number")
+        refuse(not is_number(value), f"--{flag} {text!r}: {name}={value} is no finite number")
     return found
 
 
-def typed_options(given: Mapping[str, Any], defaults: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """The options, if each exists and is of the kind that its default is; raises ConfigurationError."""
-    for name, value in given.items():
-        refuse(name not in defaults, f"{owner} has no option {name}; it has {', '.join(defaults) or 'none'}")
-        match defaults[name]:
-            case bool():
-                fits, kind = isinstance(value, bool), "must be true or false"
-            case str():
-                fits, kind = isinstance(value, str), "must be a word"
-            case default:
-                fits, kind = _is_number(value) or value is default is None, "is no finite number"
-        refuse(not fits, f"{owner}: {name}={value} {kind}")
-    return dict(given)
-
-
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
