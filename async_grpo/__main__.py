@@ -15,7 +15,7 @@ from async_grpo.options.command_line import run_command, set_up_logging
 
 
 class Command(NamedTuple):
-    """Where a command lives, and its dataclass of options; without one it parses its arguments itself."""
+    """What a command is for, where it lives, and its dataclass of options; without one it parses its arguments itself."""
 
     help: str
     module: str
@@ -23,68 +23,44 @@ class Command(NamedTuple):
     run: str = "main"
 
 
+HELP = {
+    "run": "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
+    "demo": "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
+    "train": "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.programs.trainer.",
+    "worker": "Run one generation or logprob worker on a Ray cluster that runs already.",
+    "verify": "Try rewards on a file of completions: scores, latencies, failures, disagreements. "
+    "Exit code 1 if a reward failed on any row, 2 if the file or an option is wrong.",
+    "cache": "Show what a verdict cache holds, and prune it.",
+    "doctor": "Try all that can be tried before a run: doctor [run.toml] [options of run]. "
+    "Exit code 2 if one could not work.",
+    "status": "Show what a run does now: steps, pace, who waits for what, rewards, evaluations, alarms.",
+    "why": "Show who holds up a run that stands still, or how a run ended.",
+    "watch": "Show a run on a page for the browser, live and after its end: watch RUN [--port 8765].",
+    "samples": "Look at a run's samples: one page to open in a browser, samples RUN -o samples.html.",
+    "export": "Write the model of a checkpoint in the Hugging Face format.",
+    "eval": "Evaluate a checkpoint or a model on its own: eval PATH --data NAME=FILE --reward-fns countdown.",
+    "replay": "Train again from what a run with --record was trained on: replay RUN [--from-step K] [options].",
+    "plot": "Draw the metrics of runs, or list them: plot FILE..., plot compare|forecast|staleness|timeline|info RUN...",
+}
+PLACES = {  # module, dataclass of options, function
+    "run": ("launch.local_run", "LocalConfig", "run_locally"),
+    "demo": ("launch.demo", "DemoConfig", "demo"),
+    "train": ("programs.trainer", "RunConfig", "run"),
+    "worker": ("programs.worker", "WorkerConfig", "run"),
+    "verify": ("programs.verify", "VerifyConfig", "verify"),
+    "cache": ("programs.cache", "CacheConfig", "inspect_cache"),
+    "doctor": ("programs.doctor", "DoctorConfig", "doctor"),
+    "status": ("programs.status", "StatusConfig", "status"),
+    "why": ("programs.why", "WhyConfig", "why"),
+    "watch": ("programs.watch", "WatchConfig", "watch"),
+    "samples": ("programs.samples", "SamplesConfig", "write_samples_page"),
+    "export": ("programs.export", "ExportConfig", "export"),
+    "eval": ("launch.evaluate", "EvalConfig", "evaluate"),
+    "replay": ("programs.replay",),
+    "plot": ("programs.plot",),
+}
 COMMANDS = {
-    "run": Command(
-        "Start Ray, workers and trainer on this machine, and wait for the end of the run.",
-        *("async_grpo.launch.local_run", "LocalConfig", "run_locally"),
-    ),
-    "demo": Command(
-        "Train the tiny model on countdown tasks and show what it learned. Needs no GPU.",
-        *("async_grpo.launch.demo", "DemoConfig", "demo"),
-    ),
-    "train": Command(
-        "Train on a Ray cluster that runs already, as one rank; several: torchrun -m async_grpo.programs.trainer.",
-        *("async_grpo.programs.trainer", "RunConfig", "run"),
-    ),
-    "worker": Command(
-        "Run one generation or logprob worker on a Ray cluster that runs already.",
-        *("async_grpo.programs.worker", "WorkerConfig", "run"),
-    ),
-    "verify": Command(
-        "Try rewards on a file of completions: scores, latencies, failures, disagreements. Exit code 1 if a reward "
-        "failed on any row, 2 if the file or an option is wrong.",
-        *("async_grpo.programs.verify", "VerifyConfig", "verify"),
-    ),
-    "cache": Command(
-        "Show what a verdict cache holds, and prune it.",
-        *("async_grpo.programs.cache", "CacheConfig", "inspect_cache"),
-    ),
-    "doctor": Command(
-        "Try all that can be tried before a run: doctor [run.toml] [options of run]. Exit code 2 if one could not work.",
-        *("async_grpo.programs.doctor", "DoctorConfig", "doctor"),
-    ),
-    "status": Command(
-        "Show what a run does now: steps, pace, who waits for what, rewards, evaluations, alarms.",
-        *("async_grpo.programs.status", "StatusConfig", "status"),
-    ),
-    "why": Command(
-        "Show who holds up a run that stands still, or how a run ended.",
-        *("async_grpo.programs.why", "WhyConfig", "why"),
-    ),
-    "watch": Command(
-        "Show a run on a page for the browser, live and after its end: watch RUN [--port 8765].",
-        *("async_grpo.programs.watch", "WatchConfig", "watch"),
-    ),
-    "samples": Command(
-        "Look at a run's samples: one page to open in a browser, samples RUN -o samples.html.",
-        *("async_grpo.programs.samples", "SamplesConfig", "write_samples_page"),
-    ),
-    "export": Command(
-        "Write the model of a checkpoint in the Hugging Face format.",
-        *("async_grpo.programs.export", "ExportConfig", "export"),
-    ),
-    "eval": Command(
-        "Evaluate a checkpoint or a model on its own: eval PATH --data NAME=FILE --reward-fns countdown.",
-        *("async_grpo.launch.evaluate", "EvalConfig", "evaluate"),
-    ),
-    "replay": Command(
-        "Train again from what a run with --record was trained on: replay RUN [--from-step K] [options].",
-        "async_grpo.programs.replay",
-    ),
-    "plot": Command(
-        "Draw the metrics of runs, or list them: plot FILE..., plot compare|forecast|staleness|timeline|info RUN...",
-        "async_grpo.programs.plot",
-    ),
+    name: Command(HELP[name], f"async_grpo.{module}", *own) for name, (module, *own) in PLACES.items()
 }
 
 

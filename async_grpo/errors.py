@@ -2,9 +2,7 @@
 
 EXIT_USAGE = 2  # of a program that refuses its settings: the user's mistake
 EXIT_FAILED = 1  # of a program that failed
-EXIT_INTERRUPTED = (
-    75  # of a run that was told to end and saved: the same command goes on (sysexits' EX_TEMPFAIL)
-)
+EXIT_INTERRUPTED = 75  # of a run that was told to end and saved: the same command goes on (EX_TEMPFAIL)
 
 
 class AsyncGrpoError(Exception):

@@ -166,6 +166,11 @@ class Group:
     def oldest_version(self) -> int:
         return min(sample.completion.oldest_version for sample in self.samples)
 
+    @property
+    def rewards(self) -> list[float]:
+        """Of the samples that have one."""
+        return [sample.verdict.reward for sample in self.samples if sample.verdict.reward is not None]
+
 
 @dataclass(frozen=True)
 class MicroBatch:

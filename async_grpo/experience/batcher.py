@@ -90,11 +90,9 @@ class ExperienceBatcher:
         self._supervise(self._save_regularly(), "the timer of checkpoints")
 
     async def next_message(self, rank: int) -> Message:
-        """The next micro-batch of this rank, the end of the step, or word of workers that joined.
+        """What this rank is told next. RunFailed: a task of the batcher failed; carries its error.
 
-        Raises:
-            RunFailed: a task of the batcher failed; carries its error.
-            DeadlineExceeded: nothing came for `experience_timeout_s` seconds.
+        DeadlineExceeded: nothing came for `experience_timeout_s` seconds.
         """
         message = asyncio.ensure_future(self._next_message(rank))
         either: set[asyncio.Future[Any]] = {message, self._failure}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 from async_grpo.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -31,13 +32,10 @@ def load_questions(
 
     The prompt is `input_token_ids` if the row has them, else `messages` (or a list in `prompt`) through the chat
     template, else the text of `input` or `prompt`. The row always gets `input`, the prompt as text.
-
-    Raises:
-        ConfigurationError: with file and line number, for anything that could not be trained on.
+    ConfigurationError: with file and line number, for anything that could not be trained on.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigurationError(f"{path}: there is no such file")
+    refuse(not path.is_file(), f"{path}: there is no such file")
     questions = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -50,23 +48,23 @@ def load_questions(
                 raise ConfigurationError(f"{where}: not JSON ({error})") from error
             try:
                 token_ids = _prompt_tokens(row, tokenizer)
-                if not 0 < len(token_ids) <= max_prompt_tokens:
-                    raise ConfigurationError(
-                        f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
-                        "--max-generation-tokens. Shorten or drop the row"
-                    )
-                if wrong := [i for i in token_ids if not 0 <= i < vocab_size]:
-                    raise ConfigurationError(
-                        f"token id {wrong[0]} is outside the model's vocabulary of {vocab_size}: the file was "
-                        "tokenised for another model"
-                    )
+                refuse(
+                    not 0 < len(token_ids) <= max_prompt_tokens,
+                    f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
+                    "--max-generation-tokens. Shorten or drop the row",
+                )
+                wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+                refuse(
+                    wrong is not None,
+                    f"token id {wrong} is outside the model's vocabulary of {vocab_size}: the file was tokenised for "
+                    "another model",
+                )
             except ConfigurationError as error:
                 raise ConfigurationError(f"{where}: {error}") from error
             if not isinstance(row.get("input"), str):
                 row["input"] = tokenizer.decode(token_ids)
             questions.append(Question(np.asarray(token_ids, np.int32), row, where))
-    if not questions:
-        raise ConfigurationError(f"{path} holds no questions")
+    refuse(not questions, f"{path} holds no questions")
     return questions
 
 
@@ -78,10 +76,10 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
             raise ConfigurationError("input_token_ids must be a list of integers")
         return ids
     if isinstance(messages := row.get("messages", row.get("prompt")), list):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigurationError("a row of messages, but the model's tokenizer has no chat template")
-        if not messages or not all(isinstance(said, dict) and "content" in said for said in messages):
-            raise ConfigurationError("messages must be a list of objects with role and content")
+        has_template = getattr(tokenizer, "chat_template", None)
+        refuse(not has_template, "a row of messages, but the model's tokenizer has no chat template")
+        are_messages = messages and all(isinstance(said, dict) and "content" in said for said in messages)
+        refuse(not are_messages, "messages must be a list of objects with role and content")
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )

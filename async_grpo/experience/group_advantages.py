@@ -14,7 +14,6 @@ from torch import Tensor
 
 from async_grpo.algorithm.advantages import COMPONENTS, TOTAL
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
-from async_grpo.experience.groups import num_scored
 from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
@@ -53,7 +52,7 @@ class GroupAdvantages:
         samples = [sample for group in groups for sample in group.samples]
         batch = RewardTensors(self.config, self.facts, groups, self._by_token())
         # What is left out is left out of every statistic as well: it must not dilute the others' scale
-        enough = [num_scored(group) >= self.config.min_valid_samples for group in groups]
+        enough = [len(group.rewards) >= self.config.min_valid_samples for group in groups]
         teaches = [self.config.zero_variance != "filter" or self.has_signal(group) for group in groups]
         kept = torch.tensor(enough) & torch.tensor(teaches)
         valid = torch.tensor([self._readable(sample) for sample in samples]) & kept[batch.group_ids]

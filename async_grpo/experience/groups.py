@@ -28,14 +28,9 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def num_scored(group: Group) -> int:
-    """How many of its samples have a reward."""
-    return sum(sample.verdict.status is RewardStatus.OK for sample in group.samples)
-
-
 def mean_reward(group: Group, min_valid: int) -> float | None:
     """Of the samples that have one; None if they are fewer than `min_valid` (or none at all)."""
-    rewards = [sample.verdict.reward for sample in group.samples if sample.verdict.reward is not None]
+    rewards = group.rewards
     return sum(rewards) / len(rewards) if len(rewards) >= max(min_valid, 1) else None
 
 

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
 from async_grpo.types import PROMPT_TOKEN, MicroBatch, Sample, dummy_micro_batch
 
 
@@ -15,8 +15,7 @@ class Packer:
     A round takes the longest samples first, each to the rank with least to do of those in which it fits; short ones fill
     the gaps. So the budget is used, the ranks end together, and what waits longer is packed better. A sequence of n
     tokens costs n (1 + n / (12 h)): a layer of hidden size h takes 24 h^2 operations per token for its matrices, 2 h n
-    for its causal attention (Kaplan et al. 2020). Ours, and no library for bin packing: those bound one weight of a bin,
-    here tokens are bounded and costs evened.
+    for its causal attention (Kaplan et al. 2020).
     """
 
     def __init__(self, num_ranks: int, max_tokens: int, hidden_size: int = 1536) -> None:
@@ -28,14 +27,11 @@ class Packer:
         self._tokens = 0  # that wait
 
     def add(self, sample: Sample) -> None:
-        """Keep a sample for a round.
-
-        Raises:
-            ConfigurationError: the sample alone exceeds the token budget of a rank.
-        """
-        if sample.num_tokens > self.max_tokens:
-            limit = f"--max-tokens-per-gpu {self.max_tokens}"
-            raise ConfigurationError(f"a sample of {sample.num_tokens} tokens cannot fit {limit}")
+        """Keep a sample for a round; ConfigurationError: it alone exceeds the token budget of a rank."""
+        limit = f"--max-tokens-per-gpu {self.max_tokens}"
+        refuse(
+            sample.num_tokens > self.max_tokens, f"a sample of {sample.num_tokens} tokens cannot fit {limit}"
+        )
         self._waiting.append(sample)
         self._tokens += sample.num_tokens
 

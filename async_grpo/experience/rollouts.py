@@ -103,21 +103,21 @@ class Rollouts:
         parts = range(0, config.eval_samples, size)
         places = asyncio.Semaphore(len(questions) * len(parts) if config.eval_pinned else max(1, share))
 
-        async def answered(number: int, question: Question, first: int) -> tuple[Sample, ...]:
+        async def answered(prompt: Prompt, first: int) -> tuple[Sample, ...]:
             # Below 0 are the ordinals of no prompt of the training: each part has draws of its own
-            prompt = Prompt(-1 - number - first * len(questions), question.token_ids, question.row)
+            prompt = replace(prompt, ordinal=prompt.ordinal - first * len(questions))
             async with places:
                 count = min(size, config.eval_samples - first)
-                samples = await self._scored(prompt, count, config.sampling, evaluation=True)
-            return tuple(
-                replace(one, completion=replace(one.completion, member=first + place))
-                for place, one in enumerate(samples)
-            )
+                return await self._scored(prompt, count, config.sampling, evaluation=True)
 
         async def group(number: int, question: Question) -> Group:
-            found = await asyncio.gather(*(answered(number, question, first) for first in parts))
             prompt = Prompt(-1 - number, question.token_ids, question.row)
-            return Group(prompt, tuple(chain.from_iterable(found)), 0, -1)
+            found = await asyncio.gather(*(answered(prompt, first) for first in parts))
+            samples = tuple(
+                replace(sample, completion=replace(sample.completion, member=member))
+                for member, sample in enumerate(chain.from_iterable(found))
+            )
+            return Group(prompt, samples, 0, -1)
 
         begun = time.monotonic()
         with self.spans.measure("evaluation", "evaluate"):

@@ -12,7 +12,6 @@ import numpy as np
 
 from async_grpo.errors import RunFailed
 from async_grpo.experience.config import BatchConfig
-from async_grpo.experience.groups import num_scored
 from async_grpo.metrics.alarms import repeated_endings
 from async_grpo.metrics.spans import Interval, union
 from async_grpo.types import Group, RewardStatus, Sample
@@ -65,7 +64,6 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
     staleness = np.concatenate([step - sample.completion.versions for sample in samples])
     ages, tokens = np.unique(staleness, return_counts=True)
     rewards = reward_stats(samples)
-    of_groups = [[s.verdict.reward for s in g.samples if s.verdict.reward is not None] for g in groups]
     return {
         "iteration": step // batch_steps,
         "total_samples_accumulated": total_samples,
@@ -73,8 +71,8 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         "samples_trained": len(trained),
         **rewards,
         "avg_output_tokens": _mean(len(sample.completion) for sample in samples),
-        "avg_max_reward_in_group": _mean(max(found) for found in of_groups if found),
-        "groups_too_small": sum(num_scored(group) < 2 for group in groups),
+        "avg_max_reward_in_group": _mean(max(group.rewards) for group in groups if group.rewards),
+        "groups_too_small": sum(len(group.rewards) < 2 for group in groups),
         "prompts_resampled": sum(group.resampled for group in groups),
         "perc_with_0_advantage": _mean(float(not np.any(sample.advantages)) for sample in trained),
         "perc_truncated_samples": _mean(sample.completion.truncated for sample in samples),

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.errors import WorkerLost
+from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
 from async_grpo.types import WorkerInfo
 
@@ -95,9 +96,8 @@ class WorkerRegistry:
 
     def register(self, info: WorkerInfo) -> None:
         """Let a worker in. It gets no work before `activate`."""
-        if info.max_sequences < 1 or info.max_tokens < 1:
-            offer = f"{info.max_sequences} sequences, {info.max_tokens} tokens"
-            raise ConfigurationError(f"{info.worker_id} offers {offer}")
+        offer = f"{info.worker_id} offers {info.max_sequences} sequences, {info.max_tokens} tokens"
+        refuse(info.max_sequences < 1 or info.max_tokens < 1, offer)
         self.deregister(info.worker_id, "it registered again")
         self._members[info.worker_id] = Member(info)
         self._members_changed()
@@ -161,11 +161,11 @@ class WorkerRegistry:
         return self._active[best] if shares[0, best] <= 1 else None
 
     def _refuse_in_vain(self, sequences: int) -> None:
-        if self._members and sequences > self._largest:
-            raise ConfigurationError(
-                f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {self._largest} "
-                "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question"
-            )
+        refuse(
+            bool(self._members) and sequences > self._largest,
+            f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {self._largest} "
+            "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question",
+        )
         if not self._members and time.monotonic() - self._empty_since >= self.grace_s:
             raise WorkerLost(
                 f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "

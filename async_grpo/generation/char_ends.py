@@ -16,11 +16,8 @@ def char_ends(tokenizer: Any, token_ids: Sequence[int], text: str) -> np.ndarray
     For each t it is the length of what `text` and `decode(token_ids[: t + 1])` have in common at their beginning. So
     a character of several tokens counts from its last token on, and tokens beyond the text (the end token) add nothing.
     Each token is decoded together with the few before it: O(T), while decoding every prefix would be O(T^2). Exact for
-    byte-level tokenizers, whatever the tokens; for others as long as their bytes are valid characters.
-
-    Args:
-        tokenizer: has `decode(ids, skip_special_tokens=...)`.
-        text: the decoded tokens, or a beginning of them.
+    byte-level tokenizers, whatever the tokens; for others as long as their bytes are valid characters. `text`: the decoded
+    tokens, or a beginning of them.
 
     >>> class Bytes:
     ...     def decode(self, ids, skip_special_tokens):

@@ -16,8 +16,7 @@ from async_grpo.weights.config import get_transport
 def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extension: str) -> AsyncEngineArgs:
     """The run's settings, the worker's options, and `--engine-options`.
 
-    Raises:
-        ConfigurationError: the engine has no further argument of that name, or the run says its value.
+    ConfigurationError: the engine has no further argument of that name, or the run says its value.
     """
     own: dict[str, Any] = {
         "model": options.model_path,

@@ -35,8 +35,7 @@ class ShippedModule:
     def load(self) -> ModuleType:
         """Import the text under its name; a module of the same text that is loaded already is returned as it is.
 
-        Raises:
-            ConfigurationError: the text raises on import.
+        ConfigurationError: the text raises on import.
         """
         loaded = sys.modules.get(self.module_name)
         if loaded is not None and getattr(loaded, "__sha256__", None) == self.sha256:
@@ -111,12 +110,8 @@ read_once = cache(SourceFile.read)  # once per process: a file that is edited la
 def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., Entry], flag: str) -> Entry:
     """The entry of that name in a registry, or the user's own that `FILE.py:NAME` names.
 
-    Args:
-        entry: the class of the registry's entries; a function in a file becomes `entry(function)`.
-        flag: the option that the name was given by, for the message.
-
-    Raises:
-        ConfigurationError: there is no such entry, or the file's object cannot be one.
+    `entry`: the class of the registry's entries; a function in a file becomes `entry(function)`. `flag`: the option that
+    the name was given by. ConfigurationError: there is no such entry, or the file's object cannot be one.
 
     >>> find_entry("grop", {"grpo": 1, "rloo": 2}, int, "advantage-estimator")
     Traceback (most recent call last):
@@ -130,10 +125,9 @@ def find_entry(name: str, registry: Mapping[str, Entry], entry: Callable[..., En
     found = read_once(name).object()
     if isinstance(entry, type) and isinstance(found, entry):
         return cast(Entry, found)
-    if not callable(found):
-        kind = type(found).__name__
-        raise ConfigurationError(f"--{flag} {name}: {kind} is neither an entry nor a function")
-    return entry(found)
+    if callable(found):
+        return entry(found)
+    raise ConfigurationError(f"--{flag} {name}: {type(found).__name__} is neither an entry nor a function")
 
 
 def digests(names: Iterable[str]) -> dict[str, str]:
