@@ -23,7 +23,7 @@ from async_grpo.launch import environment
 from async_grpo.launch import plan as quick
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge, broken_judge, serving
-from async_grpo.metrics.console import show_times
+from async_grpo.metrics.console import show_times, waiting
 from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
@@ -158,9 +158,13 @@ def _run(
     if ray is not None:  # the others import their libraries meanwhile
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
         ray_is_up.touch()
-    begun = time.time()
+    begun, first_word = time.time(), f"[{name} "
     try:
-        code = supervisor.wait(trainer)
+        with waiting(
+            "they import their libraries",
+            until=lambda: first_word in trainer.output.read_text(errors="replace"),
+        ):
+            code = supervisor.wait(trainer)
     except KeyboardInterrupt as interrupt:
         if instead:
             raise

@@ -32,13 +32,16 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def waiting(what: str, every_s: float | None = None) -> Iterator[Callable[[], None]]:
-    """Say what is awaited, and every so often for how long so far, until the block ends or what it yields is called."""
+def waiting(
+    what: str, every_s: float | None = None, until: Callable[[], bool] = lambda: False
+) -> Iterator[Callable[[], None]]:
+    """Say what is awaited, and every so often for how long so far: until the block ends, what it yields is called, or
+    `until` says so."""
     begun, over = time.monotonic(), threading.Event()
     interval_s = every_s or (5.0 if os.isatty(1) else 15.0)
 
     def say() -> None:
-        while not over.wait(interval_s):
+        while not over.wait(interval_s) and not until():
             log.info("%s (%.0f s so far)", what, time.monotonic() - begun)
 
     log.info("%s", what)

@@ -40,6 +40,15 @@ def test_what_is_awaited_is_said_at_once_then_with_the_seconds_so_far_and_no_mor
     assert not any(thread.is_alive() for thread in threads) and len(lines) == count
 
 
+def test_what_says_itself_that_it_is_there_is_spoken_of_no_more(said):
+    lines, again = said
+    with waiting("the first word", every_s=0.01, until=again.is_set):
+        for thread in [thread for thread in threading.enumerate() if thread.name == "waiting"]:
+            thread.join(10)
+            assert not thread.is_alive()
+    assert lines == ["the first word", "the first word (0 s so far)"]
+
+
 def test_nothing_is_said_after_what_was_waited_for_failed(said):
     _, again = said
     with pytest.raises(OSError, match="gone"), waiting("engines load", every_s=0.01):
