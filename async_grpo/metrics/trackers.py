@@ -25,7 +25,7 @@ TRACKERS = {
     "trackio": ("trackio",),
     "mlflow": ("mlflow",),
 }
-WAITING_LINES = 1000  # for trackers that are slow; what comes beyond is dropped, and counted
+WAITING_LINES = 1000  # for trackers that are slow; what comes beyond is dropped
 CLOSE_S = 15.0
 Numbers = dict[str, float]
 log = logging.getLogger(__name__)
@@ -34,11 +34,8 @@ log = logging.getLogger(__name__)
 class Tracker(Protocol):
     """One place that metrics go to."""
 
-    def log(self, values: Numbers, step: int) -> None:
-        """The numbers of a step."""
-
-    def finish(self) -> None:
-        """There are no more."""
+    def log(self, values: Numbers, step: int) -> None: ...
+    def finish(self) -> None: ...
 
 
 def parse_trackers(text: str) -> tuple[str, ...]:
@@ -75,7 +72,7 @@ class Trackers:
 
     def __init__(self, make: Mapping[str, Callable[[], Tracker]]) -> None:
         self._lines: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(WAITING_LINES)
-        self._dropped = 0
+        self._is_behind = False
         self._thread = threading.Thread(target=self._run, args=[dict(make)], name="trackers", daemon=True)
         self._thread.start()
 
@@ -84,11 +81,11 @@ class Trackers:
         try:
             self._lines.put_nowait((dict(numbers_of(line)), int(line["step"])))
         except queue.Full:
-            self._dropped += 1
-            if self._dropped == 1:
+            if not self._is_behind:
                 log.error(
                     "the trackers are slower than the run: lines are left out from step %s on", line["step"]
                 )
+            self._is_behind = True
 
     def close(self) -> None:
         """Wait until they have what was logged, `CLOSE_S` at most."""
@@ -99,30 +96,28 @@ class Trackers:
             log.error("the trackers do not answer: what they lack stays in the metrics file")
 
     def _run(self, make: dict[str, Callable[[], Tracker]]) -> None:
-        trackers: dict[str, Tracker] = {}
+        made: dict[str, Tracker] = {}
         for name, maker in make.items():
-            self._try(trackers, name, partial(_make, trackers, name, maker))
+            with self._left_out_if_it_fails(name, made):
+                made[name] = maker()
         while (entry := self._lines.get()) is not None:
-            for name, tracker in list(trackers.items()):
-                self._try(trackers, name, partial(tracker.log, *entry))
-        for name, tracker in list(trackers.items()):
-            self._try(trackers, name, tracker.finish)
+            for name, tracker in list(made.items()):
+                with self._left_out_if_it_fails(name, made):
+                    tracker.log(*entry)
+        for name, tracker in list(made.items()):
+            with self._left_out_if_it_fails(name, made):
+                tracker.finish()
 
-    def _try(self, trackers: dict[str, Tracker], name: str, act: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self, name: str, made: dict[str, Tracker]) -> Iterator[None]:
         try:
-            act()
+            yield
         except (
             Exception
         ) as error:  # of a library that is not ours: whatever it is, the run goes on without it
-            trackers.pop(name, None)
-            why = " ".join(str(error).split())[:300]
-            log.error(
-                "--track %s fails and is left out from here on: %s: %s", name, type(error).__name__, why
-            )
-
-
-def _make(trackers: dict[str, Tracker], name: str, maker: Callable[[], Tracker]) -> None:
-    trackers[name] = maker()
+            made.pop(name, None)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            log.error("--track %s fails and is left out from here on: %s", name, why)
 
 
 def trackers_of(
@@ -133,7 +128,7 @@ def trackers_of(
         name: partial(_accelerate_tracker, name, folder, run_name, options) for name in names
     }
     if prometheus_port is not None:
-        make["prometheus"] = lambda: PrometheusPage(prometheus_port)
+        make["prometheus"] = partial(PrometheusPage, prometheus_port)
     return Trackers(make)
 
 
@@ -160,17 +155,15 @@ class PrometheusPage:
     def __init__(self, port: int) -> None:
         import prometheus_client
 
-        self._registry = prometheus_client.CollectorRegistry()
-        self._make, self._gauges = prometheus_client.Gauge, dict[str, Any]()
-        server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
-        self._server = server
-        log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", server.server_port)
+        self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
+        self._make = partial(prometheus_client.Gauge, registry=self._registry)
+        self._server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self._server.server_port)
 
     def log(self, values: Numbers, step: int) -> None:
         for key, value in values.items():
             name = "async_grpo_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
-            if name not in self._gauges:
-                self._gauges[name] = self._make(name, key, registry=self._registry)
+            self._gauges[name] = self._gauges.get(name) or self._make(name, key)
             self._gauges[name].set(value)
 
     def finish(self) -> None:
