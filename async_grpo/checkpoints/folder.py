@@ -140,15 +140,16 @@ def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def named(folder: Path) -> tuple[Path, Manifest]:
-    """A checkpoint that is named by its own folder, or by its run's: the newest. ConfigurationError: it is not whole."""
+def named(folder: Path, flag: str = "", others: str = "") -> tuple[Path, Manifest]:
+    """A checkpoint that is named by its own folder, or by its run's: the newest. ConfigurationError: it is not whole;
+    `others`: what else may be named."""
     if not (folder / "checkpoints").is_dir():
         try:
             return folder, verify(folder)
         except CheckpointBroken as error:
-            raise ConfigurationError(f"{error}: name another checkpoint") from error
+            raise ConfigurationError(f"{flag}{error}: name another checkpoint{others}") from error
     if (found := newest(folder)) is None:
-        raise ConfigurationError(f"{folder}: no checkpoint there is whole")
+        raise ConfigurationError(f"{flag}{folder}: no checkpoint there is whole")
     return found
 
 

@@ -50,7 +50,7 @@ def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
     if config.resume == "never":
         return None
     if config.resume != "auto":
-        found = _continued(config) or named(Path(config.resume))
+        found = _continued(config) or named(Path(config.resume), "--resume ", ", auto or never")
     elif (own := newest(config.output_path)) is not None:
         found = own
     else:
