@@ -136,7 +136,6 @@ def aggregate_loss(
     if aggregation.unit is None:
         return total
     given = {"tokens": global_tokens, "sequences": global_sequences, "groups": global_groups}
-    count = given[aggregation.unit]
-    if count is None:
+    if (count := given[aggregation.unit]) is None:
         count = count_units(mask, ids, group_tokens)[aggregation.unit]
     return (total / (count + (count == 0))).to(loss.dtype)

@@ -14,7 +14,6 @@ from async_grpo.errors import DeadlineExceeded, RunFailed
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.experience.groups import mean_reward, wants_refill, with_group_mean
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.rollouts import Rollouts
 from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
@@ -172,16 +171,15 @@ class ExperienceBatcher:
             admitted = self._alive[number]
             group = await self.rollouts.group(admitted.prompt, number, self.budget.live_version)
             group = replace(group, resampled=admitted.resampled)
-            reward, above = mean_reward(group, self.config.min_valid_samples), self.config.retire_solved_above
+            reward, above = self.advantages.mean_reward(group), self.config.retire_solved_above
             if above is not None and reward is not None and reward >= above:
                 self.cursor.retire(group.prompt)
             teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
-            fits = teaches and not wants_refill(group, self.facts.failure_policies)
+            fits = teaches and not self.advantages.wants_refill(group)
             if fits or group.resampled == self.config.max_resamples:
                 break
             self._alive[number] = UnfinishedGroup(next(self.cursor), group.resampled + 1)
-        group = with_group_mean(group, self.facts.failure_policies, self.config.min_valid_samples)
-        group = await self.rollouts.add_logprobs(group)
+        group = await self.rollouts.add_logprobs(self.advantages.with_group_mean(group))
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
 

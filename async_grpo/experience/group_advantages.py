@@ -1,6 +1,8 @@
 """Verdicts -> advantages: what each sample of a group is worth, and which of its tokens are trained on.
 
-The verdicts themselves stay as they are, and are logged; what changes a reward on its way stands in `RewardTensors`.
+A reward that could not be had is no silent zero. By the adapter that failed (`--on-reward-failure`) it masks its sample
+(the default), `group_mean` gives the sample the mean reward of its group, and `refill` drops the group for another prompt
+(a constant is the combination's matter). What changes a reward on its way to an estimator stands in `RewardTensors`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
+LOST = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
+
 
 class GroupAdvantages:
     """How a run's verdicts become advantages.
@@ -30,6 +34,30 @@ class GroupAdvantages:
         # Whether a group need not wait for the others. A critic's advantages are computed by the trainer, over its whole
         # step; the samples carry token rewards there.
         self.group_local = self.entry.group_local or self.entry.needs_critic
+
+    def mean_reward(self, group: Group) -> float | None:
+        """Of the samples that have one; None if they are too few (`--min-valid-samples`)."""
+        rewards = group.rewards
+        return sum(rewards) / len(rewards) if len(rewards) >= max(self.config.min_valid_samples, 1) else None
+
+    def wants_refill(self, group: Group) -> bool:
+        """Whether one of its failures asks for another group in its place."""
+        verdicts = [group.baseline, *(sample.verdict for sample in group.samples)]
+        return any("refill" in self._asked_for(verdict) for verdict in verdicts if verdict is not None)
+
+    def with_group_mean(self, group: Group) -> Group:
+        """The group with its mean reward where all failures of a sample ask for it."""
+        mean, samples = self.mean_reward(group), []
+        for sample in group.samples:
+            verdict, asked_for = sample.verdict, self._asked_for(sample.verdict)
+            if asked_for == {"group_mean"} and verdict.status in LOST and mean is not None:
+                verdict = Verdict(RewardStatus.OK, mean, verdict.results, filled=True)
+            samples.append(replace(sample, verdict=verdict))
+        return replace(group, samples=tuple(samples))
+
+    def _asked_for(self, verdict: Verdict) -> set[str | None]:
+        """What `--on-reward-failure` says of each adapter that failed."""
+        return {self.facts.failure_policies.get(one.adapter) for one in verdict.results if one.status in LOST}
 
     def has_signal(self, group: Group) -> bool:
         """Whether the estimator finds a difference in the group, or to the greedy completion."""

@@ -11,11 +11,25 @@ from typing import Any
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.evaluation import evaluation_stats
-from async_grpo.experience.groups import reward_sample
 from async_grpo.experience.step_metrics import readable_samples
 from async_grpo.metrics.spans import Spans
 from async_grpo.protocols import Generation, Logprobs, Verification
 from async_grpo.types import GREEDY, Completion, Group, Prompt, Sample, Sampling
+
+
+def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    """What a reward adapter receives: every column of the row, and the completion."""
+    sample = {
+        **{key: value for key, value in prompt.row.items() if key != "input_token_ids"},
+        "completion": completion.text,
+        "sample_text": prompt.row["input"] + completion.text,
+        "completion_token_ids": completion.token_ids.tolist(),
+        "truncated": completion.truncated,
+        "group_id": prompt.ordinal,
+    }
+    if completion.char_ends is not None:
+        sample["completion_char_ends"] = completion.char_ends.tolist()
+    return sample
 
 
 class Rollouts:

@@ -130,8 +130,12 @@ class StepAssembler:
 
     def _train_placed(self) -> list[Event]:
         self._placed.sort(key=lambda group: group.sequence_number)
-        for placed in self._placed:
-            self._assert_fresh(placed)
+        for group in self._placed:
+            if not 0 <= self.step - group.oldest_version <= self.max_staleness:
+                raise StalenessViolated(
+                    f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of "
+                    f"version {group.oldest_version}, but step {self.step} allows {self.max_staleness} steps of staleness"
+                )
         ready, self._placed = self.advantages(self._placed, self.step), []
         self._taken += ready
         for sample in (sample for group in ready for sample in group.samples):
@@ -143,11 +147,3 @@ class StepAssembler:
             self.step, self._taken = self.step + 1, []
             self._ahead = [due for due in self._ahead if due > self.step]
         return events
-
-    def _assert_fresh(self, group: Group) -> None:
-        age = self.step - group.oldest_version
-        if not 0 <= age <= self.max_staleness:
-            raise StalenessViolated(
-                f"group {group.sequence_number} (admitted under version {group.admitted_version}) holds a token of version "
-                f"{group.oldest_version}, but step {self.step} allows {self.max_staleness} steps of staleness"
-            )

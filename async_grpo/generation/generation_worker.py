@@ -91,11 +91,8 @@ class GenerationWorker:
     ) -> AsyncGenerator[Completion]:
         """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
         token_ids, sampling = prompt_token_ids.tolist(), sampling or Sampling()
-        params = (self._sampling_params(len(token_ids), sampling, seed) for seed in seeds.values())
-        requests = [
-            asyncio.ensure_future(self._complete(token_ids, one, member))
-            for member, one in zip(seeds, params, strict=True)
-        ]
+        of_each = {m: self._sampling_params(len(token_ids), sampling, seed) for m, seed in seeds.items()}
+        requests = [asyncio.ensure_future(self._complete(token_ids, *one)) for one in of_each.items()]
         try:
             for request in asyncio.as_completed(requests):
                 yield await request
@@ -104,7 +101,7 @@ class GenerationWorker:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _complete(self, token_ids: list[int], params: SamplingParams, member: int) -> Completion:
+    async def _complete(self, token_ids: list[int], member: int, params: SamplingParams) -> Completion:
         self._check_fit()
         # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
         # takes other forms of prompts through a thread, and a pause could come between.
@@ -160,14 +157,13 @@ class GenerationWorker:
         assert isinstance(flat, FlatLogprobs) and len(flat) == len(token_ids), type(flat)
         stopped = output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
-        ends = char_ends(self.tokenizer, output.token_ids, text) if self.settings.char_ends else None
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray(flat.logprobs, np.float32)[flat.start_indices],  # the first of each position
             versions=_versions(output),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
-            char_ends=ends,
+            char_ends=char_ends(self.tokenizer, output.token_ids, text) if self.settings.char_ends else None,
             member=member,
         )
 
@@ -243,7 +239,7 @@ class GenerationWorker:
         )
         final = await self._last_output(tokens_input(token_ids.tolist()), params)
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
-        return np.asarray([0.0] + [step[token].logprob for step, token in steps], np.float32)
+        return np.asarray([0.0, *(step[token].logprob for step, token in steps)], np.float32)
 
     async def until_failure(self, every_s: float = 1.0) -> str:
         """See `Engine`; it finds a death that no request would meet."""

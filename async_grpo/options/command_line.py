@@ -60,9 +60,8 @@ def run_command(
         known = {option for group in parser._actions for option in group.option_strings}
         for word in [*stored, *arguments]:  # before argparse, which first asks for what is missing
             name = word.partition("=")[0]
-            refuse(
-                name[:2] == "--" and name not in known, f"{name} is no option{nearest(name, sorted(known))}"
-            )
+            if name[:2] == "--" and name not in known:
+                raise ConfigurationError(f"{name} is no option{nearest(name, sorted(known))}")
         found, unknown = parser.parse_known_args([*stored, *arguments])
         refuse(bool(unknown), f"{' '.join(unknown)} is no option, and no value of one")
         run(make({field.name: field.default for field in fields} | vars(found), vars(found).keys()))
@@ -178,8 +177,8 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:  # ValueError: what both parsers raise
         raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"--config {path} holds no table of options, but a {type(content).__name__}")
+    kind = type(content).__name__
+    refuse(not isinstance(content, dict), f"--config {path} holds no table of options, but a {kind}")
     known, arguments = {field.name: field for field in fields}, []
     for key, value in content.items():
         if (name := field_name(key, fields)) not in known:
@@ -196,13 +195,12 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
 
 
 def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None:
-    """One readable line per event on stderr, in a file whole lines with a date; `more` handlers get the same events. No
-    secret is among them.
+    """One readable line per event on stderr, without secrets, with a date in a file; `more` handlers get the same events.
 
     ConfigurationError: an unknown level.
     """
-    if level.upper() not in logging.getLevelNamesMapping():
-        raise ConfigurationError(f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")
+    unknown = level.upper() not in logging.getLevelNamesMapping()
+    refuse(unknown, f"--logging-level {level!r}: use DEBUG, INFO, WARNING or ERROR")
     shown: logging.Handler = logging.StreamHandler()
     form = f"%(asctime)s %(levelname)s {prefix}%(message)s"
     if sys.stderr.isatty():

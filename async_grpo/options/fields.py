@@ -85,14 +85,13 @@ class Section:
 
 
 def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
-    """The names that an option may have; () where it is free."""
-    choices = one.metadata["choices"]
-    return _registry_names(choices) if isinstance(choices, str) else choices
+    """The names that an option may have; () where it is free.
 
-
-def _registry_names(reference: str) -> tuple[str, ...]:
-    """The keys of the registry `module:DICT`. A module that is not imported yet is read, not run: it may need torch."""
-    module, _, name = reference.partition(":")
+    Of a registry, `module:DICT`, its keys. A module that is not imported yet is read, not run: it may need torch.
+    """
+    if not isinstance(choices := one.metadata["choices"], str):
+        return choices
+    module, _, name = choices.partition(":")
     if module in sys.modules and hasattr(sys.modules[module], name):
         return tuple(getattr(sys.modules[module], name))
     spec = importlib.util.find_spec(module)
@@ -100,7 +99,7 @@ def _registry_names(reference: str) -> tuple[str, ...]:
     body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
     tables = {ast.unparse(node.target): node.value for node in body if isinstance(node, ast.AnnAssign)}
     table = tables[name]
-    assert isinstance(table, ast.Dict), f"{reference} is no table of names"
+    assert isinstance(table, ast.Dict), f"{choices} is no table of names"
     return tuple(str(key.value) for key in table.keys if isinstance(key, ast.Constant))
 
 

@@ -13,7 +13,6 @@ from async_grpo.config.rewards import ResolvedRewards
 from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.group_advantages import GroupAdvantages
-from async_grpo.experience.groups import with_group_mean
 from async_grpo.experience.packing import Packer
 from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
@@ -280,7 +279,7 @@ def test_a_group_with_fewer_rewards_than_asked_for_is_left_out():
 def test_the_mean_of_the_group_stands_in_only_if_every_failure_asks_for_it(culprits, policies, filled):
     lost = Verdict(FAILED, None, tuple(AdapterResult(name, FAILED) for name in culprits))
     three = group(sample(3, 1.0), sample(3, 3.0), replace(sample(3), verdict=lost))
-    changed = with_group_mean(three, policies, 2).samples[2].verdict
+    changed = rule(RunFacts(failure_policies=policies)).with_group_mean(three).samples[2].verdict
     assert changed.reward == filled and changed.filled == (filled is not None)
 
 
