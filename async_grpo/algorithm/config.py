@@ -41,8 +41,8 @@ RANGES = {  # of the options of that name, whichever estimator or loss has them;
 
 _algorithm = partial(option, panel="Algorithm")
 _registered = partial(_algorithm, own=True, everyday=True)
-off_policy_option = partial(option, panel="Off-policy correction")
-group_option = partial(option, panel="Groups")
+off_policy = partial(option, panel="Off-policy correction")
+on_groups = partial(option, panel="Groups")
 _critic = partial(option, panel="Critic")
 _generation = partial(option, panel="Generation", range=POSITIVE, everyday=True)
 
@@ -93,41 +93,35 @@ class AlgorithmConfig(Section):
     )
     kl_in_reward: bool = _algorithm(False, "Take the KL off the reward instead of adding it to the loss.")
 
-    old_policy: str = off_policy_option(
+    old_policy: str = off_policy(
         "behaviour",
         "What the ratio is taken against: behaviour (the engine), proximal (a logprob worker) or current (ratio 1).",
         choices=("behaviour", "proximal", "current"),
     )
-    importance_level: str = off_policy_option(
+    importance_level: str = off_policy(
         "none", "Importance weights current (or proximal) / engine.", choices=("none", "token", "sequence")
     )
-    importance_mode: str = off_policy_option(
+    importance_mode: str = off_policy(
         "truncate", "truncate (TIS) or mask (IcePop).", choices=("truncate", "mask")
     )
-    importance_low: float | None = off_policy_option(None, "Lowest weight.", range=NOT_NEGATIVE)
-    importance_high: float = off_policy_option(
-        2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True
-    )
-    importance_normalize: bool = off_policy_option(False, "Divide the weights by their mean over the step.")
-    rejection_statistic: str | None = off_policy_option(
+    importance_low: float | None = off_policy(None, "Lowest weight.", range=NOT_NEGATIVE)
+    importance_high: float = off_policy(2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True)
+    importance_normalize: bool = off_policy(False, "Divide the weights by their mean over the step.")
+    rejection_statistic: str | None = off_policy(
         None, "Leave tokens or sequences out of the loss by this mismatch.", choices=REJECTION_STATISTICS
     )
-    rejection_low: float | None = off_policy_option(None, "Lowest accepted value.", unbounded=True)
-    rejection_high: float | None = off_policy_option(None, "Highest accepted value.", unbounded=True)
-    float32_head: bool = off_policy_option(
-        False, "Engines compute logits in float32, as the trainer always does."
-    )
-    top_p: float = off_policy_option(
-        1.0, "Refused unless 1: engine log-probs would be those of another policy."
-    )
-    top_k: int = off_policy_option(0, "Refused unless 0, for the same reason.")
+    rejection_low: float | None = off_policy(None, "Lowest accepted value.", unbounded=True)
+    rejection_high: float | None = off_policy(None, "Highest accepted value.", unbounded=True)
+    float32_head: bool = off_policy(False, "Engines compute logits in float32, as the trainer always does.")
+    top_p: float = off_policy(1.0, "Refused unless 1: engine log-probs would be those of another policy.")
+    top_k: int = off_policy(0, "Refused unless 0, for the same reason.")
 
-    overlong_buffer: float = group_option(
+    overlong_buffer: float = on_groups(
         0.0,
         "Share of the longest possible completion, at its end, in which length costs reward.",
         range=SHARE,
     )
-    overlong_penalty: float = group_option(1.0, "What the longest completion loses.", range=POSITIVE)
+    overlong_penalty: float = on_groups(1.0, "What the longest completion loses.", range=POSITIVE)
 
     critic_coef: float = _critic(0.5, "Weight of the value loss (estimator gae).", range=NOT_NEGATIVE)
     critic_clip: float = _critic(

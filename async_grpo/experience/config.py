@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from async_grpo.algorithm.config import AlgorithmConfig, group_option, off_policy_option
+from async_grpo.algorithm.config import AlgorithmConfig, off_policy, on_groups
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -47,7 +47,7 @@ class BatchConfig(AlgorithmConfig):
         "Batches",
         range=POSITIVE,
     )
-    max_token_staleness: int | None = off_policy_option(
+    max_token_staleness: int | None = off_policy(
         None, "Leave tokens of policies older than this out of the loss.", range=NOT_NEGATIVE
     )
     scheduling: str = option(
@@ -67,27 +67,27 @@ class BatchConfig(AlgorithmConfig):
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
     )
 
-    deterministic: bool = group_option(
+    deterministic: bool = on_groups(
         False,
         "Train a step once it is whole, in order of admission: the same samples then make the same bits.",
     )
     checkpoint_every_s: float = option(
         600.0, "Save what a resumed run needs every so many seconds.", "Output", range=POSITIVE
     )
-    mask_truncated: bool = group_option(True, "Leave truncated completions out of the loss.")
-    zero_variance: str = group_option(
+    mask_truncated: bool = on_groups(True, "Leave truncated completions out of the loss.")
+    zero_variance: str = on_groups(
         "keep",
         "Groups of equal rewards: keep, filter (out of the loss) or resample (another prompt).",
         choices=("keep", "filter", "resample"),
     )
-    max_resamples: int = group_option(
+    max_resamples: int = on_groups(
         8, "Prompts that may replace one without signal; then its group is taken.", range=NOT_NEGATIVE
     )
-    retire_solved_above: float | None = group_option(
+    retire_solved_above: float | None = on_groups(
         None, "Draw a question no more once a group's mean reward reached this.", was="no_positive_resampling"
     )
-    min_valid_samples: int = group_option(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
-    truncation_alarm: float = group_option(
+    min_valid_samples: int = on_groups(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
+    truncation_alarm: float = on_groups(
         0.5, "Warn when more than this share of a step is truncated.", range=SHARE
     )
     failure_alarm: float = option(
