@@ -3,6 +3,7 @@
 Ours is what belongs to a checkpoint; torch's distributed checkpoints shard, stage, write and reshard it, as safetensors.
 """
 
+import itertools
 import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 
+FILES, FILE_BYTES = 16, 64 << 20  # of a rank, at most, and from which size on there are several
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
 SaveExperience = Callable[[Path, int], Callable[[], Any]]  # folder, step -> what waits until it is written
 
@@ -89,8 +91,10 @@ class Checkpointer:
             versions=versions(),
             ended=end_reason,
         )
-        writer = dcp.HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
-        copied = dcp.async_save(dict(self._tensors()), storage_writer=writer, process_group=self._group)
+        tensors = dict(self._tensors())
+        told = {"fqn_to_index_mapping": self._files(tensors), "save_distributed": True}
+        writer = dcp.HuggingFaceStorageWriter(str(partial / "training"), **told)
+        copied = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
         assert isinstance(copied, Future)
         self._writing = self._thread.submit(self._complete, copied, experience, partial, manifest)
 
@@ -103,7 +107,8 @@ class Checkpointer:
                 experience()
             if not self._ranks.is_main:
                 return
-            found = len(list((partial / "training").glob("*.safetensors")))
+            files = (partial / "training").glob("*.safetensors")
+            found = len({file.name.partition("-model-")[0] for file in files})
             if found < manifest.world_size:
                 raise OSError(
                     f"{partial} holds the shards of {found} ranks, not of {manifest.world_size}: --output-dir must be "
@@ -115,6 +120,17 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         prune(self._output_dir, self._keep, self._stay())
+
+    def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Which file of a rank each tensor goes into, by name, of all ranks: a file is made in memory, beside the copy."""
+        names = [
+            *tensors,
+            *(f"random.{kind}.{rank}" for kind in ("cpu", "cuda") for rank in range(self._ranks.world_size)),
+        ]
+        sizes = [tensors[name].nbytes if name in tensors else 0 for name in names]
+        count = max(1, min(FILES, sum(sizes) // FILE_BYTES))
+        ends = itertools.accumulate(sizes)
+        return {name: 1 + count * (end - 1) // sum(sizes) for name, end in zip(names, ends, strict=True)}
 
     def wait(self) -> bool:
         """Until what is being written is whole, for all ranks; False: it cannot be, and the log says why.

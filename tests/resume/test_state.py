@@ -20,7 +20,8 @@ from async_grpo.checkpoints.folder import checkpoints_of, newest, verify
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.state import ExperienceState, UnfinishedGroup
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.training.checkpoint import Checkpointer
+from async_grpo.training import checkpoint
+from async_grpo.training.checkpoint import FILES, Checkpointer
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
@@ -148,6 +149,7 @@ def gradients(policy, ranks) -> dict[str, torch.Tensor]:
 
 
 def save_by_ranks(ranks, folder):
+    checkpoint.FILE_BYTES = 1000  # so that a rank has several files, as with a large model
     return trained(ranks, folder, 5, resume=False)
 
 
@@ -164,7 +166,9 @@ def test_optimizer_schedule_weights_and_gradients_go_on_whatever_the_ranks(tmp_p
     else:
         on_two_ranks(save_by_ranks, tmp_path, world_size=saves)
         found, found_gradients = trained(ranks, tmp_path, 9, resume=True)
-    assert verify(newest(tmp_path)[0]).world_size == saves
+    folder, _ = newest(tmp_path)
+    assert verify(folder).world_size == saves
+    assert len(list((folder / "training").glob("*.safetensors"))) == saves * (FILES if saves == 2 else 1)
     # The last elements of a shard are computed one by one, the others in vectors: a third ends elsewhere than a half
     rtol, atol = (0.0, 0.0) if resumes == 1 else (1e-6, 1e-7)
     for name, value in expected.items():
