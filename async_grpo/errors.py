@@ -8,9 +8,13 @@ EXIT_INTERRUPTED = 75  # of a run that was told to end and saved: the same comma
 class AsyncGrpoError(Exception):
     """Base of all errors raised on purpose by this library."""
 
+    exit_code = EXIT_FAILED
+
 
 class ConfigurationError(AsyncGrpoError, ValueError):
-    """A setting or an input file cannot work: exit code 2. The message names the values and the way out."""
+    """A setting or an input file cannot work. The message names the values and the way out."""
+
+    exit_code = EXIT_USAGE
 
 
 class WorkerLost(AsyncGrpoError, RuntimeError):
@@ -38,7 +42,9 @@ class CheckpointBroken(AsyncGrpoError, ValueError):
 
 
 class RunInterrupted(AsyncGrpoError, RuntimeError):
-    """The run was told to end before its time; its checkpoint is saved: exit code 75."""
+    """The run was told to end before its time; its checkpoint is saved."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class RunFailed(AsyncGrpoError, RuntimeError):

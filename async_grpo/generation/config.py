@@ -3,10 +3,10 @@
 import dataclasses
 import os
 from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Self
 
-from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -14,6 +14,7 @@ from async_grpo.options.fields import (
     Section,
     option,
     parse_assignments,
+    refuse,
     required,
 )
 from async_grpo.options.source_file import absolute, find_entry
@@ -43,10 +44,8 @@ def engine_class(name: str) -> type[Engine]:
     found: Any = find_entry(name, ENGINES, lambda own: own, "engine")
     if isinstance(found, str):
         found = resolve_name(found)
-    if missing := [method for method in _METHODS if not callable(getattr(found, method, None))]:
-        raise ConfigurationError(
-            f"--engine {name}: lacks {', '.join(missing)} (see async_grpo.protocols.Engine)"
-        )
+    missing = ", ".join(method for method in _METHODS if not callable(getattr(found, method, None)))
+    refuse(bool(missing), f"--engine {name}: lacks {missing} (see async_grpo.protocols.Engine)")
     return found
 
 
@@ -62,41 +61,35 @@ def cpu_kv_cache() -> int:
     return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
 
 
+_engine = partial(option, panel="Engine")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Section):
     """How each engine runs, whatever model it serves."""
 
-    engine: str = option(
+    engine: str = _engine(
         "vllm",
         "Which inference engine, or FILE.py:NAME of a class of your own.",
-        "Engine",
         choices="async_grpo.generation.config:ENGINES",
         own=True,
     )
-
-    max_num_seqs: int | None = option(
+    max_num_seqs: int | None = _engine(
         None,
         "Sequences each engine decodes at once; by default as many as the run has in flight and its memory holds.",
-        "Engine",
         range=POSITIVE,
         everyday=True,
     )
-    overhead_seqs: int = option(
-        16, "Further sequences admitted, so that the engine never runs dry.", "Engine", range=NOT_NEGATIVE
+    overhead_seqs: int = _engine(
+        16, "Further sequences admitted, so that the engine never runs dry.", range=NOT_NEGATIVE
     )
-    tensor_parallel_size: int = option(
-        1, "GPUs of each generation worker.", "Engine", range=POSITIVE, everyday=True
+    tensor_parallel_size: int = _engine(1, "GPUs of each generation worker.", range=POSITIVE, everyday=True)
+    gpu_memory_utilization: float = _engine(
+        0.9, "Share of each GPU's memory that the engine may take.", range=POSITIVE_SHARE
     )
-    gpu_memory_utilization: float = option(
-        0.9, "Share of each GPU's memory that the engine may take.", "Engine", range=POSITIVE_SHARE
-    )
-    enable_prefix_caching: bool = option(True, "Share the prompt's KV cache within a group.", "Engine")
-    enforce_eager: bool = option(
-        False, "Do not compile the engine's model: starts faster, runs slower.", "Engine"
-    )
-    engine_options: str = option(
-        "", "Further arguments of vLLM's engine: kv_cache_dtype=fp8,block_size=32.", "Engine"
-    )
+    enable_prefix_caching: bool = _engine(True, "Share the prompt's KV cache within a group.")
+    enforce_eager: bool = _engine(False, "Do not compile the engine's model: starts faster, runs slower.")
+    engine_options: str = _engine("", "Further arguments of vLLM's engine: kv_cache_dtype=fp8,block_size=32.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,9 +116,7 @@ class EngineConfig(EngineOptions):
     """What one engine is started with."""
 
     model_path: str = required(
-        "Hugging Face folder of the model; must be the trainer's.",
-        everyday=True,
-        also="model_name_or_path",
+        "Hugging Face folder of the model; must be the trainer's.", everyday=True, also="model_name_or_path"
     )
 
     def with_sequences(self, settings: SharedRunSettings) -> Self:

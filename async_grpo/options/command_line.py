@@ -17,14 +17,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.logging import RichHandler
 
-from async_grpo.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    AsyncGrpoError,
-    ConfigurationError,
-    RunInterrupted,
-)
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import choices_of, dashed, nearest, refuse
 from async_grpo.options.redaction import redact_logs, redacted
 
@@ -45,7 +38,7 @@ def run_command(
 ) -> None:
     """Parse the command line into `config_class`, call `run` with it, and exit.
 
-    Exit codes: 0, 2 for a `ConfigurationError` (or a usage error), 1 for every other error of the library, in one line.
+    Exit codes: 0, that of an error of the library, which is told in one line, and 2 for a usage error.
 
     Args:
         retired: option name (with underscores) -> what replaced it. All of them took a value.
@@ -67,8 +60,7 @@ def run_command(
         run(make({field.name: field.default for field in fields} | vars(found), vars(found).keys()))
     except AsyncGrpoError as error:
         print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
-        codes = {ConfigurationError: EXIT_USAGE, RunInterrupted: EXIT_INTERRUPTED}
-        raise SystemExit(codes.get(type(error), EXIT_FAILED)) from error
+        raise SystemExit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
         raise SystemExit(130) from interrupt
     raise SystemExit(0)
