@@ -2,25 +2,31 @@
 
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from async_grpo.checkpoints.folder import MANIFEST, checkpoints_of, read
-from async_grpo.config.run import MemberConfig
+from async_grpo.config.run import MemberConfig, RunConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge
 from async_grpo.launch.local_run import LocalConfig, check, parameters, start
-from async_grpo.metrics.writer import claim
+from async_grpo.metrics.console import means_of, waiting
+from async_grpo.metrics.writer import ConsoleHandler, claim
+from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, refuse, required
 from async_grpo.programs.export import ExportConfig, export
 
 AT_ONCE = 1024  # completions, if the engines hold so many
 DAYS_S = 7 * 86_400.0
+RESULTS_FILE = "eval_results.jsonl"
 # Of a checkpoint's run, beside what is an option here
 OF_THE_RUN = "temperature max_generation_tokens infinite_sampler_seed dtype float32_head advantage_estimator"
 
@@ -87,7 +93,7 @@ def evaluate(config: EvalConfig) -> None:
         run = config.as_run(model)
         check(run)
         claim(run.output_path)
-        program = [sys.executable, "-m", "async_grpo.programs.evaluator", parameters(run)]
+        program = [sys.executable, "-m", "async_grpo.launch.evaluate", parameters(run)]
         start(run, [*program, f"--evaluated={config.path}", f"--step={step}"])
 
 
@@ -98,3 +104,50 @@ def _options_of(folder: Path) -> dict[str, Any]:
     except CheckpointBroken:
         return {}
     return found | {"reward_fns": ",".join(found["reward_fns"])}  # kept as a list
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorConfig(RunConfig):
+    """Of the program that asks the engines and scores: a run's options, of which those of the training are idle."""
+
+    evaluated: str = option("", "What the results say is evaluated.")
+    step: int = option(0, "The policy version of its weights.")
+
+
+def ask_and_score(config: EvaluatorConfig) -> None:
+    """Evaluate on every file; show what was found, and write it down."""
+    set_up_logging(config.logging_level, "[evaluator] ", ConsoleHandler())
+    # Heavy imports only once the options are known to be good
+    from async_grpo.cluster.ray_session import answer, connect
+    from async_grpo.cluster.remote_experience import start_batcher, write_evaluation
+    from async_grpo.cluster.trainer_rank import await_workers, close_run, open_run
+    from async_grpo.config.preflight import prepare
+
+    prepared = prepare(config)
+    questions, path = prepared.eval_questions, config.output_path / RESULTS_FILE
+    connect(config.run_name, config.logging_level)
+    controller = open_run(config, replace(prepared.settings, trains=False))
+    answer(start_batcher(controller, prepared), config.start_timeout_s)
+    await_workers(controller, config)
+    with waiting(f"{config.eval_samples} x {sum(map(len, questions.values()))} completions"):
+        found = answer(controller.evaluate.remote(questions, config), config.experience_timeout_s)
+    columns = []
+    for name, result in found.items():
+        result |= {"version_min": config.step, "version_max": config.step}
+        for sample in result["samples"]:
+            sample["oldest_version"] = config.step
+        means = means_of(write_evaluation(path, config.step, name, result, evaluated=config.evaluated))
+        scored = f"{result['num_reward_ok']} of {result['num_samples']}"
+        columns.append({**means, "scored": scored, "seconds": f"{result['seconds']:.1f}"})
+    close_run(controller, "the evaluation is done")
+    table = Table("", *(name or "held-out" for name in found), title=config.evaluated, title_justify="left")
+    for label in dict.fromkeys(label for column in columns for label in column):
+        table.add_row(label, *(column.get(label, "-") for column in columns))
+    Console().print(table)
+    Console().print(f"results: {path}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    from async_grpo.__main__ import foreign_keys
+
+    run_command(EvaluatorConfig, ask_and_score, help="See `async-grpo eval`.", foreign=foreign_keys)

@@ -1,15 +1,15 @@
 """Where metrics go beside their file: accelerate's trackers (TensorBoard, Weights & Biases, trackio, MLflow), Prometheus.
 
-They run in a thread. One that fails is named once and left; none ends or slows a run.
+Each runs in a thread. One that fails is named once and left; none ends or slows a run.
 """
 
-import contextlib
 import hashlib
 import logging
 import math
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -63,69 +63,67 @@ def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield (prefix + key).replace("@", "_at_"), float(value)  # MLflow takes no @
 
 
-class Trackers:
-    """Hands every line to all trackers, in a thread.
+class TrackerThread(threading.Thread):
+    """Hands every line to the tracker that `make` makes in it: imports and logins may take their time."""
 
-    Args:
-        make: name -> what makes the tracker, in the thread: imports and logins may take their time.
-    """
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.make, self.lines = make, queue.SimpleQueue[tuple[Numbers, int] | None]()
+        self.is_late = False
+        self.start()
 
-    def __init__(self, make: Mapping[str, Callable[[], Tracker]]) -> None:
-        self._lines: queue.Queue[tuple[Numbers, int] | None] = queue.Queue(WAITING_LINES)
-        self._is_behind = False
-        self._thread = threading.Thread(target=self._run, args=[dict(make)], name="trackers", daemon=True)
-        self._thread.start()
+    def log(self, values: Numbers, step: int) -> None:
+        """Returns at once."""
+        if self.is_alive() and self.lines.qsize() < WAITING_LINES:
+            self.lines.put((values, step))
+        elif self.is_alive() and not self.is_late:
+            self.is_late = True
+            log.error(
+                "--track %s is slower than the run: lines are left out from step %d on", self.name, step
+            )
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Of one step; returns at once."""
+    def run(self) -> None:
         try:
-            self._lines.put_nowait((dict(numbers_of(line)), int(line["step"])))
-        except queue.Full:
-            if not self._is_behind:
-                log.error(
-                    "the trackers are slower than the run: lines are left out from step %s on", line["step"]
-                )
-            self._is_behind = True
-
-    def close(self) -> None:
-        """Wait until they have what was logged, `CLOSE_S` at most."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=CLOSE_S)
-            self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            log.error("the trackers do not answer: what they lack stays in the metrics file")
-
-    def _run(self, make: dict[str, Callable[[], Tracker]]) -> None:
-        made: dict[str, Tracker] = {}
-        for name, maker in make.items():
-            with self._left_out_if_it_fails(name, made):
-                made[name] = maker()
-        while (entry := self._lines.get()) is not None:
-            for name, tracker in list(made.items()):
-                with self._left_out_if_it_fails(name, made):
-                    tracker.log(*entry)
-        for name, tracker in list(made.items()):
-            with self._left_out_if_it_fails(name, made):
-                tracker.finish()
-
-    @contextlib.contextmanager
-    def _left_out_if_it_fails(self, name: str, made: dict[str, Tracker]) -> Iterator[None]:
-        try:
-            yield
+            tracker = self.make()
+            while (entry := self.lines.get()) is not None:
+                tracker.log(*entry)
+            tracker.finish()
         except (
             Exception
         ) as error:  # of a library that is not ours: whatever it is, the run goes on without it
-            made.pop(name, None)
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            log.error("--track %s fails and is left out from here on: %s", name, why)
+            log.error("--track %s fails and is left out from here on: %s", self.name, why)
+
+
+class Trackers:
+    """All of them, made by what `make` holds for each name."""
+
+    def __init__(self, make: Mapping[str, Callable[[], Tracker]]) -> None:
+        self._threads = [TrackerThread(*one) for one in make.items()]
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Of one step; returns at once."""
+        for thread in self._threads:
+            thread.log(dict(numbers_of(line)), int(line["step"]))
+
+    def close(self) -> None:
+        """Wait until they have what was logged, `CLOSE_S` at most."""
+        give_up = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.lines.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        if late := [thread.name for thread in self._threads if thread.is_alive()]:
+            log.error("the trackers do not answer (%s): what they lack stays in the metrics file", late)
 
 
 def trackers_of(
     names: Sequence[str], prometheus_port: int | None, folder: Path, run_name: str, options: Mapping[str, Any]
 ) -> Trackers:
     """What `--track` and `--prometheus-port` ask for; `options` of the run, which hold no secrets."""
+    given = folder, run_name, options
     make: dict[str, Callable[[], Tracker]] = {
-        name: partial(_accelerate_tracker, name, folder, run_name, options) for name in names
+        name: partial(_accelerate_tracker, name, *given) for name in names
     }
     if prometheus_port is not None:
         make["prometheus"] = partial(PrometheusPage, prometheus_port)
@@ -155,9 +153,9 @@ class PrometheusPage:
     def __init__(self, port: int) -> None:
         import prometheus_client
 
-        self._registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
-        self._make = partial(prometheus_client.Gauge, registry=self._registry)
-        self._server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
+        self._make = partial(prometheus_client.Gauge, registry=registry)
+        self._server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=registry)
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self._server.server_port)
 
     def log(self, values: Numbers, step: int) -> None:

@@ -25,7 +25,7 @@ ALLOWED = {
         ".programs.verify .programs.cache .launch.local_run .launch.demo .data . reward_registry"
     ),
     ("typer",): (
-        ".options.command_line .__main__ .programs.trainer .programs.worker .programs.evaluator .programs.plot "
+        ".options.command_line .__main__ .programs.trainer .programs.worker .programs.plot "
         "trainer_core worker_dispatcher plot"
     ),
     ("torch",): (

@@ -10,8 +10,7 @@ from async_grpo.checkpoints.folder import Manifest, complete, partial_folder
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.launch.evaluate import EvalConfig, evaluate
-from async_grpo.programs.evaluator import EvaluatorConfig
+from async_grpo.launch.evaluate import EvalConfig, EvaluatorConfig, evaluate
 
 OF_THE_RUN = {
     "model_name_or_path": "the model",
