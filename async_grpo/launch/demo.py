@@ -79,21 +79,16 @@ def _tell(folder: Path, seconds: float) -> None:
     evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
     before, after = evaluations[0], evaluations[-1]
     console.print(f"{before['eval_num_samples']} held-out countdown tasks, temperature 1:")
-    table = Table()
-    for column in ("", "before", "after"):
-        table.add_column(column)
+    table = Table("", "before", "after")
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
         table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
     console.print(table)
     page = folder / "samples.html"
     write_samples_page(SamplesConfig(path=str(folder), output=str(page), evaluation=True))
     checkpoint = max((folder / "hf_format").iterdir(), key=lambda path: path.stat().st_mtime)
-    for what, where in (
-        ("reward curve", f"{folder / 'reward.svg'} and .png"),
-        ("metrics", folder / METRICS_FILE),
-        ("checkpoint", checkpoint),
-        ("logs", folder / "logs"),
-    ):
+    curve, metrics = f"{folder / 'reward.svg'} and .png", folder / METRICS_FILE
+    left = {"reward curve": curve, "metrics": metrics, "checkpoint": checkpoint, "logs": folder / "logs"}
+    for what, where in left.items():
         console.print(f"{what}: {where}", soft_wrap=True, highlight=False)
     console.print(f"{seconds:.0f} s in all")
     show_times(folder)

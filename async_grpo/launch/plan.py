@@ -151,12 +151,12 @@ def memory(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[
     except NO_CARDS as error:
         yield Finding("GPU memory", WARNING, f"nvidia-smi fails: {error}", "install it with the driver")
     for name, count, each, need in roles(config, prepared, total):
-        have, where = (
-            float(card * each or free),
-            f"{each} GPU each" if card * each else "in the machine's memory",
-        )
-        have *= config.gpu_memory_utilization if card and name == "engine" else 1
-        rest += 0 if card * each else count * int(need)
+        have, where = float(free), "in the machine's memory"
+        if card * each:
+            share = config.gpu_memory_utilization if name == "engine" else 1
+            have, where = share * card * each, f"{each} GPU each"
+        else:
+            rest += count * int(need)
         said = f"{count} x about {decimal(int(need))} of {decimal(int(have))}, {where}"
         yield Finding(name, WARNING if need > have else OK, said, cure)
     said = f"together about {decimal(rest)} of {decimal(free)} that are free"

@@ -64,12 +64,15 @@ def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class TrackerThread(threading.Thread):
-    """Hands every line to the tracker that `make` makes in it: imports and logins may take their time."""
+    """Hands every line to the tracker that `make` makes in it: imports and logins may take their time.
+
+    Whatever a library that is not ours raises, the run goes on without it.
+    """
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         super().__init__(name=name, daemon=True)
-        self.make, self.lines = make, queue.SimpleQueue[tuple[Numbers, int] | None]()
-        self.is_late = False
+        self.make, self.is_late = make, False
+        self.lines = queue.SimpleQueue[tuple[Numbers, int] | None]()
         self.start()
 
     def log(self, values: Numbers, step: int) -> None:
@@ -78,9 +81,7 @@ class TrackerThread(threading.Thread):
             self.lines.put((values, step))
         elif self.is_alive() and not self.is_late:
             self.is_late = True
-            log.error(
-                "--track %s is slower than the run: lines are left out from step %d on", self.name, step
-            )
+            log.error("--track %s is slower than the run: lines are left out from step %d", self.name, step)
 
     def run(self) -> None:
         try:
@@ -88,9 +89,7 @@ class TrackerThread(threading.Thread):
             while (entry := self.lines.get()) is not None:
                 tracker.log(*entry)
             tracker.finish()
-        except (
-            Exception
-        ) as error:  # of a library that is not ours: whatever it is, the run goes on without it
+        except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             log.error("--track %s fails and is left out from here on: %s", self.name, why)
 
@@ -121,10 +120,9 @@ def trackers_of(
     names: Sequence[str], prometheus_port: int | None, folder: Path, run_name: str, options: Mapping[str, Any]
 ) -> Trackers:
     """What `--track` and `--prometheus-port` ask for; `options` of the run, which hold no secrets."""
-    given = folder, run_name, options
-    make: dict[str, Callable[[], Tracker]] = {
-        name: partial(_accelerate_tracker, name, *given) for name in names
-    }
+    make = dict[str, Callable[[], Tracker]]()
+    for name in names:
+        make[name] = partial(_accelerate_tracker, name, folder, run_name, options)
     if prometheus_port is not None:
         make["prometheus"] = partial(PrometheusPage, prometheus_port)
     return Trackers(make)

@@ -69,16 +69,15 @@ class Watchdog:
         age_s, now = time.monotonic() - self._since, time.strftime("%Y%m%d-%H%M%S")
         seen, folder = self._look(), self._folder / "stalls" / f"{now}_step{self._step}"
         logs = sorted((self._folder / "logs").glob("*.log"))
-        stacks = [f"{one}\n{one.stack}" for one in seen.processes if one.stack]
-        ends = ["\n".join([f"== {path.name}", *last_lines(path, LOG_LINES)]) for path in logs]
         why = [diagnose(seen), "", f"Step {self._step} was done {age_s:.0f} s before.", *_details(seen)]
+        texts = {  # in this order: who sees the last, sees all
+            "stacks": [f"{one}\n{one.stack}" for one in seen.processes if one.stack],
+            "logs": ["\n".join([f"== {path.name}", *last_lines(path, LOG_LINES)]) for path in logs],
+            "why": why,
+        }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, parts in {
-                "stacks": stacks,
-                "logs": ends,
-                "why": why,
-            }.items():  # who sees the last, sees all
+            for name, parts in texts.items():
                 (folder / "new").write_text("\n".join([*parts, ""]), encoding="utf-8")
                 (folder / "new").replace(folder / f"{name}.txt")
         except OSError as error:  # a full disk may be the very cause

@@ -28,6 +28,7 @@ EVAL_FILE = "eval_metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 LOCK_FILE = ".lock"
 
+Track = Callable[[dict[str, Any]], None]  # takes each line as it is written
 log = logging.getLogger(__name__)
 _CONSOLE = Console()  # one for all: a line of the log must not break the progress bar
 _held: list[IO[str]] = []  # a lock lasts as long as its file is open: until this process ends
@@ -105,8 +106,7 @@ def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
     for path in filter(None, (*of_run, samples_file)):
         if not path.exists():
             continue
-        kept: list[str] = []
-        undone: list[str] = []
+        kept, undone = list[str](), list[str]()
         # The text of a sample may hold other ends of lines
         with path.open(encoding="utf-8", newline="\n") as file:
             for line in file:  # the last one may have been cut short
@@ -126,15 +126,10 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        num_steps: int,
-        samples_file: Path | None = None,
-        track: Callable[[dict[str, Any]], None] = lambda line: None,
+        self, folder: Path, num_steps: int, samples_file: Path | None = None, track: Track = lambda line: None
     ) -> None:
-        self._track = track
-        self._metrics, self._samples, self._num_steps = folder / METRICS_FILE, samples_file, num_steps
-        self._timeline = folder / TIMELINE_FILE
+        self._metrics, self._timeline = folder / METRICS_FILE, folder / TIMELINE_FILE
+        self._samples, self._num_steps, self._track = samples_file, num_steps, track
         self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("training", total=num_steps)
         self._waiting: dict[Path, bytes] = {}  # what could not be written
@@ -147,17 +142,15 @@ class MetricsWriter:
     def write(self, line: dict[str, Any]) -> None:
         """Write one step; raw timelines become sums, samples go to a file of their own."""
         line = dict(line)
-        timeline, spans = line.pop("token_timeline", []), line.pop("spans", [])
-        intervals = [(begin, end) for _, what, begin, end in spans if what == "train"]
+        timeline, spans, samples = (line.pop(key, []) for key in ("token_timeline", "spans", "samples"))
         # A step's tokens may have been generated while earlier steps trained
+        self._intervals += [(begin, end) for _, what, begin, end in spans if what == "train"]
         began = timeline[0][0] if timeline else 0.0
-        self._intervals = [kept for kept in [*self._intervals, *intervals] if kept[1] >= began]
+        self._intervals = [kept for kept in self._intervals if kept[1] >= began]
         line["tokens_generated"] = sum(tokens for _, tokens in timeline)
-        busy = [
+        line["tokens_generated_while_training"] = sum(
             tokens for at, tokens in timeline if any(start <= at <= end for start, end in self._intervals)
-        ]
-        line["tokens_generated_while_training"] = sum(busy)
-        samples = line.pop("samples", [])
+        )
         self._recent.append(line)
         if gamed := hacking_alarms(list(self._recent)):
             line["alarms"] = [*line.get("alarms", []), *gamed]

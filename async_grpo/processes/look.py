@@ -43,10 +43,9 @@ class ProcessState:
     @property
     def frames(self) -> list[str]:
         """Of its main thread, the innermost first."""
+        unnamed = f"Thread {self.pid} "  # as it is without `threading`
         for head, lines in THREAD.findall(self.stack):
-            if '"MainThread"' in head or head.startswith(
-                f"Thread {self.pid} "
-            ):  # without `threading` it has no name
+            if '"MainThread"' in head or head.startswith(unnamed):
                 return [line.strip() for line in lines.splitlines()]
         return ["no Python code"]
 

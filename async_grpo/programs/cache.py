@@ -3,17 +3,19 @@
 import sqlite3
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.errors import ConfigurationError, RunFailed
-from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
+from async_grpo.errors import RunFailed
+from async_grpo.options.fields import NOT_NEGATIVE, Section, option, refuse, required
 from async_grpo.rewards.cache.file import AdapterEntries, CacheFile
 
 DAY_S, MEGABYTE = 86_400.0, 2**20
+_cache = partial(option, panel="Cache")
 BUSY_S = 30.0  # a run that writes lets go of the file within milliseconds; copying it takes longer
 
 
@@ -22,38 +24,34 @@ class CacheConfig(Section):
     """What one may do to a verdict cache."""
 
     path: str = required("The file that --verdict-cache named in a run.", "Cache", argument=True)
-    prune_older_than_days: float | None = option(
-        None, "Delete the entries that were last used longer ago.", "Cache", range=NOT_NEGATIVE
+    prune_older_than_days: float | None = _cache(
+        None, "Delete the entries that were last used longer ago.", range=NOT_NEGATIVE
     )
-    prune_adapter: str | None = option(
-        None, "Delete the entries of this reward; with --prune-older-than-days, only the old ones.", "Cache"
+    prune_adapter: str | None = _cache(
+        None, "Delete the entries of this reward; with --prune-older-than-days, only the old ones."
     )
-    max_mb: float | None = option(
+    max_mb: float | None = _cache(
         None,
         "Then delete the longest unused until the entries take no more megabytes than this.",
-        "Cache",
         range=NOT_NEGATIVE,
     )
 
 
-def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
+def inspect_cache(config: CacheConfig) -> None:
     """Delete what is to be deleted, and show the rest.
 
     Raises:
         ConfigurationError: there is no such cache, it is damaged, or holds nothing of the reward to prune.
         RunFailed: it is locked, or the disk is full.
     """
-    console = console or Console(markup=False, highlight=False, emoji=False)
-    if not Path(config.path).is_file():
-        raise ConfigurationError(f"{config.path}: there is no such verdict cache")
+    console = Console(markup=False, highlight=False, emoji=False)
+    days, adapter, megabytes = config.prune_older_than_days, config.prune_adapter, config.max_mb
+    refuse(not Path(config.path).is_file(), f"{config.path}: there is no such verdict cache")
     file = CacheFile(config.path, busy_s=BUSY_S)
     try:
         known = [one.adapter for one in file.entries()]
-        if config.prune_adapter not in (None, *known):
-            raise ConfigurationError(
-                f"--prune-adapter {config.prune_adapter}: the cache holds entries of {', '.join(known) or 'no reward'}"
-            )
-        days, adapter, megabytes = config.prune_older_than_days, config.prune_adapter, config.max_mb
+        held = f"the cache holds entries of {', '.join(known) or 'no reward'}"
+        refuse(adapter not in (None, *known), f"--prune-adapter {adapter}: {held}")
         if (days, adapter, megabytes) != (None, None, None):
             seconds = None if days is None else days * DAY_S
             size = None if megabytes is None else int(megabytes * MEGABYTE)
@@ -69,9 +67,9 @@ def inspect_cache(config: CacheConfig, console: Console | None = None) -> None:
 
 
 def _table(entries: list[AdapterEntries]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("reward", "entries", "hits", "MB", "oldest", "newest", "cost saved"):
-        table.add_column(column, justify="left" if column == "reward" else "right")
+    table = Table("reward", box=box.SIMPLE_HEAD)
+    for column in ("entries", "hits", "MB", "oldest", "newest", "cost saved"):
+        table.add_column(column, justify="right")
     for one in entries:
         moments = (f"{datetime.fromtimestamp(moment):%Y-%m-%d %H:%M}" for moment in (one.oldest, one.newest))
         size, saved = f"{one.num_bytes / MEGABYTE:.2f}", f"{one.cost_saved:.4g}"

@@ -30,8 +30,8 @@ from async_grpo.launch.plan import ERROR, OK, WARNING, Finding
 from async_grpo.metrics.writer import METRICS_FILE
 from async_grpo.options.fields import option
 from async_grpo.rewards.adapter.registry_source import display_name, parse_names
-from async_grpo.rewards.bench.completions import CompletionRow, sample_of
-from async_grpo.rewards.bench.report import Report
+from async_grpo.rewards.bench.completions import sample_of
+from async_grpo.rewards.bench.report import Scorecard
 from async_grpo.rewards.builtin.answers import gold_answer
 from async_grpo.rewards.pool import VerifierPool
 
@@ -82,19 +82,13 @@ def doctor(config: DoctorConfig) -> None:
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
     """Look at everything; what takes long comes last, and only where the settings are not known to be wrong."""
-    look: Callable[..., Iterable[Finding]]
     prepared: list[Prepared] = []
     names_run = bool(config.model_name_or_path or config.data_path)
-    for look in (packages, machine):
-        yield from within(look)
-    if names_run:
-        yield from within(output_folder, config)
-        yield from within(inputs, config, prepared)
-    else:
-        yield from within(quick.limits)
-    for one in prepared:
-        for look in (quick.resources, tokenizer, judges, rewards):
-            yield from within(look, config, one)
+    own: list[tuple[Any, ...]] = [(output_folder, config), (inputs, config, prepared)]
+    for look, *given in [(packages,), (machine,), *(own if names_run else [(quick.limits,)])]:
+        yield from within(look, *given)
+    for look in (quick.resources, tokenizer, judges, rewards) if prepared else ():
+        yield from within(look, config, prepared[0])
     if prepared or not names_run:
         yield from within(all_reduce)
         yield from within(cluster, config)
@@ -160,13 +154,13 @@ def all_reduce() -> Iterator[Finding]:
 
 def _python(arguments: list[str], ranks: int, ray_address: str = "") -> str:
     """What a program says, started as `run` starts its own. RuntimeError: its last word about an error."""
-    more: Any = {"capture_output": True, "text": True, "timeout": PROGRAM_S}
-    more["env"] = environment.run_environment(ray_address, ranks, Path(), Path())
-    done = subprocess.run([sys.executable, *arguments], **more)
+    env = environment.run_environment(ray_address, ranks, Path(), Path())
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, env=env)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "rror: " in line] or ["it said nothing"]
         raise RuntimeError(f"exit code {done.returncode}: {said[-1]}")
-    return str(done.stdout)
+    return done.stdout
 
 
 def output_folder(config: LocalConfig) -> Iterator[Finding]:
@@ -238,38 +232,38 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
 def rewards(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     """Each on right and wrong answers, made of the data's; judges are spared."""
     assert prepared.rewards is not None
-    rows = list[CompletionRow]()
+    samples = list[tuple[bool, dict[str, Any]]]()
     for question in prepared.questions[:ROWS]:
-        texts = [(0.0, "")]
+        samples.append((False, sample_of(question.row, "")))
         with suppress(ValueError):  # it has no answer, and its rewards may need none
-            answers = {1.0: gold_answer(question.row), 0.0: f"{gold_answer(question.row)}1"}
-            texts += [(label, form.format(answer)) for label, answer in answers.items() for form in ANSWERS]
-        rows += [CompletionRow(0, question.row | {"completion": text}, label) for label, text in texts]
-    registry = config.reward_registry
+            for is_right, answer in (
+                (True, gold_answer(question.row)),
+                (False, f"{gold_answer(question.row)}1"),
+            ):
+                samples += [(is_right, sample_of(question.row, form.format(answer))) for form in ANSWERS]
     names = [n for n in parse_names(config.reward_fns) if display_name(n) not in prepared.rewards.judges]
-    reports = {label: Report(list(map(display_name, names)), 0.5, False) for label in (1.0, 0.0)}
+    cards = {display_name(name): (Scorecard(), Scorecard()) for name in names}  # of wrong and right answers
+    registry, timeout_s, began = config.reward_registry, config.reward_timeout_s, time.monotonic()
     more: dict[str, Any] = {"reward_options": config.options_by_name, "reward_env": config.reward_env}
-    began = time.monotonic()
 
     async def score() -> None:  # one after the other, for their times; one that hangs is soon asked no more
-        timeout_s = config.reward_timeout_s
         async with VerifierPool.from_registry(names, registry, timeout_s=timeout_s, **more) as pool:
-            for row in rows:
+            for is_right, sample in samples:
                 if time.monotonic() - began < LOOK_S / 2:
-                    reports[row.label or 0.0].add(row, [await pool.verify(sample_of(row.columns))])
+                    for result in (await pool.verify(sample)).results:
+                        cards[result.adapter][is_right].add(0, [result])
 
     if names:
         asyncio.run(score())
-    for name in map(display_name, names):
-        right, wrong = (report.scorecards[name] for report in reports.values())
-        best = [f"{max(card.rewards, default=0):g}" for card in (right, wrong)]
-        level, said = OK, f"up to {best[0]} for right answers, {best[1]} for wrong ones"
-        said += ", told apart by their form alone" if best[0] == best[1] else ""
+    for name, (wrong, right) in cards.items():
+        low, high = (f"{max(card.rewards, default=0):g}" for card in (wrong, right))
+        level, said = OK, f"up to {high} for right answers, {low} for wrong ones"
+        said += ", told apart by their form alone" if low == high else ""
         if not right.rewards and not wrong.rewards:  # a column may name it for other rows
             level = WARNING if config.reward_column else ERROR
             said = "scored nothing: " + next(iter(wrong.failures))[1]
         elif len({*right.rewards, *wrong.rewards}) == 1 and name not in prepared.rewards.whole_groups:
-            level, said = WARNING, f"{best[1]} for every answer, right or wrong"
+            level, said = WARNING, f"{low} for every answer, right or wrong"
         ms = 1000 * statistics.median([*right.seconds, *wrong.seconds])
         cure = f"try it on completions: async-grpo verify FILE --reward-fns {name}"
         yield Finding(f"reward {name}", level, f"{said}; {ms:.3g} ms a sample", cure)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from async_grpo.__main__ import run_program
@@ -67,10 +68,7 @@ def _tell_torchrun(error: AsyncGrpoError) -> None:
         Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """As `async-grpo train`."""
-    run_program("train", argv)
-
+main = partial(run_program, "train")
 
 if __name__ == "__main__":
     main()

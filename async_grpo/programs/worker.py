@@ -1,5 +1,7 @@
 """Start one inference worker and keep it until the run is over: `async-grpo worker --mode generation ...`."""
 
+from functools import partial
+
 from async_grpo.__main__ import run_program
 from async_grpo.config.run import WorkerConfig
 from async_grpo.options.command_line import set_up_logging
@@ -19,10 +21,7 @@ def run(config: WorkerConfig) -> None:
     dispatch(config)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """As `async-grpo worker`."""
-    run_program("worker", argv)
-
+main = partial(run_program, "worker")
 
 if __name__ == "__main__":
     main()
