@@ -30,8 +30,7 @@ class Groups:
     def of(cls, group_ids: Tensor, candidates: Tensor) -> "Groups":
         """From any integer id per row (B,) and the rows that could teach (B,)."""
         distinct, index = torch.unique(group_ids, return_inverse=True)
-        sizes = torch.zeros(len(distinct), dtype=torch.int64, device=index.device)
-        sizes = sizes.index_add(0, index, candidates.long())
+        sizes = torch.bincount(index[candidates], minlength=len(distinct))
         return cls(index, len(distinct), (candidates & (sizes[index] >= 2))[:, None])
 
     def total(self, values: Tensor) -> Tensor:

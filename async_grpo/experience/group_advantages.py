@@ -38,7 +38,7 @@ class GroupAdvantages:
     def mean_reward(self, group: Group) -> float | None:
         """Of the samples that have one; None if they are too few (`--min-valid-samples`)."""
         rewards = group.rewards
-        return sum(rewards) / len(rewards) if len(rewards) >= max(self.config.min_valid_samples, 1) else None
+        return sum(rewards) / len(rewards) if len(rewards) >= self.config.min_valid_samples else None
 
     def wants_refill(self, group: Group) -> bool:
         """Whether one of its failures asks for another group in its place."""
