@@ -11,14 +11,14 @@ Questions are independent of each other, completions of one question are not: so
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from statistics import multimode
 from typing import Any
 
 import numpy as np
 
 from async_grpo.experience.step_metrics import reward_stats
-from async_grpo.types import Group, Sample
+from async_grpo.types import Group
 
 
 def pass_at_k(drawn: int, passed: int, k: int) -> float:
@@ -34,17 +34,23 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
     """The figures of an evaluation, by name; those of a mean M have its half interval at `M_ci`."""
     samples = [sample for group in groups for sample in group.samples]
     drawn = max((len(group.samples) for group in groups), default=0)
-    scored = [[s for s in group.samples if s.verdict.reward is not None] for group in groups]
-    scored = [of for of in scored if of]  # what could not be scored says nothing
-    passed = [[_reward(sample) >= pass_reward for sample in of] for of in scored]
+    rewards, passed, answers = list[list[float]](), list[list[bool]](), list[list[str]]()
+    for group in groups:
+        scored = [
+            (reward, s.completion.text) for s in group.samples if (reward := s.verdict.reward) is not None
+        ]
+        if scored:  # what could not be scored says nothing
+            rewards.append([reward for reward, _ in scored])
+            passed.append([reward >= pass_reward for reward, _ in scored])
+            answers.append([answer_of(text) for _, text in scored])
     means = {
-        "avg_reward": [float(np.mean([_reward(sample) for sample in of])) for of in scored],
+        "avg_reward": [float(np.mean(of)) for of in rewards],
         f"avg@{drawn}": [float(np.mean(of)) for of in passed],
     }
     for k in (2**power for power in range(drawn.bit_length()) if drawn > 1):
         means[f"pass@{k}"] = [pass_at_k(len(of), sum(of), k) for of in passed if len(of) >= k]
     if drawn > 2:
-        means[f"majority@{drawn}"] = [_majority_passes(of, pass_reward) for of in scored]
+        means[f"majority@{drawn}"] = list(map(_majority_passes, answers, passed))
     versions = [sample.completion.versions for sample in samples if len(sample.completion)]
     return {
         **reward_stats(samples),
@@ -56,27 +62,17 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
     }
 
 
-def _reward(sample: Sample) -> float:
-    assert sample.verdict.reward is not None
-    return sample.verdict.reward
-
-
 def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
     """The mean, and half of its 95 % interval by the normal approximation; None where there is too little."""
     if not values:
         return {name: None, f"{name}_ci": None}
-    spread = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {name: float(np.mean(values)), f"{name}_ci": None if spread is None else 1.96 * float(spread)}
+    half = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {name: float(np.mean(values)), f"{name}_ci": half}
 
 
-def _majority_passes(samples: Sequence[Sample], pass_reward: float) -> float:
+def _majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> float:
     """1.0 if the most frequent answer passes; between equally frequent ones, the share of them that do."""
-    answers: dict[str, float] = {}
-    counts = Counter(answer_of(sample.completion.text) for sample in samples)
-    for sample in samples:
-        answers.setdefault(answer_of(sample.completion.text), float(_reward(sample) >= pass_reward))
-    most = max(counts.values())
-    first = [answers[answer] for answer, count in counts.items() if count == most]
+    first = [passed[answers.index(answer)] for answer in multimode(answers)]
     return sum(first) / len(first)
 
 

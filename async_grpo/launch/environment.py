@@ -3,13 +3,10 @@
 import os
 import secrets
 import shlex
-import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from async_grpo.errors import ConfigurationError
 
@@ -101,18 +98,3 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--ray-address {address}: nothing listens there ({error})") from error
-
-
-@contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order."""
-
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

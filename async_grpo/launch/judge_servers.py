@@ -91,11 +91,8 @@ def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) 
         yield {}
         return
     log.info("starting %d server(s) of the judge %s", config.judge_replicas, config.judge_model)
-    options = {
-        "enforce-eager": eager,
-        "max-model-len": config.judge_max_model_len,
-        "gpu-memory-utilization": config.judge_gpu_memory_utilization,
-    }
+    length, share = config.judge_max_model_len, config.judge_gpu_memory_utilization
+    options = {"enforce-eager": eager, "max-model-len": length, "gpu-memory-utilization": share}
     with JudgeServer(
         config.judge_model,
         log_folder=log_folder,

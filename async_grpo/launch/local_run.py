@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.config.compatibility import refuse_broken
 from async_grpo.config.resume import goes_on
 from async_grpo.config.run import RunConfig, write_params
-from async_grpo.errors import EXIT_USAGE, ConfigurationError, RunFailed, RunInterrupted
+from async_grpo.errors import EXIT_USAGE, RunFailed, RunInterrupted
 from async_grpo.generation.config import EngineOptions, engine_class
 from async_grpo.launch import environment
 from async_grpo.launch import plan as quick
@@ -28,7 +28,7 @@ from async_grpo.metrics.writer import PARAMS_FILE, claim
 from async_grpo.options.fields import POSITIVE, dashed, option, refuse
 from async_grpo.options.source_file import is_file
 from async_grpo.processes.look import ask
-from async_grpo.processes.supervisor import Supervisor, log_excerpt
+from async_grpo.processes.supervisor import Supervisor, handling, log_excerpt
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
@@ -49,22 +49,19 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples_per_question > self.max_sequences:
-            raise ConfigurationError(
-                f"a group of {self.samples_per_question} (--samples-per-question) does not fit an engine of "
-                f"{self.max_sequences} sequences (--max-num-seqs + --overhead-seqs)"
-            )
+        group, room = self.samples_per_question, self.max_sequences
+        engine = f"an engine of {room} sequences (--max-num-seqs + --overhead-seqs)"
+        refuse(group > room, f"a group of {group} (--samples-per-question) does not fit {engine}")
         refuse_broken(self, broken_judge(self, gpus()))
         of_ray = self.generation_workers * self.tensor_parallel_size + len(self.logprob_roles)
         of_ray *= not self.ray_address  # a cluster that is joined has GPUs of its own
-        needed = self.nproc_per_node + of_ray + self.judge_gpus_alone
-        if gpus() and len(gpus()) < needed:
-            raise ConfigurationError(
-                f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers {of_ray}, "
-                f"judges {self.judge_gpus_alone}), {len(gpus())} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
-            )
-        if not self.reward_fns:
-            raise ConfigurationError("name the rewards of the run: --reward-fns countdown,format")
+        needed, here = self.nproc_per_node + of_ray + self.judge_gpus_alone, len(gpus())
+        refuse(
+            0 < here < needed,
+            f"{needed} GPUs are needed (ranks {self.nproc_per_node}, engines and logprob workers {of_ray}, "
+            f"judges {self.judge_gpus_alone}), {here} are here: use fewer, or CUDA_VISIBLE_DEVICES= for the CPU",
+        )
+        refuse(not self.reward_fns, "name the rewards of the run: --reward-fns countdown,format")
 
 
 def run_locally(config: LocalConfig) -> None:
@@ -97,10 +94,8 @@ def run_locally(config: LocalConfig) -> None:
 
 def check(config: LocalConfig) -> "Prepared":
     """Raise ConfigurationError for all that can be known to be wrong; writes nothing. Returns what was read."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigurationError(
-            "vLLM is not installed here: pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
-        )
+    cure = "pip install 'async-grpo[gpu]', or 'async-grpo[cpu]' without a GPU (see README.md)"
+    refuse(importlib.util.find_spec("vllm") is None, f"vLLM is not installed here: {cure}")
     log.info("checking model, data and rewards")
     from async_grpo.config.preflight import prepare  # torch and transformers
 
@@ -121,17 +116,21 @@ def start(config: LocalConfig, instead: Sequence[str] = ()) -> None:
     # A short path: the names of Ray's sockets may not exceed 107 characters
     scratch = TemporaryDirectory(prefix="grpo-", ignore_cleanup_errors=True)
     judge = serving(config, gpus(), logs, config.enforce_eager)
-    with environment.signals_as_exceptions(), scratch as folder, judge as found:
+    with handling(_interrupt, signal.SIGTERM, signal.SIGHUP), scratch as folder, judge as found:
         try:
             _run(config, supervisor, Path(folder), found, instead)
         except KeyboardInterrupt as interrupt:
-            log.warning(
-                "%s: ending trainer, workers and Ray, which takes up to half a minute; what was written stays in %s",
-                *(str(interrupt) or "Ctrl-C", config.output_path),
-            )
+            what = "ending trainer, workers and Ray, which takes up to half a minute"
+            where = f"what was written stays in {config.output_path}"
+            log.warning("%s: %s; %s", str(interrupt) or "Ctrl-C", what, where)
             raise
         finally:
             supervisor.stop()
+
+
+def _interrupt(number: int, _: Any) -> None:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _run(
@@ -158,12 +157,9 @@ def _run(
     if ray is not None:  # the others import their libraries meanwhile
         supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
         ray_is_up.touch()
-    begun, first_word = time.time(), f"[{name} "
+    begun, what = time.time(), "they import their libraries"
     try:
-        with waiting(
-            "they import their libraries",
-            until=lambda: first_word in trainer.output.read_text(errors="replace"),
-        ):
+        with waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
             code = supervisor.wait(trainer)
     except KeyboardInterrupt as interrupt:
         if instead:
@@ -176,9 +172,9 @@ def _run(
         raise
     if code != 0:
         _tell_if_saved(config, begun)
-        if code == EXIT_USAGE or REFUSED.search(log_excerpt(trainer)):
-            raise ConfigurationError(log_excerpt(trainer).strip())
-        raise RunFailed(f"{trainer.describe_exit()}{log_excerpt(trainer)}")
+        words = log_excerpt(trainer)
+        refuse(code == EXIT_USAGE or bool(REFUSED.search(words)), words.strip())
+        raise RunFailed(f"{trainer.describe_exit()}{words}")
     log.info("done; waiting for the workers to end")
     supervisor.wait_all(workers, SHUTDOWN_TIMEOUT_S)
 

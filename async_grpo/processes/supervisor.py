@@ -6,13 +6,15 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from async_grpo.errors import EXIT_USAGE, ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.processes.end_on_signal import SIGNALS
 from async_grpo.processes.process_tree import adopt_orphans, die_with, end_descendants
 
 TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
@@ -20,6 +22,17 @@ TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exceptio
 TORCHRUN_ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)", re.DOTALL)
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    """As long as the block lasts, these signals have `handler` called."""
+    previous = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 @dataclass
@@ -104,9 +117,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the last started program, then the others, then whatever descends from this process."""
-        with ExitStack() as stack:  # a second Ctrl-C must not leave half of it running
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
+        with handling(signal.SIG_IGN, *SIGNALS):  # a second Ctrl-C must not leave half of it running
             for programs in (self._programs[-1:], self._programs[:-1]):
                 for program in programs:
                     program.process.terminate()

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -25,7 +25,7 @@ from async_grpo.rewards.bench.report import Report, one_line
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.standalone import LocalWorkers
-from async_grpo.types import AdapterResult, Verdict
+from async_grpo.types import Verdict
 
 WIDTH = 100  # of what is no terminal
 _bench = partial(option, panel="Bench")
@@ -72,22 +72,21 @@ class VerifyConfig(Section):
             raise ConfigurationError(f"--output {self.output} is the file of completions itself: use another")
 
 
-def verify(config: VerifyConfig, console: Console | None = None) -> Report:
+def verify(config: VerifyConfig) -> None:
     """Score the file and tell what came out.
 
     Raises:
         ConfigurationError: a row, a reward or a setting is wrong; nothing was scored.
         RunFailed: a reward failed or timed out on some row, or did not pass its check; the report has been printed.
     """
-    console = console or Console(
-        width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False, emoji=False
-    )
+    width = None if sys.stdout.isatty() else WIDTH
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
     registry = registry_file(config.reward_registry)
     options = parse_assignments(config.reward_options, "reward-options")
     addresses = JudgeAddresses.of(config.judge_urls, config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
     rows = read_rows(config.file)
-    texts = {str(registry): workers.source.text, **{file.path: file.text for file in workers.source.files}}
+    texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}
     for path, text in texts.items():
         if modules := modules_beside(path, text):
             console.print(
@@ -101,25 +100,21 @@ def verify(config: VerifyConfig, console: Console | None = None) -> Report:
     except OSError as error:
         raise RunFailed(f"the rewards could not be tried to the end: {error}") from error
     report.print(console, rows, config.repeat)
-    cards = report.scorecards.items()
-    broken = [
-        f"{name} failed or timed out {card.num_unscored} times" for name, card in cards if card.num_unscored
-    ]
-    for name, card in cards if config.check else ():
-        rights, problems, said = [row.columns for row in card.right_rows], list[str](), "passed"
+    unscored = {name: card.num_unscored for name, card in report.scorecards.items() if card.num_unscored}
+    broken = [f"{name} failed or timed out {count} times" for name, count in unscored.items()]
+    for name, card in report.scorecards.items() if config.check else ():
+        rights, said, problems = [row.columns for row in card.right_rows], "passed", list[str]()
         if name in workers.judges:
             said = "skipped, a judge has no process"
         elif not rights:
             said = "skipped, it calls no row right"
-        else:
-            problems = asyncio.run(check_adapter(name, workers.make, rights))
-        console.print(f"\ncheck of {name}: {'' if problems else said}", soft_wrap=True)
-        for problem in problems:
-            console.print(f"  {one_line(problem)}", soft_wrap=True)
-        broken += [f"{name} did not pass its check"] if problems else []
+        elif problems := asyncio.run(check_adapter(name, workers.make, rights)):
+            said = ""
+            broken.append(f"{name} did not pass its check")
+        for text in (f"\ncheck of {name}: {said}", *(f"  {one_line(problem)}" for problem in problems)):
+            console.print(text, soft_wrap=True)
     if broken:
         raise RunFailed("; ".join(broken))
-    return report
 
 
 def modules_beside(path: str, text: str) -> list[str]:
@@ -138,18 +133,16 @@ async def _score(
     config: VerifyConfig, workers: LocalWorkers, rows: Sequence[CompletionRow], report: Report
 ) -> None:
     pool = VerifierPool(workers.adapters, workers.make, workers=config.workers, timeout_s=config.timeout_s)
-    with ExitStack() as stack:
-        output = stack.enter_context(_opened(config.output)) if config.output else None
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        bar = stack.enter_context(progress).add_task("scoring", total=len(rows))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    with _opened(config.output or os.devnull) as output, progress:
+        bar = progress.add_task("scoring", total=len(rows))
 
         def on_row(row: CompletionRow, verdicts: Sequence[Verdict]) -> None:
             progress.advance(bar)
             report.add(row, verdicts)
-            if output is not None:
-                output.write(json.dumps(_line(row, verdicts)) + "\n")
+            output.write(json.dumps(_line(row, verdicts)) + "\n")
 
         async with pool:
             started = time.monotonic()
@@ -159,18 +152,14 @@ async def _score(
 
 def _line(row: CompletionRow, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """`results`: for each reward, what it said in each run; status and reward: the first run's."""
-    results: dict[str, list[dict[str, Any]]] = {}
-    for verdict in verdicts:
-        for result in verdict.results:
-            results.setdefault(result.adapter, []).append(_result(result))
+    results = defaultdict[str, list[dict[str, Any]]](list)
+    for result in (result for verdict in verdicts for result in verdict.results):
+        said = {name: getattr(result, name) for name in ("reward", "extra", "steps", "reason", "attempts")}
+        seconds = round(result.latency_s - result.queue_s, 6)
+        results[result.adapter].append({"status": result.status.value, **said, "seconds": seconds})
     first = verdicts[0]
     line = {"line": row.line, "status": first.status.value, "reward": first.reward, "label": row.label}
     return line | {"results": results, "completion": row.columns["completion"]}
-
-
-def _result(result: AdapterResult) -> dict[str, Any]:
-    said = {name: getattr(result, name) for name in ("reward", "extra", "steps", "reason", "attempts")}
-    return {"status": result.status.value, **said, "seconds": round(result.latency_s - result.queue_s, 6)}
 
 
 def _opened(path: str) -> IO[str]:
