@@ -62,7 +62,13 @@ def make_run(folder: Path, steps: int, samples: int) -> None:
     ):
         for step in range(1, steps + 1):
             line = {f"key_{number}": chance.random() for number in range(70)}
-            line |= {"step": step, "timestamp": now + 2.0 * step, "avg_reward": chance.random(), "alarms": []}
+            line |= {
+                "step": step,
+                "time_per_batch": 1.0,
+                "timestamp": now + 2.0 * step,
+                "avg_reward": chance.random(),
+                "alarms": [],
+            }
             line["staleness_tokens"] = {"0": 900, "1": 100}
             line["verifiers"] = {"math": counts, "judge": counts}
             metrics.write(json.dumps(line) + "\n")

@@ -18,13 +18,15 @@ def last_lines(path: Path, count: int) -> list[str]:
     """
     try:
         with path.open("rb") as file:
-            begin, content = file.seek(0, os.SEEK_END), b""
-            while begin and content.count(b"\n") <= count:
+            begin, parts, ends = file.seek(0, os.SEEK_END), list[bytes](), 0
+            while begin and ends <= count:
                 end, begin = begin, max(0, begin - CHUNK)
                 file.seek(begin)
-                content = file.read(end - begin) + content
+                parts.append(file.read(end - begin))
+                ends += parts[-1].count(b"\n")
     except OSError:
         return []
+    content = b"".join(reversed(parts))
     lines = content[: content.rfind(b"\n") + 1].decode("utf-8", "replace").split("\n")[:-1]
     return lines[-count:]
 

@@ -201,7 +201,10 @@ def as_json(line: dict[str, Any]) -> str:
     >>> as_json({"a": {"b": [float("nan"), 1.5]}})
     '{"a": {"b": [null, 1.5]}}\\n'
     """
-    return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:  # seldom: to look at every number would take a page of samples seconds
+        return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
