@@ -5,7 +5,6 @@ Each runs in a thread. One that fails is named once and left; none ends or slows
 
 import hashlib
 import logging
-import math
 import queue
 import re
 import threading
@@ -16,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import is_number, refuse
 
 # Which packages a tracker needs, any of them
 TRACKERS = {
@@ -41,12 +40,10 @@ class Tracker(Protocol):
 def parse_trackers(text: str) -> tuple[str, ...]:
     """Names from a comma list. ConfigurationError: one is unknown, or not installed."""
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise ConfigurationError(
-            f"--track {text}: unknown {', '.join(unknown)}; known: {', '.join(TRACKERS)}"
-        )
-    if missing := [TRACKERS[name][0] for name in names if not any(map(find_spec, TRACKERS[name]))]:
-        raise ConfigurationError(f"--track {text}: pip install {' '.join(missing)}")
+    unknown = [name for name in names if name not in TRACKERS]
+    refuse(bool(unknown), f"--track {text}: unknown {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
+    missing = [TRACKERS[name][0] for name in names if not any(map(find_spec, TRACKERS[name]))]
+    refuse(bool(missing), f"--track {text}: pip install {' '.join(missing)}")
     return names
 
 
@@ -59,7 +56,7 @@ def numbers_of(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        elif is_number(value):
             yield (prefix + key).replace("@", "_at_"), float(value)  # MLflow takes no @
 
 

@@ -44,13 +44,11 @@ def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None
     flag = f"--output-dir {folder}"
 
     def look() -> None:
-        has_run = (folder / METRICS_FILE).exists()
-        refuse(
-            has_run and mark is None and not again,
-            f"{flag} already holds a run ({METRICS_FILE}): choose another folder, or --resume auto to go on with it",
-        )
-        foreign = mark is not None and _contents(folder) and not (folder / mark).exists()
-        refuse(bool(foreign), f"{flag} is not empty and not an earlier demo: choose another folder")
+        has_run = mark is None and not again and (folder / METRICS_FILE).exists()
+        cure = "choose another folder, or --resume auto to go on with it"
+        refuse(has_run, f"{flag} already holds a run ({METRICS_FILE}): {cure}")
+        is_foreign = mark is not None and bool(_contents(folder)) and not (folder / mark).exists()
+        refuse(is_foreign, f"{flag} is not empty and not an earlier demo: choose another folder")
 
     refuse(folder.is_file(), f"{flag} is a file: choose another name")
     look()
@@ -80,10 +78,9 @@ def _lock(folder: Path) -> None:
     except BlockingIOError:
         lock.close()
         holder, me = (folder / LOCK_FILE).read_text(), psutil.Process()
-        refuse(
-            holder not in {str(process.pid) for process in (me, *me.parents())},
-            f"another run (process {holder}) is writing to --output-dir {folder}: wait for it or choose another folder",
-        )
+        is_ours = holder in {str(process.pid) for process in (me, *me.parents())}
+        other = f"another run (process {holder}) is writing to --output-dir {folder}"
+        refuse(not is_ours, f"{other}: wait for it or choose another folder")
     except OSError as error:  # a file system without locks, as some network mounts are
         log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
     else:

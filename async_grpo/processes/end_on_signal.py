@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def end_in_order(
-    ask: Callable[[str], Any], grace_s: float, *, is_failing: Callable[[], bool], look: Any = None
+    ask: Callable[[str], Any], grace_s: float, *, is_failing: Callable[[], bool], look: Any = lambda: None
 ) -> None:
     """From now on SIGTERM, SIGINT and SIGHUP have `ask` called, in a thread, with the signal's name, and SIGUSR1 `look`.
 
@@ -27,28 +27,25 @@ def end_in_order(
     came, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    for number in SIGNALS if look is None else (*SIGNALS, signal.SIGUSR1):
+    for number in (*SIGNALS, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    given = came, ask, grace_s, is_failing, look
-    threading.Thread(target=_listen, args=given, name="end-on-signal", daemon=True).start()
 
+    def listen() -> None:
+        first: tuple[int, float] | None = None  # the signal, and when it came
+        while True:
+            left = None if first is None else max(0.0, first[1] + grace_s - time.monotonic())
+            if not select.select([came], [], [], left)[0]:
+                assert first is not None
+                log.error("there is no checkpoint after %.0f s (--grace-s): ending without", grace_s)
+                os._exit(128 + first[0])
+            number = os.read(came, 1)[0]
+            if number == signal.SIGUSR1:
+                look()
+            elif number in SIGNALS and first is None and not is_failing():
+                first, name = (number, time.monotonic()), signal.Signals(number).name
+                log.warning("%s: saving a checkpoint, then ending; again to end at once", name)
+                ask(name)
+            elif number in SIGNALS and (first is None or time.monotonic() - first[1] > SAME_S):
+                os._exit(128 + number)
 
-def _listen(came: int, ask: Any, grace_s: float, is_failing: Callable[[], bool], look: Any) -> None:
-    first: tuple[int, float] | None = None  # the signal, and when it came
-    while True:
-        left = None if first is None else max(0.0, first[1] + grace_s - time.monotonic())
-        if not select.select([came], [], [], left)[0]:
-            assert first is not None
-            log.error("there is no checkpoint after %.0f s (--grace-s): ending without", grace_s)
-            os._exit(128 + first[0])
-        number = os.read(came, 1)[0]
-        if number == signal.SIGUSR1 and look is not None:
-            look()
-        if number not in SIGNALS:
-            continue
-        if first is None and not is_failing():
-            first, name = (number, time.monotonic()), signal.Signals(number).name
-            log.warning("%s: saving a checkpoint, then ending; again to end at once", name)
-            ask(name)
-        elif first is None or time.monotonic() - first[1] > SAME_S:
-            os._exit(128 + number)
+    threading.Thread(target=listen, name="end-on-signal", daemon=True).start()

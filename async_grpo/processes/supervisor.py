@@ -129,7 +129,7 @@ class Supervisor:
             adopt_orphans(False)  # of processes that are started after this, others collect them
 
 
-def log_excerpt(program: Program, lines: int = 12) -> str:
+def log_excerpt(program: Program) -> str:
     """The end of a program's output, for an error message."""
     whole = program.output.read_text(errors="replace").strip()
     text = whole.splitlines()
@@ -137,5 +137,5 @@ def log_excerpt(program: Program, lines: int = 12) -> str:
     errors = errors or [one for one in text if TRACEBACK_END.match(one) and "ChildFailedError" not in one]
     if root := TORCHRUN_ROOT.search(whole):
         errors.append(f"rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
-    excerpt = "".join(f"\n    | {line}" for line in (errors[-2:] or text[-lines:]))
+    excerpt = "".join(f"\n    | {line}" for line in (errors[-2:] or text[-12:]))
     return f"{excerpt}\n    (all of it: {program.output})"

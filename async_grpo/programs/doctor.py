@@ -232,14 +232,12 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
 def rewards(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     """Each on right and wrong answers, made of the data's; judges are spared."""
     assert prepared.rewards is not None
-    samples = list[tuple[bool, dict[str, Any]]]()
+    samples = list[tuple[int, dict[str, Any]]]()
     for question in prepared.questions[:ROWS]:
-        samples.append((False, sample_of(question.row, "")))
+        samples.append((0, sample_of(question.row, "")))
         with suppress(ValueError):  # it has no answer, and its rewards may need none
-            for is_right, answer in (
-                (True, gold_answer(question.row)),
-                (False, f"{gold_answer(question.row)}1"),
-            ):
+            gold = gold_answer(question.row)
+            for is_right, answer in enumerate((f"{gold}1", gold)):
                 samples += [(is_right, sample_of(question.row, form.format(answer))) for form in ANSWERS]
     names = [n for n in parse_names(config.reward_fns) if display_name(n) not in prepared.rewards.judges]
     cards = {display_name(name): (Scorecard(), Scorecard()) for name in names}  # of wrong and right answers

@@ -34,7 +34,9 @@ def run(config: RunConfig) -> None:
     try:
         _train(config, rank)
     except AsyncGrpoError as error:
-        _tell_torchrun(error)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's report ends with it
+            report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
+            Path(file).write_text(json.dumps(report), encoding="utf-8")
         if isinstance(error, DeadlineExceeded):  # a thread that hangs would be waited for at exit
             print(f"error: {error}", file=sys.stderr)
             os._exit(EXIT_FAILED)
@@ -59,13 +61,6 @@ def _train(config: RunConfig, rank: int) -> None:
     if rank:  # importing Ray has set a handler that writes a page when torchrun ends this rank for another one's fault
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train(config, prepared)
-
-
-def _tell_torchrun(error: AsyncGrpoError) -> None:
-    """Give torchrun the reason: its report ends with it, below a traceback of its own that cannot be switched off."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
-        Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
 main = partial(run_program, "train")
