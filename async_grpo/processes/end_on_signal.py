@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def end_in_order(
-    ask: Callable[[str], Any], grace_s: float, *, is_failing: Callable[[], bool], look: Any = lambda: None
+    ask: Callable[[str], Any], grace_s: float, *, is_failing: Callable[[], bool], look: Any = None
 ) -> None:
-    """From now on SIGTERM, SIGINT and SIGHUP have `ask` called, in a thread, with the signal's name, and SIGUSR1 `look`.
+    """From now on SIGTERM, SIGINT and SIGHUP have `ask` called, in a thread, with the signal's name, and SIGUSR1 `look`,
+    where there is one: else who asks a run what it waits for would take this process for the one that answers.
 
     The process ends at once by a second signal, after `grace_s` seconds, or if `is_failing` says that there is nothing
     left to save. To be called in the main thread, which may be inside a collective when a signal comes: Python's handlers
@@ -27,7 +28,7 @@ def end_in_order(
     came, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    for number in (*SIGNALS, signal.SIGUSR1):
+    for number in SIGNALS if look is None else (*SIGNALS, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
 
     def listen() -> None:
@@ -39,7 +40,7 @@ def end_in_order(
                 log.error("there is no checkpoint after %.0f s (--grace-s): ending without", grace_s)
                 os._exit(128 + first[0])
             number = os.read(came, 1)[0]
-            if number == signal.SIGUSR1:
+            if number == signal.SIGUSR1 and look is not None:
                 look()
             elif number in SIGNALS and first is None and not is_failing():
                 first, name = (number, time.monotonic()), signal.Signals(number).name

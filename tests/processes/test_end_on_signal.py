@@ -9,6 +9,7 @@ import pytest
 
 PROGRAM = """
 import hashlib, sys
+from async_grpo.processes import look
 from async_grpo.processes.end_on_signal import end_in_order
 end_in_order(lambda name: print("asked", name, flush=True), {grace_s}, is_failing=lambda: {failing})
 print("ready", flush=True)
@@ -55,3 +56,8 @@ def test_where_there_is_nothing_left_to_save_it_ends_unasked(start):
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 128 + signal.SIGTERM
     assert process.stdout.read() == ""
+
+
+def test_who_cannot_look_is_not_taken_for_one_that_answers_sigusr1(start):
+    process = start()  # as every rank but rank 0
+    assert not look.ask(process.pid)
