@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from async_grpo.processes.look import ask
+
 PROGRAM = """
 import hashlib, sys
-from async_grpo.processes import look
 from async_grpo.processes.end_on_signal import end_in_order
 end_in_order(lambda name: print("asked", name, flush=True), {grace_s}, is_failing=lambda: {failing})
 print("ready", flush=True)
@@ -60,4 +61,4 @@ def test_where_there_is_nothing_left_to_save_it_ends_unasked(start):
 
 def test_who_cannot_look_is_not_taken_for_one_that_answers_sigusr1(start):
     process = start()  # as every rank but rank 0
-    assert not look.ask(process.pid)
+    assert not ask(process.pid)
