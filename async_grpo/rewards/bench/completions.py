@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,12 +53,16 @@ class CompletionRow:
 
 def read_rows(path: str | Path) -> list[CompletionRow]:
     """All rows of the file. Raises ConfigurationError: it cannot be read or holds no rows, or a bad one at a named line."""
-    rows, number = [], 0
+    rows, number, groups = [], 0, dict[str | int, int]()
     try:
         with Path(path).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append(_row(line, number))
+                    row = _row(line)
+                    if row.get("group_id") is None:  # without a prompt, a number that no other row has
+                        row["group_id"] = groups.setdefault(row.get("input") or number, -number)
+                    label = row.pop(LABEL, None)
+                    rows.append(CompletionRow(number, row, None if label is None else float(label)))
     except OSError as error:
         raise ConfigurationError(f"cannot read the completions {str(path)!r}: {error}") from error
     except ValueError as error:
@@ -72,37 +75,32 @@ def read_rows(path: str | Path) -> list[CompletionRow]:
 def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str, Any]:
     """A full sample of a row; with another completion if one is given. Each character counts as a token."""
     text = str(row["completion"]) if completion is None else completion
-    prompt = row.get("input", "")
-    sample = {"truncated": False, "group_id": 0, "input": prompt, **row}
+    sample = {"truncated": False, "group_id": 0, "input": "", **row, "completion": text}
     if completion is not None or row.get("completion_token_ids") is None:
         sample["completion_token_ids"] = [ord(character) for character in text]
         sample["completion_char_ends"] = list(range(1, len(text) + 1))
-    return sample | {"completion": text, "sample_text": f"{prompt}{text}"}
+    return sample | {"sample_text": f"{sample['input']}{text}"}
 
 
-def _row(line: bytes, number: int) -> CompletionRow:
+def _row(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or brackets without end
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, not {type(row).__name__}")
-    completion, prompt, tokens = row.get("completion"), row.get("input", ""), row.get("completion_token_ids")
-    group, label = row.get("group_id"), row.pop(LABEL, None)
+    tokens, label = row.get("completion_token_ids"), row.get(LABEL)
     are_tokens = tokens is None or (isinstance(tokens, list) and all(type(token) is int for token in tokens))
-    for name, wanted, value, is_right in (
-        ("completion", "text", completion, isinstance(completion, str)),
-        ("input", "text", prompt, isinstance(prompt, str)),
-        ("completion_token_ids", "a list of integers", tokens, are_tokens),
-        ("group_id", "a whole number or text", group, isinstance(group, int | str | None)),
-        (LABEL, "true, false or a number", label, label is None or is_finite_number(label)),
+    for name, wanted, is_right in (
+        ("completion", "text", isinstance(row.get("completion"), str)),
+        ("input", "text", isinstance(row.get("input", ""), str)),
+        ("completion_token_ids", "a list of integers", are_tokens),
+        ("group_id", "a whole number or text", isinstance(row.get("group_id"), int | str | None)),
+        (LABEL, "true, false or a number", label is None or is_finite_number(label)),
     ):
         if not is_right:
-            raise ValueError(f"the column {name} must be {wanted}, not {value!r:.80}")
-    if group is None:  # without a prompt, a number that no other row has
-        digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()
-        group = int.from_bytes(digest[:6], "big") if prompt else -number
-    return CompletionRow(number, row | {"group_id": group}, None if label is None else float(label))
+            raise ValueError(f"the column {name} must be {wanted}, not {row.get(name)!r:.80}")
+    return row
 
 
 async def score_rows(

@@ -4,7 +4,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
@@ -56,6 +56,26 @@ class Scorecard:
                 result.status.value if result.reward is None else f"{result.reward:.6g}" for result in runs
             ]
 
+    def lines(self) -> Iterator[str]:
+        """For the terminal: how often it gave which reward, why none, and where runs differ."""
+        bars = histogram(self.rewards)
+        width = max((len(label) for label, _ in bars), default=0)
+        most = max((count for _, count in bars), default=0)
+        for label, count in bars:
+            bar = "█" * round(BAR_WIDTH * count / most) or "▏" * (count > 0)
+            yield f"  {label.rjust(width)}  {bar} {count}"
+        failures = []
+        for (status, reason), lines in self.failures.items():
+            times = f", {len(lines)} in all" if len(lines) > 1 else ""
+            failures.append(f"{status}, line {lines[0]}{times}: {one_line(reason)}")
+        unsteady = [
+            f"not steady, line {line}: {', then '.join(said)}" for line, said in self.unsteady.items()
+        ]
+        for found in (failures, unsteady):
+            yield from (f"  {text}" for text in found[:MAX_EXAMPLES])
+            if len(found) > MAX_EXAMPLES:
+                yield f"  and {len(found) - MAX_EXAMPLES} more"
+
 
 class Report:
     """Everything that was found out. `compared` and `differing`: rows, by the names of two rewards, or of one and LABEL,
@@ -93,26 +113,6 @@ class Report:
         console.print(f"{len(rows)} rows, {calls} calls in {self.seconds:.1f} s: {per_s:.1f} rows/s")
         if without_tokens := sum(row.columns.get("completion_token_ids") is None for row in rows):
             console.print(f"rows without completion_token_ids, where characters count: {without_tokens}")
-        console.print(self._overview(repeat))
-        if repeat < 2:
-            console.print("steady: --repeat 2 would tell")
-        for name, card in self.scorecards.items():
-            _print_card(console, name, card)
-        if not self.compared:
-            return
-        console.print(f"\nwho disagrees (right is a reward of {self.threshold:g} or more)")
-        table = _table("reward", "against", "rows", "differ", "")
-        for pair, compared in self.compared.items():
-            differing = self.differing[pair]
-            share = f"{differing / compared:.1%}" if compared else "-"
-            table.add_row(*pair, str(compared), str(differing), share)
-        console.print(table)
-        for line, (opinions, completion) in self.examples.items():
-            said = ", ".join(f"{name} {_number(reward)}" for name, reward in opinions.items())
-            cut = "..." if len(completion) > MAX_EXCERPT else ""  # answers are at the end
-            console.print(f"  line {line}: {said}: {cut}{completion[-MAX_EXCERPT:]!r}", soft_wrap=True)
-
-    def _overview(self, repeat: int) -> Table:
         statuses = (status.value.replace("_", "\n") for status in RewardStatus)
         table = _table("reward", *statuses, "mean", "p50\nms", "p95\nms", "max\nms", "steady")
         for name, card in self.scorecards.items():
@@ -120,7 +120,25 @@ class Report:
             latencies = [f"{1000 * quantile(card.seconds, q):.1f}" for q in (0.5, 0.95, 1.0)]
             steady = "?" if repeat < 2 else f"no: {len(card.unsteady)}" if card.unsteady else "yes"
             table.add_row(name, *counts, _number(card.mean), *latencies, steady)
-        return table
+        console.print(table)
+        if repeat < 2:
+            console.print("steady: --repeat 2 would tell")
+        for name, card in self.scorecards.items():
+            console.print("", name, *card.lines(), sep="\n", soft_wrap=True)
+        if self.compared:
+            self._print_disagreements(console)
+
+    def _print_disagreements(self, console: Console) -> None:
+        console.print(f"\nwho disagrees (right is a reward of {self.threshold:g} or more)")
+        table = _table("reward", "against", "rows", "differ", "")
+        for pair, compared in self.compared.items():
+            share = f"{self.differing[pair] / compared:.1%}" if compared else "-"
+            table.add_row(*pair, str(compared), str(self.differing[pair]), share)
+        console.print(table)
+        for line, (opinions, completion) in self.examples.items():
+            said = ", ".join(f"{name} {_number(reward)}" for name, reward in opinions.items())
+            cut = "..." if len(completion) > MAX_EXCERPT else ""  # answers are at the end
+            console.print(f"  line {line}: {said}: {cut}{completion[-MAX_EXCERPT:]!r}", soft_wrap=True)
 
 
 def one_line(text: str) -> str:
@@ -138,25 +156,6 @@ def histogram(values: Sequence[float], max_bars: int = 8) -> list[tuple[str, int
     edges = [*(low + width * n for n in range(max_bars)), high]
     bars = Counter(bisect_right(edges, value, 1, max_bars) - 1 for value in values)
     return [(f"{start:.4g} to {end:.4g}", bars[n]) for n, (start, end) in enumerate(pairwise(edges))]
-
-
-def _print_card(console: Console, name: str, card: Scorecard) -> None:
-    console.print(f"\n{name}")
-    bars = histogram(card.rewards)
-    width = max((len(label) for label, _ in bars), default=0)
-    most = max((count for _, count in bars), default=1)
-    for label, count in bars:
-        bar = "█" * round(BAR_WIDTH * count / most) or "▏" * (count > 0)
-        console.print(f"  {label.rjust(width)}  {bar} {count}", soft_wrap=True)
-    failures = []
-    for (status, reason), lines in card.failures.items():
-        times = f", {len(lines)} in all" if len(lines) > 1 else ""
-        failures.append(f"{status}, line {lines[0]}{times}: {one_line(reason)}")
-    unsteady = [f"not steady, line {line}: {', then '.join(said)}" for line, said in card.unsteady.items()]
-    for found in (failures, unsteady):
-        more = [f"and {len(found) - MAX_EXAMPLES} more"] if len(found) > MAX_EXAMPLES else []
-        for text in found[:MAX_EXAMPLES] + more:
-            console.print(f"  {text}", soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:

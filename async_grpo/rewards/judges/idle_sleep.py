@@ -18,19 +18,18 @@ _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 log = logging.getLogger(__name__)
 
 
-def ask(url: str, key: str | None = None, method: str = "GET") -> dict[str, Any]:
+def ask(url: str, method: str = "GET") -> dict[str, Any]:
     """What one of our vLLM servers replies; blocks. Raises one of UNABLE."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(url, method=method, headers=headers)
+    request = urllib.request.Request(url, method=method)
     with _NO_PROXY.open(request, timeout=ANSWER_S if method == "GET" else MOVE_S) as reply:
         return json.loads(reply.read() or b"{}")
 
 
-def set_sleeping(url: str, asleep: bool, key: str | None = None) -> None:
+def set_sleeping(url: str, asleep: bool) -> None:
     """Let it sleep (level 1: the weights wait in main memory) or wake; blocks. Raises one of UNABLE."""
-    if ask(f"{url}/is_sleeping", key)["is_sleeping"] is not asleep:
-        ask(url + ("/sleep?level=1" if asleep else "/wake_up"), key, "POST")
-        if ask(f"{url}/is_sleeping", key)["is_sleeping"] is not asleep:
+    if ask(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
+        ask(url + ("/sleep?level=1" if asleep else "/wake_up"), "POST")
+        if ask(f"{url}/is_sleeping")["is_sleeping"] is not asleep:
             raise ValueError("it says that it obeys, and does not")
 
 

@@ -1,4 +1,4 @@
-"""`JudgeServer`: vLLM as an OpenAI-compatible server for judges, started and ended by us.
+"""`JudgeServer`: vLLM as an OpenAI-compatible server for judges, on this machine alone, started and ended by us.
 
     with JudgeServer("Qwen2.5-7B-Instruct", log_folder="runs/x/logs", replicas=2, devices=("6", "7")) as server:
         judge = LLMJudge(url=server.urls, model=server.served_name)
@@ -23,18 +23,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.errors import DeadlineExceeded, WorkerLost
 from async_grpo.processes.process_tree import end_descendants
 from async_grpo.processes.supervisor import KILL_GRACE_S, Program, Supervisor, log_excerpt
 from async_grpo.rewards.http.endpoint import require_all
 from async_grpo.rewards.judges.idle_sleep import UNABLE, ask, set_sleeping
 
+HOST = "127.0.0.1"  # a server without a key is not for the network
 POLL_S, CLOSE_S, BACKOFF_S = 0.2, 45.0, 2.0  # the last before a server is started again
 FORWARDED = "PATH HOME LANG LC_ALL TZ TMPDIR USER LD_LIBRARY_PATH VIRTUAL_ENV PYTHONPATH CC CXX".split()
 FORWARDED_PREFIXES = tuple("OMP_ MKL_ VLLM_ CUDA_ NVIDIA_ NCCL_ HIP_ FLASHINFER_ TRITON_ XDG_".split())
 END = "\0\n"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SECRET = "VLLM_API_KEY"  # given only to servers that are to ask for it
 FIXED = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
 ON_THE_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 OURS = "model host port served-model-name runner enable-sleep-mode api-key".split()  # other settings decide
@@ -52,17 +51,13 @@ class JudgeServer:
         served_name: the `model` that requests name.
         replicas: how many; each needs the memory of a whole engine.
         devices: CUDA_VISIBLE_DEVICES of each replica, such as ("4,5", "6,7"); not given: as this process has it.
-        port: of the first replica, the others follow; not given: free ones.
-        host: to listen on. Beyond loopback only with a key.
-        api_key_env: the name of this process's variable with the key that requests must bring.
         runner: "auto", "generate", or "pooling" for reward models (/classify, /pooling).
         options: of vLLM's server, {"max-model-len": 4096, "enforce-eager": True}.
-        environment: further variables of the servers.
-        sleep_mode: make `sleep` and `wake` possible; needs a GPU.
+        sleep_mode: the servers can be put to sleep; needs a GPU.
         restarts: how often a replica that died is started again, each.
 
     Raises:
-        ConfigurationError: the settings cannot work, or a port is taken.
+        ConfigurationError: the settings cannot work.
     """
 
     model: str | Path
@@ -71,41 +66,30 @@ class JudgeServer:
     served_name: str = "judge"
     replicas: int = 1
     devices: Sequence[str] | None = None
-    port: int | None = None
-    host: str = "127.0.0.1"
-    api_key_env: str | None = None
     runner: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     sleep_mode: bool = False
     restarts: int = 3
 
     def __post_init__(self) -> None:
         model, devices, replicas = str(self.model), self.devices, self.replicas
-        self._api_key = os.environ.get(self.api_key_env or "")
         one_each = devices is None or (not isinstance(devices, str) and len(devices) == replicas)
-        safe = self.api_key_env is not None or self.host in LOOPBACK
-        network = "would let the whole network use the model: give an api_key_env, or 127.0.0.1"
         pretence = "vLLM on the CPU says that it sleeps but gives no memory back"
         require_all(
             ((Path(model) / "config.json").is_file(), f"{model!r} is no folder of a model: no config.json"),
             (replicas >= 1 and self.restarts >= 0, f"{replicas=}, restarts={self.restarts}: too few"),
             (one_each, f"{devices=} must be a list with the GPUs of each of the {replicas} replicas"),
-            (safe, f"host={self.host!r} {network}"),
-            (self._api_key or self.api_key_env is None, f"no variable api_key_env={self.api_key_env!r}"),
             (not (self.sleep_mode and on_the_cpu()), f"sleep_mode=True needs a GPU: {pretence}"),
         )
-        self._ports = self._listen()
+        with contextlib.ExitStack() as stack:  # all are open at once, or two might get the same port
+            opened = (socket.create_server((HOST, 0)) for _ in range(replicas))
+            ports = [stack.enter_context(listener).getsockname()[1] for listener in opened]
+        self.urls = tuple(f"http://{HOST}:{port}" for port in ports)  # for a judge's `url`
         self._names = [f"judge {self.served_name} {number}" for number in range(replicas)]
-        self._commands = [self._command(port) for port in self._ports]
+        self._commands = [self._command(port) for port in ports]
         self._folder = Path(self.log_folder).absolute()
+        self._deaths = [self._folder / f"judge-deaths-{port}.log" for port in ports]
         self._keepers: list[subprocess.Popen[bytes]] = []
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """One base URL per replica, for a judge's `url`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return tuple(f"http://{host}:{port}" for port in self._ports)
 
     def __enter__(self) -> Self:
         self.start()
@@ -119,8 +103,6 @@ class JudgeServer:
 
         Raises, with its last words, WorkerLost if one ended first, DeadlineExceeded if one was not ready in time.
         """
-        if self._keepers:
-            raise ConfigurationError("the judge server is started already")
         self._folder.mkdir(parents=True, exist_ok=True)
         give_up = time.monotonic() + timeout_s
         try:
@@ -128,31 +110,37 @@ class JudgeServer:
                 self._start_keeper(number)
             for name, url, keeper in zip(self._names, self.urls, self._keepers, strict=True):
                 while not self._serves(url):
-                    self._check(0)
+                    self.check(0)
                     if time.monotonic() > give_up:
                         log = self._folder / f"{name.replace(' ', '-')}.log"
                         said = log_excerpt(Program(name, keeper, log)) if log.exists() else ""
                         raise DeadlineExceeded(f"{name} did not serve on {url} within {timeout_s:g} s{said}")
                     time.sleep(POLL_S)
-            self._check(0)
+            self.check(0)
         except BaseException:
             self.close()
             raise
 
-    def check(self) -> None:
-        """Raise WorkerLost if a replica died for good, or its keeper did. Cheap: for every step."""
-        self._check(self.restarts)
+    def check(self, forgiven: int | None = None) -> None:
+        """Raise WorkerLost if a replica died more often than that (by default: for good), or its keeper did."""
+        for deaths in self._deaths[: len(self._keepers)]:
+            said = deaths.read_text().split(END)[:-1]
+            if len(said) > (self.restarts if forgiven is None else forgiven):
+                raise WorkerLost(said[-1])
+        if not self._keepers or any(keeper.poll() is not None for keeper in self._keepers):
+            raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
 
     def sleep(self) -> None:
-        """Give the GPUs' memory back; the weights stay in main memory. Ends running requests.
+        """Give the GPUs' memory back, until `IdleSleep` wakes the servers. Ends running requests.
 
         Raises ConfigurationError if the server was not made with sleep_mode, WorkerLost if a replica did not obey.
         """
-        self._set(asleep=True)
-
-    def wake(self) -> None:
-        """Take the memory again. Raises as `sleep` does."""
-        self._set(asleep=False)
+        require_all((self.sleep_mode, "the judge server was made without sleep_mode=True"))
+        for name, url in zip(self._names, self.urls, strict=True):
+            try:
+                set_sleeping(url, True)
+            except UNABLE as error:
+                raise WorkerLost(f"{name} does not sleep: {error}; see {self._folder}") from error
 
     def close(self) -> None:
         """End all replicas; harmless when repeated. Nothing is left after `CLOSE_S`."""
@@ -162,22 +150,10 @@ class JudgeServer:
         for keeper in keepers:
             keeper.wait(CLOSE_S)
 
-    def _listen(self) -> list[int]:
-        """The ports. They must be free: the owner of one would be asked in place of our server."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        addresses = [(self.host, self.port + n if self.port else 0) for n in range(self.replicas)]
-        try:
-            with contextlib.ExitStack() as stack:
-                made = (socket.create_server(address, family=family) for address in addresses)
-                return [stack.enter_context(listener).getsockname()[1] for listener in made]
-        except (OSError, OverflowError) as error:
-            where = f"{self.host}, port {self.port}"
-            raise ConfigurationError(f"no server can listen on {where}: {error}") from error
-
     def _start_keeper(self, number: int) -> None:
         order = [os.getpid(), self._names[number], self._folder, self.restarts]
         errors_path = self._folder / "judge-supervisor.log"
-        with errors_path.open("ab") as errors, self._deaths(number).open("wb") as deaths:
+        with errors_path.open("ab") as errors, self._deaths[number].open("wb") as deaths:
             keeper = subprocess.Popen(
                 [sys.executable, "-c", KEEP, ROOT, *map(str, order), *self._commands[number]],
                 stdin=subprocess.DEVNULL,
@@ -193,7 +169,7 @@ class JudgeServer:
         given = {name.replace("_", "-"): value for name, value in self.options.items()}
         taken = ", ".join(sorted(set(OURS) & set(given)))
         require_all((not taken, f"options must not hold {taken}: other settings of the server decide"))
-        fixed = {"model": self.model, "host": self.host, "port": port, "served-model-name": self.served_name}
+        fixed = {"model": self.model, "host": HOST, "port": port, "served-model-name": self.served_name}
         sleep = {"enable-sleep-mode": True} if self.sleep_mode else {}
         start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         for name, value in (fixed | {"runner": self.runner} | sleep | given).items():
@@ -206,41 +182,19 @@ class JudgeServer:
     def _environment(self, number: int) -> dict[str, str]:
         """The allow-listed variables of this process, none of its secrets; and what a server needs."""
         wanted = (name for name in os.environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
-        inherited = {name: os.environ[name] for name in wanted if name != SECRET}
+        inherited = {name: os.environ[name] for name in wanted if name != "VLLM_API_KEY"}
         ours = ON_THE_CPU | inherited if on_the_cpu() else inherited
         ours |= FIXED | ({"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {})
         if self.devices is not None:
             ours["CUDA_VISIBLE_DEVICES"] = self.devices[number]
-        if self._api_key:  # not on the command line, where everybody can read it
-            ours[SECRET] = self._api_key
-        return ours | dict(self.environment)
+        return ours
 
     def _serves(self, url: str) -> bool:
         try:
-            models = ask(f"{url}/v1/models", self._api_key)["data"]
+            models = ask(f"{url}/v1/models")["data"]
             return any(model["id"] == self.served_name for model in models)
         except UNABLE:  # not there yet, or not ours
             return False
-
-    def _set(self, *, asleep: bool) -> None:
-        require_all((self.sleep_mode, "the judge server was made without sleep_mode=True"))
-        for name, url in zip(self._names, self.urls, strict=True):
-            try:
-                set_sleeping(url, asleep, self._api_key)
-            except UNABLE as error:
-                raise WorkerLost(f"{name} did not obey ({asleep=}): {error}; see {self._folder}") from error
-
-    def _check(self, forgiven: int) -> None:
-        """Raise WorkerLost if a replica died more often than that, or a keeper does not run."""
-        for number in range(len(self._keepers)):
-            said = self._deaths(number).read_text().split(END)[:-1]
-            if len(said) > forgiven:
-                raise WorkerLost(said[-1])
-        if not self._keepers or any(keeper.poll() is not None for keeper in self._keepers):
-            raise WorkerLost(f"the judge server does not run; see {self._folder / 'judge-supervisor.log'}")
-
-    def _deaths(self, number: int) -> Path:
-        return self._folder / f"judge-deaths-{self._ports[number]}.log"
 
 
 def keep(owner: str, name: str, folder: str, restarts: str, *command: str) -> None:
