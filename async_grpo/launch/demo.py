@@ -36,20 +36,8 @@ class DemoConfig(Section):
 
 def demo(config: DemoConfig) -> None:
     """Train, evaluate before and after, and write pictures, samples and a checkpoint."""
-    started = time.monotonic()
-    run, folder = run_config(config), Path(config.output_dir)
-    check(run)  # before an earlier demo is removed
-    claim(folder, mark=MARK)
-    start(run)
-    keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
-    for picture in ("reward.svg", "reward.png"):
-        plot_runs([folder / METRICS_FILE], keys, DEFAULT_X_KEY, folder / picture, smooth_window=10)
-    _tell(folder, time.monotonic() - started)
-
-
-def run_config(config: DemoConfig) -> LocalConfig:
-    """The demo as an ordinary run."""
-    return LocalConfig(
+    started, folder = time.monotonic(), Path(config.output_dir)
+    run = LocalConfig(
         model_name_or_path=str(TINY_MODEL),
         data_path=str(COUNTDOWN_TRAIN),
         eval_data_path=str(COUNTDOWN_HELDOUT),
@@ -72,6 +60,13 @@ def run_config(config: DemoConfig) -> LocalConfig:
         eval_pinned=True,
         resume="never",  # an earlier demo is replaced
     )
+    check(run)  # before an earlier demo is removed
+    claim(folder, mark=MARK)
+    start(run)
+    keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
+    for picture in ("reward.svg", "reward.png"):
+        plot_runs([folder / METRICS_FILE], keys, DEFAULT_X_KEY, folder / picture, smooth_window=10)
+    _tell(folder, time.monotonic() - started)
 
 
 def _tell(folder: Path, seconds: float) -> None:

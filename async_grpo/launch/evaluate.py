@@ -76,12 +76,7 @@ class Untrained(LocalConfig):
 
 
 def evaluate(config: EvalConfig) -> None:
-    """Have engines answer and rewards score; results are shown, and written to `output_dir`.
-
-    Raises:
-        ConfigurationError: before anything is started, if a setting or a file is wrong.
-        RunFailed, WorkerLost: a program ended before its time; says which and why.
-    """
+    """Have engines answer and rewards score; results are shown, and written to `output_dir`. Raises as `run_locally`."""
     model, step = Path(config.path), 0
     known = any((model / name).exists() for name in ("config.json", "checkpoints", MANIFEST))
     refuse(not known, f"{model} holds no model (config.json), no run and no checkpoint")

@@ -83,9 +83,7 @@ def broken_judge(c: LocalJudge, visible: Sequence[str]) -> Broken:
 def serving(config: LocalJudge, gpus: list[str], log_folder: Path, eager: bool) -> Iterator[dict[str, str]]:
     """The judge's servers, if there are to be any; yields the options by which the run's judges find them.
 
-    Raises:
-        ConfigurationError: the servers cannot work so.
-        WorkerLost, DeadlineExceeded: one of them did not start.
+    ConfigurationError: the servers cannot work so. WorkerLost, DeadlineExceeded: one of them did not start.
     """
     if not config.judge_model:
         yield {}
