@@ -1,7 +1,6 @@
 """What trying rewards on a file shows of each reward, and of each two of them: counted row by row, and printed."""
 
 import math
-from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,8 @@ class Scorecard:
     """One reward's calls."""
 
     statuses: Counter[RewardStatus] = field(default_factory=Counter)
-    rewards: array = field(default_factory=lambda: array("d"))
-    seconds: array = field(default_factory=lambda: array("d"))  # of scoring, without the wait for a worker
+    rewards: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of scoring, without the wait for a worker
     failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # status and reason -> lines
     unsteady: dict[int, list[str]] = field(default_factory=dict)  # line -> what was said, where runs differ
     right_rows: list[CompletionRow] = field(default_factory=list)  # the first, that no label calls wrong

@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,12 @@ def require_all(*rules: tuple[object, str]) -> None:
     for holds, message in rules:
         if not holds:
             raise ConfigurationError(message)
+
+
+def check_field(settings: object, name: str, fits: Callable[[Any], bool], wanted: str) -> None:
+    """Raise ConfigurationError, with what is wanted of the field and what it is, if that does not fit."""
+    value = getattr(settings, name)
+    require_all((fits(value), f"{name} must {wanted}: {value}"))
 
 
 class JudgeError(AsyncGrpoError, RuntimeError):
@@ -69,16 +75,12 @@ class Limits:
     slack_s: float = 0.5
 
     def __post_init__(self) -> None:
-        whole = self.concurrency is None or self.concurrency == int(self.concurrency) >= 1
-        require_all((whole, f"concurrency must be 1 or more, or None for no limit: {self.concurrency}"))
+        whole = "be 1 or more, or None for no limit"
+        check_field(self, "concurrency", lambda n: n is None or n == int(n) >= 1, whole)
         for name in ("requests_per_minute", "tokens_per_minute"):
-            rate = getattr(self, name)
-            require_all(
-                (rate is None or 0 < rate < math.inf, f"{name} must be above 0 and finite, or None: {rate}")
-            )
+            check_field(self, name, lambda n: n is None or 0 < n < math.inf, "be above 0 and finite, or None")
         for name in ("burst_s", "slack_s"):
-            seconds = getattr(self, name)
-            require_all((0 <= seconds < WINDOW_S, f"{name} must lie in [0, {WINDOW_S:g}) seconds: {seconds}"))
+            check_field(self, name, lambda s: 0 <= s < WINDOW_S, f"lie in [0, {WINDOW_S:g}) seconds")
 
     def over(self, others: "Limits") -> "Limits":
         """These, and the others where these say nothing.
@@ -167,14 +169,10 @@ class Endpoint:
             check_url(url)
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         for name in ("attempts", "max_body_bytes", "breaker_failures"):
-            number = getattr(self, name)
-            require_all((number == int(number) >= 1, f"{name} must be 1 or more: {number}"))
+            check_field(self, name, lambda n: n == int(n) >= 1, "be 1 or more")
         for name in ("timeout_s", "breaker_reset_s", "backoff_s", "backoff_max_s"):
-            seconds = getattr(self, name)
-            require_all((0 < seconds < math.inf, f"{name} must be above 0 and finite: {seconds}"))
-        share = self.hedge_quantile
-        fine = share is None or 0 < share < 1
-        require_all((fine, f"hedge_quantile must lie between 0 and 1: {share}"))
+            check_field(self, name, lambda s: 0 < s < math.inf, "be above 0 and finite")
+        check_field(self, "hedge_quantile", lambda q: q is None or 0 < q < 1, "lie between 0 and 1")
 
     def api_key(self) -> str | None:
         """The key, from the environment. Raises ConfigurationError if it is missing, or fits no header."""

@@ -15,10 +15,7 @@ from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 logger = logging.getLogger(__name__)
 
-TOLD_S, MAX_PAUSE_S = (
-    10.0,
-    300.0,
-)  # of a pause: from when it is told, and what is waited for; then one may try
+TOLD_S, MAX_PAUSE_S = 10.0, 300.0  # of a pause: from when it is told, and what is waited for
 # Of `reset_s`, and from probe to probe: what fails for a moment is soon back
 FIRST_PROBE, GROWTH = 1 / 16, 1.5
 
@@ -94,8 +91,7 @@ class Replicas:
     def take(self, tried: Collection[str], never: str | None = None) -> Replica | None:
         """One to send a request to now; then `settle` it. One that is out of order and due is `probing` then;
         else the least busy one in service, rather one that was not tried. None if there is none."""
-        usable = self.usable(never)
-        if not usable:
+        if not (usable := self.usable(never)):
             return None
         taken = min(usable, key=lambda r: (r.open_until is None, r.url in tried, r.in_flight, r.sent))
         taken.probing = taken.open_until is not None

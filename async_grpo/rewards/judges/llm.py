@@ -118,12 +118,10 @@ class LLMJudge(ModelJudge):
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
         import asyncio  # here, because registry files import this module and must stay cheap
 
-        votes: list[Vote] = []
-        lost: list[JudgeError] = []
-        wanted, unread = self.votes, [""]
+        votes, lost, unread = list[Vote](), list[JudgeError](), [""] * self.votes
         for _ in range(ROUNDS):
-            count = wanted if self.one_request else 1
-            bodies = [self._body(sample, count) for _ in range(wanted // count)]  # each with a new key
+            count = len(unread) if self.one_request else 1
+            bodies = [self._body(sample, count) for _ in range(0, len(unread), count)]  # each with a new key
             asked = (send(body, self._tokens(body, count)) for body in bodies)
             unread = []
             for reply in await asyncio.gather(*asked, return_exceptions=True):
@@ -133,7 +131,7 @@ class LLMJudge(ModelJudge):
                     raise reply
                 else:
                     self._read(reply, count, votes, unread)
-            if not (wanted := len(unread)):
+            if not unread:
                 break
         needed = self.min_votes or self.votes // 2 + 1
         if len(votes) >= needed:

@@ -154,8 +154,7 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
         return {"abstain": str(score["abstain"])[:MAX_QUOTE]}
     if "reward" not in score or len(score) > MAX_EXTRAS:
         raise BadReply(f"a score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}")
-    wrong = {name: value for name, value in score.items() if not fits(value)}
-    if wrong:
+    if wrong := {name: value for name, value in score.items() if not fits(value)}:
         raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")
     return {name: float(value) for name, value in score.items()}
 
