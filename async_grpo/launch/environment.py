@@ -63,7 +63,7 @@ def trainer_threads(model: str, ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int = 0) -> dict[str, str]:
+def ray_environment(environment: Mapping[str, str], trainer_gpus: int, judge_gpus: int) -> dict[str, str]:
     """Ray's part of it, which all actors inherit: no secrets, and none of the trainer's or the judge's GPUs."""
     names = [name for name in environment if name in INHERITED or name.startswith(INHERITED_PREFIXES)]
     kept = {name: environment[name] for name in names}

@@ -48,7 +48,7 @@ def test_every_tracker_gets_every_line_and_one_that_fails_is_named_once_and_left
     assert len(said) == 2 and "the network is gone" in said[0] and "--track wandb fails" in said[1]
 
 
-def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch, caplog):
+def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end_nor_another_tracker(monkeypatch, caplog):
     monkeypatch.setattr(module, "WAITING_LINES", 3)
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
     never = threading.Event()
@@ -58,11 +58,12 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch, 
             never.wait()
 
     with caplog.at_level(logging.ERROR, "async_grpo"):
-        begun, trackers = time.monotonic(), Trackers({"hanging": Hanging})
+        begun, kept = time.monotonic(), Kept()
+        trackers = Trackers({"hanging": Hanging, "other": lambda: kept})
         for step in range(10):
             trackers.log({"step": step})
         trackers.close()
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 1.0 and kept.finished
     assert "lines are left out from step" in caplog.text and "the trackers do not answer" in caplog.text
     never.set()
 
