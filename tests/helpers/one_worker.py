@@ -14,7 +14,11 @@ class OneWorker:
     """Each call may have a time-out of its own; `process` is the worker."""
 
     def __init__(self, source: RewardRegistrySource, adapter: str, *options: Any, **limits: Any) -> None:
-        self.process = AdapterProcess(source, adapter, *options, **limits)
+        arguments = {
+            name: limits.pop(name) for name in ("environment", "memory_limit_bytes") if name in limits
+        }
+        self.process = AdapterProcess(source, adapter, *options, **arguments)
+        vars(self.process).update(limits)
         self.queue = AdapterQueue(adapter, self._make, 1, Timeouts(backoff_s=(0.0,)))
         self.start, self.close = self.queue.start, self.queue.close
 

@@ -246,7 +246,8 @@ async def test_a_sample_or_an_answer_that_is_too_large_is_a_failure(large, mark)
     ],
 )
 async def test_a_process_that_cannot_start_says_why_and_fails_its_samples_one_by_one(adapter, error, said):
-    worker = AdapterProcess(SOURCE, adapter, start_timeout_s=0.5 if adapter == "cold" else 60.0)
+    worker = AdapterProcess(SOURCE, adapter)
+    worker.start_timeout_s = 0.5 if adapter == "cold" else 60.0
     with pytest.raises(error, match=said):
         await worker.start()
     if error is ProcessDied:  # worth another attempt

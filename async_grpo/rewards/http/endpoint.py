@@ -64,8 +64,7 @@ class Limits:
         burst_s: after a lull (or a late timer) so many seconds' worth may start at once, and at least one call.
         slack_s: how much later than its permit a call may start; rates are 60 / (60 + slack_s) of the limit for it.
 
-    Raises:
-        ConfigurationError: a limit that would let nothing through, or is no number.
+    Raises ConfigurationError for a limit that would let nothing through, or is no number.
     """
 
     concurrency: int | None = None
@@ -146,8 +145,7 @@ class Endpoint:
         backoff_s, backoff_max_s: before the second attempt, doubling up to the maximum; the real pause is drawn
             evenly from 0 to that.
 
-    Raises:
-        ConfigurationError: an address that is none or holds a password, or a setting that cannot work.
+    Raises ConfigurationError for an address that is none or holds a password, or a setting that cannot work.
     """
 
     urls: tuple[str, ...]

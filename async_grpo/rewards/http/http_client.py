@@ -61,10 +61,7 @@ class _Call:
 
 class EndpointClient:
     """See the module. For one event loop; `close` it. Clients of the same name and addresses share their limits.
-
-    Raises:
-        ConfigurationError: the key is not in the environment.
-    """
+    Raises ConfigurationError if the key is not in the environment."""
 
     def __init__(self, name: str, endpoint: Endpoint, rate_limiter: RateLimiter) -> None:
         self.name, self._endpoint, self._rate_limiter = name, endpoint, rate_limiter

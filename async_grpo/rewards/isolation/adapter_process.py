@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,12 +36,13 @@ class AdapterProcess:
     Args:
         options: keyword options; the reward receives those that it names.
         environment: variables for the process beside the allow-list.
-        memory_limit_bytes: address space of each process (RLIMIT_AS); None for no limit.
-        max_processes: the process and all that it starts; beyond that they are ended.
-        start_timeout_s: for starting, importing the registry file and warming up; not part of any sample's time-out.
-        grace_s: for an async reward to obey a cancellation; else it costs the process.
-        max_message_bytes: of one sample or one reply.
+        memory_limit_bytes: address space of each process (RLIMIT_AS).
     """
+
+    max_processes = 128  # the process and all that it starts; beyond that they are ended
+    max_message_bytes = 16 * 2**20  # of one sample or one reply
+    start_timeout_s = 60.0  # to start, import the registry file and warm up, on no sample's time
+    grace_s = 2.0  # for an async reward to obey a cancellation; else it costs the process
 
     def __init__(
         self,
@@ -51,24 +51,14 @@ class AdapterProcess:
         options: Mapping[str, Any] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
-        memory_limit_bytes: int | None = 8 * 2**30,
-        max_processes: int = 128,
-        start_timeout_s: float = 60.0,
-        grace_s: float = 2.0,
-        max_message_bytes: int = 16 * 2**20,
+        memory_limit_bytes: int = 8 * 2**30,
     ) -> None:
-        self.adapter = adapter
-        self._start_timeout_s, self._grace_s = start_timeout_s, grace_s
-        self._max_message_bytes = max_message_bytes
-        self._spawn = partial(
-            ChildProcess, adapter, max_message_bytes, max_processes, child_environment(environment)
-        )
+        self.adapter, self._environment = adapter, child_environment(environment)
         self._greeting = {
             "source": asdict(source),
             "adapter": adapter,
             "options": dict(options or {}),
             "memory_limit_bytes": memory_limit_bytes,
-            "max_message_bytes": max_message_bytes,
         }
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
@@ -87,13 +77,15 @@ class AdapterProcess:
                 raise WorkerLost(f"the worker of {self.adapter!r} is closed")
             if self._child is not None and not self._child.lost:
                 return self
-            child = self._child = self._spawn()
+            limits = self.max_message_bytes, self.max_processes
+            child = self._child = ChildProcess(self.adapter, *limits, self._environment)
             await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=child.channel)
+            greeting = encode(self._greeting | {"max_message_bytes": self.max_message_bytes})
             try:
-                reply = await child.ask("greeting", encode(self._greeting), self._start_timeout_s, 0.0)
+                reply = await child.ask("greeting", greeting, self.start_timeout_s, 0.0)
             except TimeoutError:
-                limit = f"{self._start_timeout_s:g} s"
-                raise ProcessDied(f"the process of {self.adapter!r} was not ready within {limit}") from None
+                late = f"was not ready within {self.start_timeout_s:g} s"
+                raise ProcessDied(f"the process of {self.adapter!r} {late}") from None
             if error := reply.get("error"):
                 await child.end(WorkerLost(error))
                 raise ConfigurationError(f"reward function {self.adapter!r} cannot start: {error}")
@@ -129,10 +121,10 @@ class AdapterProcess:
     async def _exchange(self, what: str, content: Any, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """The process's answers to what is sent, so many, or why there are none."""
         try:
-            body = encode(content, self._max_message_bytes * max(1, count))
+            body = encode(content, self.max_message_bytes * max(1, count))
             await self.start()
             assert self._child is not None, "`start` has made one"
-            return (await self._child.ask(what, body, timeout_s, self._grace_s))["answers"]
+            return (await self._child.ask(what, body, timeout_s, self.grace_s))["answers"]
         except ConfigurationError as error:
             late_or_broken = failure(str(error))
         except (TypeError, ValueError) as error:
@@ -153,10 +145,8 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def named_environment(names: Iterable[str]) -> dict[str, str]:
     """These variables of this process, for rewards that ask a service and need its key (`--reward-env`).
 
-    The values are handed to the rewards' processes as arguments and kept nowhere else.
-
-    Raises:
-        ConfigurationError: one is not set.
+    The values are handed to the rewards' processes as arguments and kept nowhere else. Raises ConfigurationError if
+    one is not set.
     """
     names = list(names)
     if missing := ", ".join(name for name in names if name not in os.environ):

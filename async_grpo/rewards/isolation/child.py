@@ -288,12 +288,11 @@ def _misfit(returned: Any, num_wanted: int) -> str:
     return "" if len(returned) == num_wanted else f"{len(returned)} answers"
 
 
-def _limit_resources(memory_limit_bytes: int | None) -> None:
+def _limit_resources(memory_limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # When the machine runs out of memory, the kernel is to take a verifier and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    if memory_limit_bytes is not None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = memory_limit_bytes if hard == resource.RLIM_INFINITY else min(memory_limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -74,12 +74,7 @@ class ChildProcess(asyncio.Protocol):
     async def ask(self, what: str, body: bytes, timeout_s: float, grace_s: float) -> dict[str, Any]:
         """The reply to the `greeting`, which comes first, a `sample` or a `group`, given as JSON.
 
-        Args:
-            timeout_s: from when it is begun.
-            grace_s: for an async reward to obey a cancellation; else it costs the process.
-
-        Raises:
-            TimeoutError, ProcessDied, CallInterrupted: there is none.
+        Raises TimeoutError `timeout_s` after it was begun, ProcessDied or CallInterrupted; `grace_s`: see `AdapterProcess`.
         """
         number = next(self._numbers)
         head = b'{"id":%d,"at":%.6f,"%b":' % (number, time.monotonic(), what.encode())

@@ -95,11 +95,8 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Template:
-    """A text with columns of the sample in braces; doubled braces stand for themselves.
-
-    Raises:
-        ConfigurationError: anything but plain names in the braces.
-    """
+    """A text with columns of the sample in braces; doubled braces stand for themselves. Raises ConfigurationError for
+    anything but plain names in the braces."""
 
     text: str
     names: frozenset[str] = field(init=False)

@@ -62,9 +62,6 @@ class LLMJudge(ModelJudge):
 
     A reply that was cut off, matches nothing or lies outside the scale is asked for once more; after that the vote
     is lost, and with fewer than `min_votes` the call has failed. It is never a score of 0.
-
-    Raises:
-        ConfigurationError: the settings cannot work.
     """
 
     template: str = ""

@@ -75,8 +75,7 @@ class RemoteJudge:
         hedge_quantile: send a second request when the first takes longer than this quantile of the latencies.
         endpoint_options: further settings of `Endpoint`.
 
-    Raises:
-        ConfigurationError: the settings cannot work.
+    Raises ConfigurationError, as every judge does, if the settings cannot work.
     """
 
     url: str | Sequence[str] | None = None

@@ -47,9 +47,6 @@ class RewardModelJudge(ModelJudge):
         template: a text with columns in braces to send instead of the conversation, without chat template.
 
     The reward is what the model says and has no fixed scale. Extras: `judge_tokens` and, with a price, `judge_cost`.
-
-    Raises:
-        ConfigurationError: the settings cannot work.
     """
 
     task: str = "classify"

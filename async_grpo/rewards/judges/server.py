@@ -56,8 +56,7 @@ class JudgeServer:
         sleep_mode: the servers can be put to sleep; needs a GPU.
         restarts: how often a replica that died is started again, each.
 
-    Raises:
-        ConfigurationError: the settings cannot work.
+    Raises ConfigurationError if the settings cannot work.
     """
 
     model: str | Path
