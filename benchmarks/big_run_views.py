@@ -35,9 +35,7 @@ VIEWS = {
         "from async_grpo.programs.samples import SamplesConfig, write_samples_page\n"
         "write_samples_page(SamplesConfig(path=str(run), output=str(run / 'samples.html')))"
     ),
-    "timeline": (
-        "from async_grpo.metrics.timeline import draw_timeline\ndraw_timeline(run, '', run / 'timeline.svg')"
-    ),
+    "timeline": ("from async_grpo.programs.plot import timeline\ntimeline(run, '', run / 'timeline.svg')"),
 }
 MEASURED = """
 import json, resource, sys, time

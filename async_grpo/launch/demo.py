@@ -11,8 +11,6 @@ from rich.table import Table
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
 from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.console import show_times
-from async_grpo.metrics.figures import plot_runs
-from async_grpo.metrics.reader import DEFAULT_X_KEY
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
 from async_grpo.programs.samples import SamplesConfig, write_samples_page
@@ -36,6 +34,8 @@ class DemoConfig(Section):
 
 def demo(config: DemoConfig) -> None:
     """Train, evaluate before and after, and write pictures, samples and a checkpoint."""
+    from async_grpo.programs.plot import plot
+
     started, folder = time.monotonic(), Path(config.output_dir)
     run = LocalConfig(
         model_name_or_path=str(TINY_MODEL),
@@ -65,7 +65,7 @@ def demo(config: DemoConfig) -> None:
     start(run)
     keys = ["avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "staleness_mean"]
     for picture in ("reward.svg", "reward.png"):
-        plot_runs([folder / METRICS_FILE], keys, DEFAULT_X_KEY, folder / picture, smooth_window=10)
+        plot([folder / METRICS_FILE], keys, smooth=True, output=folder / picture)
     _tell(folder, time.monotonic() - started)
 
 

@@ -25,6 +25,7 @@ from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
 from async_grpo.options.fields import refuse
 
 DEFAULT_X_KEY = "total_samples_accumulated"
+UNITS = ("steps", "samples", "tokens", "seconds", "gpu-hours")
 CONNECT_TIMEOUT_S = 10
 FETCH_TIMEOUT_S = 120
 
@@ -152,6 +153,45 @@ def fetch(remote: str, path: str, target: Path) -> Path:
     except subprocess.TimeoutExpired:
         why = f"within {FETCH_TIMEOUT_S} s"
     raise RunFailed(f"scp could not fetch {remote}:{path} {why}")
+
+
+def curve(run: Run, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
+    """(2, T): `progress`, rising, and `key`, where both are finite numbers. An evaluation stands where it began."""
+    x_T, y_T = progress(run, unit, gpus), run.column(key)
+    if key.startswith("eval_"):  # its line is that of the step in which it ended
+        step_T, began_T = run.column("step"), run.column("eval_step")
+        x_T = np.interp(np.where(np.isfinite(began_T), began_T, step_T), [0, *step_T], [0, *x_T])
+    found_2T = np.stack([x_T, y_T])[:, np.isfinite(x_T) & np.isfinite(y_T)]
+    known = ", ".join(run.plottable_keys)
+    refuse(not found_2T.size, f"{run.source}: no step has {unit} and a number {key!r}; --y may name: {known}")
+    return found_2T[:, np.argsort(found_2T[0], kind="stable")]
+
+
+def progress(run: Run, unit: str, gpus: int | None = None) -> np.ndarray:
+    """(T,): how far the run had come after each step, in one of `UNITS`.
+
+    Tokens: that the engines generated. Seconds: without the time that the run lay dead between two steps. `gpus` default
+    to what `async-grpo run` gave to ranks, engines, logprob workers and judges.
+    """
+    refuse(unit not in UNITS, f"--x {unit!r} is unknown; known: {', '.join(UNITS)}")
+    if unit in ("steps", "samples"):
+        return run.column("step" if unit == "steps" else "total_samples_accumulated")
+    if unit == "tokens":
+        return np.cumsum(run.column("tokens_generated"))
+    after_T = np.nan_to_num([run.column("seconds_evaluating"), run.column("seconds_checkpointing")]).sum(0)
+    # Less has passed if it saved within the step, more if it died and went on later
+    passed_T = np.diff(run.column("timestamp"), prepend=np.nan)
+    seconds_T = np.cumsum(np.fmin(run.column("time_per_batch") + after_T, passed_T))
+    return seconds_T if unit == "seconds" else seconds_T / 3600 * (gpus or _gpus(run))
+
+
+def _gpus(run: Run) -> int:
+    told, needed = run.options, ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")
+    silent = any(key not in told for key in needed)
+    refuse(silent, f"{run.source} does not say how many GPUs it was given: add --gpus, or choose another --x")
+    ranks, engines, roles = (told[key] for key in needed)
+    judges = told["judge_replicas"] if told.get("judge_model") and not told.get("judge_gpus") else 0
+    return int(ranks + engines * told.get("tensor_parallel_size", 1) + len(roles) + judges)
 
 
 def print_info(file: Path) -> None:

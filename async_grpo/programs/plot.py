@@ -1,21 +1,42 @@
 """`async-grpo plot FILE...`, `plot compare|forecast|staleness|timeline|info RUN`: draw or tabulate what runs wrote."""
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 
-from async_grpo.errors import AsyncGrpoError, RunFailed
-from async_grpo.metrics.compare import UNITS, compare_runs
-from async_grpo.metrics.figures import DEFAULT_VARIABLES, PICTURE_SUFFIXES, draw_staleness, plot_runs
-from async_grpo.metrics.forecast import forecast_run
-from async_grpo.metrics.reader import DEFAULT_X_KEY, compared, load_runs, print_info
-from async_grpo.metrics.timeline import draw_timeline
+from async_grpo.errors import AsyncGrpoError, ConfigurationError, RunFailed
+from async_grpo.metrics import figures
+from async_grpo.metrics.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
+from async_grpo.metrics.forecast import fits, interval
+from async_grpo.metrics.reader import (
+    DEFAULT_X_KEY,
+    UNITS,
+    Run,
+    compared,
+    curve,
+    load_runs,
+    print_info,
+    read_run,
+)
+from async_grpo.metrics.tail import last_records, spread_records
+from async_grpo.metrics.writer import TIMELINE_FILE
+from async_grpo.options.fields import refuse
 
+DEFAULT_VARIABLES = ("avg_reward", "avg_max_reward_in_group", "avg_output_tokens", "avg_kl_div")
+BANDS = "bands: of two runs from one to the other, of more the 95 % t interval of their mean"
+SIGMOID = "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B); band and brackets: 95 % intervals"
+TIMES = (1, 2, 4)  # how far a forecast looks, in multiples of what was seen
+LAST_STEPS, LAST_LINES = 10, 5000  # of a timeline, where no steps are named
+
+log = logging.getLogger(__name__)
 app = typer.Typer(
     help="Draw or tabulate training metrics (JSONL, one object per step). Without a command: plot.",
     add_completion=False,
@@ -51,7 +72,22 @@ def plot(
     ] = None,
 ) -> None:
     """Draw one or several runs, one subplot per key. `plot info FILE` lists the keys of a run."""
-    plot_runs(files, variables, x_key, output, names, smooth_window if smooth else None, remote)
+    runs = load_runs(files, names, remote)
+    plottable = {key for run in runs for key in run.plottable_keys}
+    if not variables:
+        variables = [key for key in DEFAULT_VARIABLES if key in plottable] or list(DEFAULT_VARIABLES)
+        if skipped := [key for key in DEFAULT_VARIABLES if key not in variables]:
+            log.warning("skipped, not in any file: %s", ", ".join(skipped))
+    variables, known = list(dict.fromkeys(variables)), ", ".join(sorted(plottable)) or "none"
+    for key in variables:
+        without = [run.name for run in runs if not np.isfinite(run.series(x_key, key)).all(axis=0).any()]
+        nowhere = len(without) == len(runs)
+        refuse(nowhere, f"no step has numbers for both {key!r} and {x_key!r}; -v and -x may name: {known}")
+        if without:
+            log.warning("%s: nothing to draw in %s", key, ", ".join(without))
+    with figures.picture(output) as figure:
+        legend = len(runs) > 1 or bool(names)
+        figures.draw(figure, runs, variables, x_key, smooth_window if smooth else None, legend)
 
 
 @app.command()
@@ -68,7 +104,25 @@ def compare(
     output: Output = None,
 ) -> None:
     """Draw several runs, or means of several seeds, over steps, samples, tokens, seconds or GPU-hours."""
-    compare_runs(runs, x, y.split(","), names or [], output, smooth_window, gpus)
+    globs, keys = [name.partition("=")[::2] for name in names or ()], y.split(",")
+    groups: dict[str, list[Run]] = {name: [] for name, _ in globs}
+    for path, run in zip(runs, load_runs(runs), strict=True):
+        fitting = [name for name, glob in globs if fnmatch(str(path), glob)]
+        groups.setdefault((fitting or [run.name])[0], []).append(run)
+    empty = ", ".join(name for name, of in groups.items() if not of)
+    refuse(bool(empty), f"--name {empty}: NAME=GLOB is wanted, with a GLOB that fits some of the runs given")
+    curves = {key: [[curve(run, x, key, gpus) for run in of] for of in groups.values()] for key in keys}
+    with figures.picture(output) as figure:
+        axes = subplots(figure, keys, x, BANDS if names else "")
+        for ax, key in zip(axes, keys, strict=True):
+            width = 1 if key.startswith("eval_") else smooth_window  # evaluations are few, and means already
+            for name, of, colour in zip(groups, curves[key], figures.colours_for(len(groups)), strict=True):
+                smooth = [np.stack([x_T, figures.moving_average(y_T, width)]) for x_T, y_T in of]
+                x_T, mean_T, low_T, high_T = figures.mean_and_band(smooth, name)
+                label = f"{name} ({len(of)} runs)" if len(of) > 1 else name
+                ax.plot(x_T, mean_T, color=colour, linewidth=1.8, label=label)
+                ax.fill_between(x_T, low_T, high_T, color=colour, alpha=0.2, linewidth=0)
+        figure.legend(handles=axes[0].get_lines(), loc="outside upper center", ncols=4, frameon=False)
 
 
 @app.command()
@@ -81,13 +135,48 @@ def forecast(
     output: Output = None,
 ) -> None:
     """Tell where a run is heading, with intervals, or why its data do not say; without -o in words alone."""
-    print("\n".join(forecast_run(run, x, y, output, begin, gpus)))
+    seen_2T = curve(read_run(run), x, y, gpus)
+    seen_2T = seen_2T[:, seen_2T[0] >= begin]
+    best, resampled = fits(seen_2T, f"{y} over {x}")
+    ahead_T = seen_2T[0, -1] * np.array(TIMES)
+    told = ["R0", "A", "C_mid", "B", *(f"after {far:.6g} {x}" for far in ahead_T)]
+    values = np.array([[*one[:2], *np.exp(one[2:]), *one.at(ahead_T)] for one in (best, *resampled)])
+    found = zip(told, values[0], *interval(values[1:]), strict=True)
+    words = [f"{name} = {value:.4g} ({low:.4g} to {high:.4g})" for name, value, low, high in found]
+    if output is not None:
+        with figures.picture(output) as figure:
+            (ax,) = subplots(figure, [y], x, f"{SIGMOID}\n{'; '.join(words[:4])}")
+            far_T = np.linspace(seen_2T[0, 0], ahead_T[-1], 300)
+            ax.plot(*seen_2T, color="0.6", linewidth=0.8, label="measured")
+            ax.plot(far_T, best.at(far_T), color=OKABE_ITO[0], linewidth=2, label="forecast")
+            band_2T = interval([one.at(far_T) for one in resampled])
+            ax.fill_between(far_T, *band_2T, color=OKABE_ITO[0], alpha=0.2, linewidth=0)
+            ax.axhline(best.asymptote, color=OKABE_ITO[1], linestyle="--", label="A, its asymptote")
+            ax.axvline(ahead_T[0], color="0.4", linestyle=":", label="end of the data")
+            ax.legend(frameon=False, loc="lower right")
+    print("\n".join(words))
 
 
 @app.command()
 def staleness(run: OneRun, output: Output = None) -> None:
     """Draw how old the tokens were that a run trained on, over the steps and by share, beside the bound."""
-    draw_staleness(run, output)
+    told = read_run(run)
+    step_T, mean_T, most_T = map(told.column, ("step", "staleness_mean", "staleness_max"))
+    refuse(not np.isfinite(mean_T).any(), f"{told.source} does not say how old its tokens were")
+    ages = [key for key in told.keys if key.startswith("staleness_tokens.")]
+    words = f"mean of the steps {np.nanmean(mean_T):.3g}, largest {np.nanmax(most_T):g}"
+    with figures.picture(output) as figure:
+        titles = ["staleness", *(["share of tokens"] if ages else [])]  # an old run did not count them
+        over_steps, *shares = subplots(figure, titles, "step", words)
+        over_steps.plot(step_T, mean_T, color=OKABE_ITO[0], label="mean over tokens")
+        over_steps.plot(step_T, most_T, color=OKABE_ITO[3], label="largest")
+        if (bound := told.options.get("max_staleness")) is not None:
+            over_steps.axhline(bound, color=OKABE_ITO[1], linestyle="--", label=f"bound: {bound}")
+        over_steps.legend(frameon=False)
+        for ax in shares:
+            tokens = np.array([np.nansum(told.column(key)) for key in ages])
+            ax.bar([int(key.partition(".")[2]) for key in ages], tokens / tokens.sum(), color=OKABE_ITO[0])
+            ax.set_xlabel("steps between the policy that wrote a token and the trained one")
 
 
 @app.command()
@@ -97,7 +186,18 @@ def timeline(
     output: Output = None,
 ) -> None:
     """Draw what engines, rewards and trainer of a run did when."""
-    draw_timeline(run, steps, output)
+    file = (run.parent if run.is_file() else run) / TIMELINE_FILE
+    if steps:
+        if not (words := re.fullmatch(r"(\d*):(\d*)", steps)):
+            raise ConfigurationError(f"--steps {steps!r} is not A:B, as 5:20, 5: or :20")
+        first, last = int(words[1] or 0), int(words[2] or sys.maxsize)
+        spans = [s for s, _ in spread_records(file, 0, sys.maxsize) if first <= s["step"] <= last]
+    else:
+        spans = last_records(file, LAST_LINES)
+        spans = [span for span in spans if span["step"] > spans[-1]["step"] - LAST_STEPS]
+    refuse(not spans, f"{file} holds no spans{' of these steps' if steps else ''}")
+    with figures.picture(output) as figure:
+        figures.draw_lanes(figure, spans)
 
 
 @app.command()

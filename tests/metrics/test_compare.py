@@ -1,5 +1,6 @@
 """`plot compare`, `plot staleness` and `plot info` of several runs: figures by hand, and pictures really drawn."""
 
+import contextlib
 import io
 import json
 import math
@@ -15,11 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics import compare, figures
-from async_grpo.metrics.compare import compare_runs, curve, mean_and_band, progress
-from async_grpo.metrics.figures import colours_for, draw_staleness
-from async_grpo.metrics.reader import compared, load_runs, read_run
-from async_grpo.programs.plot import app, main
+from async_grpo.metrics import figures
+from async_grpo.metrics.figures import colours_for, mean_and_band
+from async_grpo.metrics.reader import compared, curve, load_runs, progress, read_run
+from async_grpo.programs.plot import app, compare, main, staleness
 
 PARAMS = {
     "WORLD_SIZE": 4,
@@ -52,8 +52,7 @@ def rewards(folder: Path, *values: float, samples: int = 8) -> Path:
 def drawn(monkeypatch) -> Figure:
     """What the next picture is drawn on."""
     figure = Figure()
-    for module in (compare, figures):
-        monkeypatch.setattr(module, "picture", lambda output, fill: fill(figure))
+    monkeypatch.setattr(figures, "picture", lambda output: contextlib.nullcontext(figure))
     return figure
 
 
@@ -141,7 +140,7 @@ def test_an_evaluation_stands_at_the_step_it_began_at_and_not_where_it_ended(tmp
 def test_runs_of_one_name_are_one_curve_and_the_others_their_own(tmp_path: Path, drawn: Figure) -> None:
     base = [rewards(tmp_path / f"base-{i}", *values) for i, values in enumerate([(0, 1, 2), (2, 3)])]
     other = rewards(tmp_path / "other", 5, 6, 7, 8)
-    compare_runs([*base, other], "samples", ["avg_reward"], [f"base={tmp_path}/base-*"], None)
+    compare([*base, other], names=[f"base={tmp_path}/base-*"])
     (axes,) = drawn.axes
     first, second = axes.lines
     assert first.get_xydata().tolist() == [[8, 1], [16, 2]]
@@ -155,7 +154,7 @@ def test_runs_of_one_name_are_one_curve_and_the_others_their_own(tmp_path: Path,
 
 def test_smoothing_comes_before_the_mean(tmp_path: Path, drawn: Figure) -> None:
     run = rewards(tmp_path / "a", 0, 3, 9)
-    compare_runs([run], "steps", ["avg_reward"], window=3)
+    compare([run], "steps", smooth_window=3)
     assert drawn.axes[0].lines[0].get_ydata().tolist() == [1.5, 4, 6]
 
 
@@ -210,7 +209,7 @@ def test_staleness_is_drawn_over_the_steps_and_by_share_of_tokens(tmp_path: Path
         {"staleness_mean": 0.5, "staleness_max": 1, "staleness_tokens": {"0": 10, "1": 10}},
         {"staleness_mean": 1.2, "staleness_max": 2, "staleness_tokens": {"1": 40, "2": 10}},
     ]
-    draw_staleness(run_folder(tmp_path / "a", lines, max_staleness=2), None)
+    staleness(run_folder(tmp_path / "a", lines, max_staleness=2), None)
     over_steps, shares = drawn.axes
     mean, most, bound = over_steps.lines
     assert mean.get_xydata().tolist() == [[1, 0], [2, 0.5], [3, 1.2]]
@@ -231,7 +230,7 @@ def test_staleness_of_a_run_that_did_not_count_tokens_is_drawn_over_the_steps(tm
     text = output.read_text()
     assert "<!-- mean over tokens -->" in text and "share of tokens" not in text and "<!-- bound" not in text
     with pytest.raises(ConfigurationError, match="does not say how old its tokens were"):
-        draw_staleness(rewards(tmp_path / "none", 1), output)
+        staleness(rewards(tmp_path / "none", 1), output)
 
 
 def test_info_of_several_runs_shows_the_options_that_differ_and_each_last_number(tmp_path: Path) -> None:

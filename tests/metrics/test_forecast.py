@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import forecast as module
-from async_grpo.metrics.forecast import Sigmoid, fit, forecast, interval
+from async_grpo.metrics.forecast import Sigmoid, fit, fits, interval
 from async_grpo.programs.plot import app, main
 
 X_T = np.arange(1, 81) * 64.0
@@ -35,7 +35,7 @@ def noisy(seed: int, truth: tuple[float, float, float, float] = TRUTH, deviation
 
 def refused(x_T: np.ndarray, y_T: np.ndarray) -> str:
     with pytest.raises(ConfigurationError) as error:
-        forecast(x_T, y_T, "reward over samples")
+        fits(np.stack([x_T, y_T]), "reward over samples")
     return str(error.value)
 
 
@@ -63,7 +63,7 @@ def test_the_intervals_of_20_noisy_runs_cover_the_truth(monkeypatch) -> None:
     monkeypatch.setattr(module, "RESAMPLES", 100)
     covered = {"asymptote": 0, "middle": 0, "later": 0}
     for seed in range(20):
-        best, resampled = forecast(X_T, noisy(seed), "reward")
+        best, resampled = fits(np.stack([X_T, noisy(seed)]), "reward")
         assert best.asymptote == pytest.approx(TRUTH[1], abs=0.1)
         later_T = X_T[-1:] * 4
         for name, truth, values in (
@@ -109,7 +109,8 @@ def test_what_drifts_without_a_trend_is_refused_but_by_chance() -> None:
     borne = 0
     for seed in range(40):
         try:
-            forecast(X_T, np.random.default_rng(seed).normal(size=len(X_T)).cumsum(), "reward")
+            y_T = np.random.default_rng(seed).normal(size=len(X_T)).cumsum()
+            fits(np.stack([X_T, y_T]), "reward")
             borne += 1
         except ConfigurationError:
             pass

@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.metrics import figures
 from async_grpo.metrics import reader as metrics_files
-from async_grpo.metrics.figures import DEFAULT_VARIABLES, draw, plot_runs
+from async_grpo.metrics.figures import draw
 from async_grpo.metrics.reader import DEFAULT_X_KEY, Run, fetch, load_runs, read_run
-from async_grpo.programs import plot
+from async_grpo.programs.plot import DEFAULT_VARIABLES, app, plot
 
 ROOT = Path(__file__).resolve().parents[2]
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -56,7 +57,7 @@ def xy(axes: Axes) -> list[list[tuple[float, float]]]:
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])
 def test_the_suffix_of_the_output_chooses_its_format(metrics: Path, tmp_path: Path, suffix: str) -> None:
     output = tmp_path / f"plots{suffix}"
-    plot_runs([metrics], ["avg_reward", "wait.trainer.experience"], DEFAULT_X_KEY, output)
+    plot([metrics], ["avg_reward", "wait.trainer.experience"], DEFAULT_X_KEY, output=output)
     assert output.read_bytes().startswith(MAGIC[suffix.lower()])
     if suffix == ".svg":
         assert "<!-- wait.trainer.experience -->" in output.read_text()  # a key of a nested object
@@ -65,14 +66,13 @@ def test_the_suffix_of_the_output_chooses_its_format(metrics: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "spelling", ["--x-key y -s --smooth-window 3", "--x_key y --smooth --smooth_window 3"]
 )
-def test_dashes_and_underscores_are_alike_in_option_names(monkeypatch, spelling: str) -> None:
+def test_dashes_and_underscores_are_alike_in_option_names(tmp_path, monkeypatch, spelling: str) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(plot, "plot_runs", lambda *arguments: asked.append(arguments))
-    assert (
-        CliRunner().invoke(plot.app, ["plot", "m", "-v", "z", "-o", "a.png", *spelling.split()]).exit_code
-        == 0
-    )
-    assert asked == [([Path("m")], ["z"], "y", Path("a.png"), None, 3, None)]
+    monkeypatch.setattr(figures, "draw", lambda figure, runs, *more: asked.append(more))
+    file, output = write(tmp_path / "m", [{"y": 1, "z": 2}]), tmp_path / "a.png"
+    command = ["plot", str(file), "-v", "z", "-o", str(output), *spelling.split()]
+    assert CliRunner().invoke(app, command).exit_code == 0 and output.exists()
+    assert asked == [(["z"], "y", 3, False)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_without_output_a_window_is_shown_if_the_backend_has_one(metrics: Path, 
     shown: list[int] = []
     monkeypatch.setattr(plt, "get_backend", lambda: "TkAgg")
     monkeypatch.setattr(plt, "show", lambda: shown.append(len(plt.gcf().axes)))
-    plot_runs([metrics], ["avg_reward", "avg_kl_div"], DEFAULT_X_KEY, None)
+    plot([metrics], ["avg_reward", "avg_kl_div"], DEFAULT_X_KEY)
     plt.close("all")
     assert shown == [2]
 
@@ -108,7 +108,7 @@ def test_a_key_of_some_runs_only_is_drawn_for_those_and_noted(tmp_path: Path, ca
         write(tmp_path / "old.jsonl", [{"x": 1, "y": 2}, {"x": 2, "y": 3}]),
         write(tmp_path / "new.jsonl", [{"x": 1, "y": 5, "z": 7}, {"x": 2, "y": 6, "z": 8}]),
     ]
-    plot_runs(files, ["y", "z"], "x", tmp_path / "a.png")
+    plot(files, ["y", "z"], "x", output=tmp_path / "a.png")
     assert caplog.messages == ["z: nothing to draw in old.jsonl"]
     y_axes, z_axes = drawn(load_runs(files), ["y", "z"]).axes
     assert [pairs for pairs in xy(y_axes) if pairs] == [[(1, 2), (2, 3)], [(1, 5), (2, 6)]]
@@ -135,14 +135,14 @@ def test_what_cannot_be_drawn_is_refused_with_what_can(tmp_path, steps, more, me
     asked = {"variables": ["y"], "x_key": "x", "output": "a.png"} | more
     asked["output"] = tmp_path / asked["output"]
     with pytest.raises(ConfigurationError, match=message):
-        plot_runs([write(tmp_path / "m.jsonl", steps)], **asked)
+        plot([write(tmp_path / "m.jsonl", steps)], **asked)
     assert not asked["output"].exists()
 
 
 def test_default_variables_of_no_file_and_an_unfinished_last_line_are_skipped_with_a_note(tmp_path, caplog):
     steps = [{"x": 1, "avg_reward": 0.5, "avg_kl_div": None}]
     file = write(tmp_path / "a.jsonl", steps, end='\n{"x": 3, "avg_re')
-    plot_runs([file], None, "x", tmp_path / "a.svg")
+    plot([file], None, "x", output=tmp_path / "a.svg")
     assert caplog.messages == [
         f"{file}: the last line (2) is unfinished and was skipped",
         "skipped, not in any file: avg_max_reward_in_group, avg_output_tokens, avg_kl_div",
@@ -190,7 +190,7 @@ def test_a_lone_number_is_marked_and_smoothing_draws_the_average_over_the_faded_
 
 @pytest.mark.parametrize(("names", "files", "shown"), [([], 1, 0), (["run"], 1, 1), ([], 2, 2)])
 def test_a_legend_appears_for_several_runs_or_given_names(metrics, tmp_path, names, files, shown) -> None:
-    plot_runs([metrics] * files, ["avg_reward"], DEFAULT_X_KEY, tmp_path / "a.svg", names)
+    plot([metrics] * files, ["avg_reward"], DEFAULT_X_KEY, names=names, output=tmp_path / "a.svg")
     svg = (tmp_path / "a.svg").read_text()
     assert ('id="legend_1"' in svg) == bool(shown)
     assert svg.count(f"<!-- {(names or [metrics.name])[0]} -->") == shown
@@ -209,7 +209,7 @@ def test_every_run_keeps_one_colour_of_its_own(count: int) -> None:
 def test_dollars_underscores_and_brackets_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     x_key, key, names = r"a $x^$", r"_y $\frac$", [r"_$\sqrt$", "[b]"]  # none of them is a valid formula
     file = write(tmp_path / "a.jsonl", [{x_key: 1, key: 2}] * 2)
-    plot_runs([file, file], [key], x_key, tmp_path / "a.svg", names)
+    plot([file, file], [key], x_key, names=names, output=tmp_path / "a.svg")
     svg = (tmp_path / "a.svg").read_text()
     assert all(f"<!-- {text} -->" in svg for text in (x_key, key, *names))
 

@@ -15,10 +15,10 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
+from async_grpo.metrics.figures import COLOURS
 from async_grpo.metrics.spans import Spans, condensed, union
-from async_grpo.metrics.timeline import COLOURS, draw_timeline
 from async_grpo.metrics.writer import TIMELINE_FILE, MetricsWriter, rewind
-from async_grpo.programs.plot import main
+from async_grpo.programs.plot import main, timeline
 from async_grpo.testing import FakeEngine, FakeGeneration, FakeLogprobs, FakeVerification
 from async_grpo.training.record import Recorder, record_folder
 from async_grpo.types import Group, Prompt, StepEnd
@@ -180,7 +180,7 @@ def test_the_picture_shows_every_lane_and_the_steps_that_were_asked_for(run, tmp
         assert f"<!-- {lane} -->" in text
     assert "<!-- 2 -->" in text and "<!-- 3 -->" in text and "<!-- 5 -->" not in text
     assert COLOURS["train"] in text and COLOURS["generate"] in text
-    draw_timeline(folder / TIMELINE_FILE, "", tmp_path / "all.png")
+    timeline(folder / TIMELINE_FILE, "", tmp_path / "all.png")
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
@@ -188,8 +188,8 @@ def test_steps_that_are_none_and_runs_without_a_timeline_are_refused(run, tmp_pa
     folder, *_ = run
     for steps, message in (("5", "'5' is not A:B"), ("a:b", "not A:B"), ("7:9", "no spans of these steps")):
         with pytest.raises(ConfigurationError, match=message):
-            draw_timeline(folder, steps, tmp_path / "t.svg")
+            timeline(folder, steps, tmp_path / "t.svg")
     with pytest.raises(ConfigurationError, match="holds no spans"):
-        draw_timeline(tmp_path, "", tmp_path / "t.svg")
+        timeline(tmp_path, "", tmp_path / "t.svg")
     with pytest.raises(ConfigurationError, match="must end in"):
-        draw_timeline(folder, "", tmp_path / "t.gif")
+        timeline(folder, "", tmp_path / "t.gif")
