@@ -9,7 +9,7 @@ from types import MappingProxyType
 from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
-from async_grpo.modeling.load import load_causal_lm, torch_dtype
+from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype, weight_files
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
@@ -20,7 +20,7 @@ from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.record import Recorder
-from async_grpo.training.sharding import canary_logprobs, shard_policy
+from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import get_transport
@@ -107,21 +107,32 @@ def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samp
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
+    path, empty = config.model_name_or_path, None
+    files = weight_files(path) if ranks.world_size > 1 else {}
+    if (
+        files
+    ):  # each rank reads its shard alone, if the weights have the names there that they have in the model
+        empty = empty_causal_lm(path)
+        if not {name for name, _ in empty.named_parameters()} <= files.keys():
+            empty = None
     policy = PolicyModel(
-        load_causal_lm(config.model_name_or_path, "float32"),
+        empty or load_causal_lm(path, "float32").to(ranks.device),
         chunk_tokens=config.logprob_chunk_size,
         value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
     if policy.value_head is not None:
-        load_value_head(policy, config.model_name_or_path)  # of an earlier run; a new one starts at zero
-    return shard_policy(
-        policy.to(ranks.device),
+        load_value_head(policy, path)  # of an earlier run; a new one starts at zero
+    shard_policy(
+        policy,
         ranks,
         dtype=settings.dtype,
         gradient_checkpointing=config.gradient_checkpointing,
         torch_compile=config.torch_compile,
     )
+    if empty is not None:
+        load_shards(policy, files)
+    return policy
 
 
 def _accumulator(

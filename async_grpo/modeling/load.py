@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
@@ -58,6 +60,23 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
         return AutoModelForCausalLM.from_pretrained(model_folder(path), config=config, **options)
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
+
+
+def empty_causal_lm(path: str | Path) -> PreTrainedModel:
+    """The folder's causal LM in float32 without its weights, which take no memory ("meta") until they are assigned."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32)
+    model.tie_weights()  # each place has got a parameter of its own
+    return model
+
+
+def weight_files(path: str | Path) -> dict[str, Path]:
+    """The safetensors file of each weight, by its name; of weights in another format nothing."""
+    found: dict[str, Path] = {}
+    for file in sorted(model_folder(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            found |= dict.fromkeys(weights.keys(), file)
+    return found
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -52,7 +52,8 @@ class PolicyModel(nn.Module):
         self.value_head: ValueHead | None = None
         if value_head:
             hidden_size = model.config.get_text_config().hidden_size
-            self.value_head = ValueHead(hidden_size, 1, device=model.device, dtype=torch.float32)
+            device = None if model.device.type == "meta" else model.device
+            self.value_head = ValueHead(hidden_size, 1, device=device, dtype=torch.float32)
         self.value_trunk_gradient = value_trunk_gradient
 
     def forward(

@@ -4,15 +4,21 @@ Master weights, gradients and optimizer state are float32 whatever the compute d
 update is far below bfloat16's resolution and would vanish.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import torch_dtype
 from async_grpo.modeling.packed import compile_around_attention
-from async_grpo.modeling.policy import PolicyModel
+from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.training.distributed import Ranks
 
 
@@ -47,6 +53,26 @@ def shard_policy(
     for module in (*layers, policy):
         fully_shard(module, mesh=mesh, mp_policy=precision)
     return policy.train()
+
+
+@torch.no_grad()
+def load_shards(policy: PolicyModel, files: Mapping[str, Path]) -> None:
+    """Give a sharded policy, made of an empty model, its weights: a rank reads its own rows of each. `files`: by name."""
+    loaded = {}
+    for name, weight in named_weights(policy):
+        assert isinstance(weight, DTensor)
+        mesh, placements, device = weight.device_mesh, weight.placements, weight.device_mesh.device_type
+        shape, begin = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+        part = torch.empty(shape)
+        if part.numel():  # of a small weight a rank may have no row
+            with safe_open(files[name], "pt") as file:
+                rows = tuple(slice(first, first + count) for first, count in zip(begin, shape, strict=True))
+                # A copy: what is read lies in the mapped file, and would do so until it is first changed
+                part = file.get_slice(name)[rows].to(device, torch.float32, copy=True)
+        size, stride = weight.shape, weight.stride()
+        loaded[name] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+    policy.model.load_state_dict(loaded, strict=False, assign=True)
+    policy.model.tie_weights()
 
 
 def release_gathered(policy: PolicyModel) -> None:

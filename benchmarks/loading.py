@@ -1,0 +1,89 @@
+"""How much memory a rank takes to load its shard of a model, beside what it takes for a tiny one.
+
+    python -m benchmarks.loading                     # 1 GB of random weights in bfloat16 over 4 ranks, a minute
+
+Each rank should need its shard, one tensor, and little more; `--whole` loads as ranks do whose weights have other names
+in their files: the whole model each.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from async_grpo.launch.environment import free_port
+
+RANK = """
+import resource, sys
+from pathlib import Path
+from async_grpo.cluster import make_trainer
+from async_grpo.config.run import RunConfig
+from async_grpo.training.distributed import distributed_run
+from async_grpo.types import SharedRunSettings
+folder, whole = sys.argv[1], sys.argv[2] == "whole"
+settings = SharedRunSettings("x", "", 100, "float32", 1.0, (3,), 64, 16, "object_store", (), 0)
+with distributed_run("cpu", timeout_s=300) as ranks:
+    if whole:
+        make_trainer.weight_files = lambda path: {}
+    config = RunConfig(model_name_or_path=folder, data_path="x", reward_fns="format")
+    policy = make_trainer._policy(config, settings, ranks)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shard = sum(parameter.to_local().nbytes for parameter in policy.parameters())
+    Path(sys.argv[3], f"{ranks.rank}").write_text(f"{peak} {shard}")
+import os; os._exit(0)
+"""
+MB = 2**20
+
+
+def make_model(folder: Path, layers: int, hidden: int, vocabulary: int) -> int:
+    """A random Qwen2, in bfloat16 as most are; returns the bytes of its largest tensor in float32, as ranks hold it."""
+    shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, tie_word_embeddings=True, **shape, **heads))
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="200MB")
+    return 4 * max(parameter.numel() for parameter in model.parameters())
+
+
+def measure(folder: Path, ranks: int, how: str) -> list[tuple[int, int]]:
+    """(peak, shard) of each rank, in bytes."""
+    with tempfile.TemporaryDirectory() as out:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--no-python"]
+        command = [*torchrun, sys.executable, "-c", RANK, str(folder), how, out]
+        subprocess.run(command, check=True, timeout=500, stderr=subprocess.DEVNULL)
+        told = [(Path(out) / str(rank)).read_text().split() for rank in range(ranks)]
+    return [(int(peak), int(shard)) for peak, shard in told]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--whole", action="store_true")
+    given = parser.parse_args()
+    how = "whole" if given.whole else "shards"
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        small, large = Path(scratch) / "small", Path(scratch) / "large"
+        make_model(small, 1, 64, 100)
+        tensor = make_model(large, 12, 1536, 64_000)
+        size = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+        base = max(peak for peak, _ in measure(small, given.ranks, how))
+        print(
+            f"{size / MB:.0f} MB over {given.ranks} ranks, read {how}; its largest tensor has {tensor / MB:.0f} MB"
+        )
+        for rank, (peak, shard) in enumerate(measure(large, given.ranks, how)):
+            over = peak - base - shard - tensor
+            peak, more, shard = (f"{count / MB:.0f} MB" for count in (peak, peak - base, shard))
+            print(
+                f"rank {rank}: peak {peak}, {more} over a tiny model's; shard {shard}; {over / MB:.0f} MB beyond"
+            )
+
+
+if __name__ == "__main__":
+    main()
