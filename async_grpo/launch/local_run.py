@@ -155,9 +155,10 @@ def _run(
     trainer = supervisor.start(name, command, variables, console=True)
     signal.signal(signal.SIGUSR1, lambda *_: ask(trainer.process.pid))
     if ray is not None:  # the others import their libraries meanwhile
-        supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
+        with waiting("waiting for Ray"):
+            supervisor.wait_for_text(ray, "Ray runtime started", RAY_START_S)
         ray_is_up.touch()
-    begun, what = time.time(), "they import their libraries"
+    begun, what = time.time(), "waiting for their libraries to load"
     try:
         with waiting(what, until=lambda: f"[{name} " in trainer.output.read_text(errors="replace")):
             code = supervisor.wait(trainer)
