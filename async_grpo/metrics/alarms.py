@@ -31,9 +31,8 @@ def hacking_alarms(lines: Sequence[Line]) -> list[str]:
         found.append(f"completions went {lengths}: does the reward pay for length?")
     before, after, error = _compared("repeated_endings", then, now)
     if after - before > max(0.2, SURE * error):
-        found.append(
-            f"{after:.0%} of the completions end in words said before; {BEFORE} steps ago {before:.0%}"
-        )
+        ends = f"{after:.0%} of the completions end in words said before"
+        found.append(f"{ends}; {BEFORE} steps ago {before:.0%}")
     spreads = [key for key in (lines[-1] if lines else ()) if re.fullmatch("(?!eval_).*/reward_std", key)]
     for key in spreads if len(spreads) > 1 else ():
         before, after, _ = _compared(key, then, now)
@@ -48,14 +47,12 @@ def hacking_alarms(lines: Sequence[Line]) -> list[str]:
 def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
     """Those whose last two are below their best one, intervals and all, while the reward in training rose."""
     found: list[str] = []
-    places = [place for place, line in enumerate(lines) if "eval_step" in line]
+    evaluated = [(place, line) for place, line in enumerate(lines) if "eval_step" in line]
     for key in (
-        key for key in (lines[places[-1]] if places else ()) if re.fullmatch("eval_(.+_)?avg_reward", key)
+        key for _, line in evaluated[-1:] for key in line if re.fullmatch("eval_(.+_)?avg_reward", key)
     ):
-        told = [(place, lines[place].get(key), lines[place].get(f"{key}_ci")) for place in places]
-        known = [
-            (place, value, half) for place, value, half in told if value is not None and half is not None
-        ]
+        told = [(place, line.get(key), line.get(f"{key}_ci")) for place, line in evaluated]
+        known: list[Any] = [one for one in told if None not in one]
         best, value, half = max(known[:-2], key=lambda one: one[1] - one[2], default=(0, -math.inf, 0.0))
         before, after, error = _compared("avg_reward", lines[: best + 1][-RECENT:], lines[-RECENT:])
         fell = all(later + its_half < value - half for _, later, its_half in known[-2:])

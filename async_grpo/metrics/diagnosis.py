@@ -5,7 +5,7 @@ place: in a worker; worker: its completions; reward: a verdict; step: a place in
 call: a worker has it; permit: a judge's limits; sent: the judge's answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -33,57 +33,56 @@ class Snapshot:
 
 
 def diagnose(seen: Snapshot) -> str:
-    """What is stopped, full or silent explains all other waits, and goes before them."""
-    said = _broken(seen) or _late_rank(seen) or _late_group(seen)
-    said = said or "nothing is seen that the run waits for: it may be starting, or between two steps"
+    """The first of the causes: it explains all other waits."""
+    said = next(
+        _causes(seen), "nothing is seen that the run waits for: it may be starting, or between two steps"
+    )
     return said[0].upper() + said[1:]
 
 
-def _broken(seen: Snapshot) -> str:
+def _causes(seen: Snapshot) -> Iterator[str]:
+    # First what is stopped, full or silent
     for one in seen.processes:
         if one.status == psutil.STATUS_STOPPED:
             held = f", and holds up {len(seen.of('worker'))} groups" if one.role == "the engine" else ""
-            return f"{one.role} (process {one.pid}) is stopped, as by SIGSTOP{held}; `kill -CONT {one.pid}` lets it go on"
+            yield f"{one.role} (process {one.pid}) is stopped, as by SIGSTOP{held}; `kill -CONT {one.pid}` lets it go on"
     for path, free in seen.free_mb.items():
         if free < FULL_MB:
-            return f"the disk of {path} is full: {free:.0f} MB are free"
-    states = [str(one) for one in seen.processes if one.role == "the controller"] or ["the controller"]
-    return f"{states[0]} is silent: {seen.silence}" if seen.silence else ""
-
-
-def _late_rank(seen: Snapshot) -> str:
-    """Where rank 0 does not wait for experience, it waits for workers to load weights, or for a rank in no collective."""
+            yield f"the disk of {path} is full: {free:.0f} MB are free"
+    if seen.silence:
+        states = [str(one) for one in seen.processes if one.role == "the controller"] or ["the controller"]
+        yield f"{states[0]} is silent: {seen.silence}"
+    # Where rank 0 does not wait for experience, it waits for workers to load weights, or for a rank in no collective
     for wait in seen.of("weights"):
-        return f"the weights of {wait.who} have been on their way to {wait.whom} for {wait.age_s:.0f} s"
+        yield f"the weights of {wait.who} have been on their way to {wait.whom} for {wait.age_s:.0f} s"
     for wait in seen.of("rank"):
         if wait.whom not in ("waiting_for_experience", "evaluating"):
             ranks = [one for one in seen.processes if one.role.startswith("rank ")]
             late = [one for one in ranks if not any("torch/distributed/" in line for line in one.frames[:3])]
             where = "; ".join(f"{one} is in {one.frames[0]}" for one in late or ranks)
             others = ", and the other ranks wait for it" if 0 < len(late) < len(ranks) else ""
-            return f"{where}{others}: {wait.who} has been {wait.whom} for {wait.age_s:.0f} s"
-    return ""
+            yield f"{where}{others}: {wait.who} has been {wait.whom} for {wait.age_s:.0f} s"
+    if groups := seen.of("worker", "place", "reward", "step") or seen.of("slot"):
+        yield _late(groups[0], seen)
 
 
-def _late_group(seen: Snapshot) -> str:
+def _late(group: Wait, seen: Snapshot) -> str:
     """What the oldest group on its way to a step waits for, and what the samples of its reward wait for in turn."""
-    for group in (seen.of("worker", "place", "reward", "step") or seen.of("slot"))[:1]:
-        name = group.whom
-        waits = [one for one in seen.of(group.kind) if one.whom == name]
-        for kind in ("call", "permit", "sent"):  # each is further on the way
-            waits = [one for one in seen.of(kind) if one.who == name] or waits
-        many = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"
-        busy = [one for one in seen.processes if one.role == "the process of a verifier" and one.cores > 0.2]
-        loop = f"; {busy[0]} may be in an endless loop" if busy else ""
-        idle = "" if seen.of("worker") else f", {NOBODY}"
-        return {
-            "worker": f"{name} keeps a group waiting {many}",
-            "place": f"a group waits for {name} {many}{idle}",
-            "step": f"the queue of finished groups is deadlocked: one waits for {name} {many}",
-            "slot": f"{group.who} waits for {name} {many}, {NOBODY}",
-            "reward": f"the queue of the verifier {name} is deadlocked: no worker has a sample of it {many}",
-            "call": f"the verifier {name} owes a verdict {many}{loop}",
-            "permit": f"a call of the judge {name} waits for a permit {many}, {NOBODY}, or its limits leave none",
-            "sent": f"the judge {name} at {waits[0].whom} owes an answer {many}",
-        }[waits[0].kind]
-    return ""
+    name = group.whom
+    waits = [one for one in seen.of(group.kind) if one.whom == name]
+    for kind in ("call", "permit", "sent"):  # each is further on the way
+        waits = [one for one in seen.of(kind) if one.who == name] or waits
+    many = f"({len(waits)} wait, the longest for {waits[0].age_s:.0f} s)"
+    busy = [one for one in seen.processes if one.role == "the process of a verifier" and one.cores > 0.2]
+    loop = f"; {busy[0]} may be in an endless loop" if busy else ""
+    idle = "" if seen.of("worker") else f", {NOBODY}"
+    return {
+        "worker": f"{name} keeps a group waiting {many}",
+        "place": f"a group waits for {name} {many}{idle}",
+        "step": f"the queue of finished groups is deadlocked: one waits for {name} {many}",
+        "slot": f"{group.who} waits for {name} {many}, {NOBODY}",
+        "reward": f"the queue of the verifier {name} is deadlocked: no worker has a sample of it {many}",
+        "call": f"the verifier {name} owes a verdict {many}{loop}",
+        "permit": f"a call of the judge {name} waits for a permit {many}, {NOBODY}, or its limits leave none",
+        "sent": f"the judge {name} at {waits[0].whom} owes an answer {many}",
+    }[waits[0].kind]

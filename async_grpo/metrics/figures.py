@@ -129,18 +129,17 @@ def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
             rows = [lanes.index(span["lane"]) for span in found]
             seconds = [span["end"] - span["begin"] for span in found]
             ax.barh(rows, seconds, 0.8, [span["begin"] - zero for span in found], color=colour, label=what)
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span["lane"].startswith("trainer"):
-            ends[span["step"]] = max(ends.get(span["step"], 0.0), span["end"] - zero)
+    trained = sorted(
+        (span for span in spans if span["lane"].startswith("trainer")), key=lambda span: span["end"]
+    )
+    ends = {span["step"]: span["end"] - zero for span in trained}  # of each step the last
     for step, end in ends.items():
         ax.axvline(end, color="0.35", linewidth=0.8)
         if step % math.ceil(len(ends) / 25) == 0:
             ax.annotate(str(step), (end, 1.0), xycoords=("data", "axes fraction"), ha="right", va="bottom")
+    begun = f"{datetime.fromtimestamp(zero, UTC):%Y-%m-%d %H:%M:%S} UTC"
     ax.set_yticks(range(len(lanes)), lanes)
-    begun = datetime.fromtimestamp(zero, UTC)
-    ax.set_xlabel(f"seconds since {begun:%Y-%m-%d %H:%M:%S} UTC; above: the steps that end there")
-    ax.set(ylim=(len(lanes) - 0.5, -0.5), axisbelow=True)
+    ax.set(ylim=(len(lanes) - 0.5, -0.5), xlabel=f"seconds since {begun}; above: the steps that end there")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.0)
     figure.legend(loc="outside lower center", ncols=len(COLOURS), frameon=False)

@@ -1,4 +1,4 @@
-"""Reads `training_metrics.jsonl` files, here or on another machine, and tabulates them.
+"""Reads `training_metrics.jsonl` files, here or on another machine.
 
 A *key* names one value of a line, with dots for those of nested objects. Names ending in `_T`: (steps,), float64.
 """
@@ -11,14 +11,11 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from async_grpo.errors import ConfigurationError, RunFailed
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
@@ -63,20 +60,17 @@ class Run:
     @cached_property
     def plottable_keys(self) -> list[str]:
         """The keys that hold a finite number in at least one step."""
-        return [key for key in self.keys if np.isfinite(self.values(key)).any()]
-
-    def values(self, key: str) -> np.ndarray:
-        """The values of `key` in the steps that have it, NaN where it is not a finite number."""
-        return self.series(key, key)[1]
+        return [key for key in self.keys if np.isfinite(self.column(key)).any()]
 
     def column(self, key: str) -> np.ndarray:
-        """The values of `key`, shape (T,), NaN where a step lacks it as well."""
+        """The values of `key`, shape (T,), NaN where a step has no finite number of that name."""
         return np.array([_number(step.get(key)) for step in self.steps])
 
-    def series(self, x_key: str, key: str) -> np.ndarray:
-        """x and y, shape (2, T), over the steps that have both keys; NaN where one is not a finite number."""
-        both = [step for step in self.steps if x_key in step and key in step]
-        return np.array([[_number(step[name]) for step in both] for name in (x_key, key)])
+    def series(self, *keys: str) -> np.ndarray:
+        """The values of K keys, shape (K, T), over the steps that have all of them; NaN where one is no finite number."""
+        wanted = set(keys)
+        steps = [step for step in self.steps if step.keys() >= wanted]
+        return np.array([[_number(step[key]) for step in steps] for key in keys])
 
 
 def _number(value: object) -> float:
@@ -128,11 +122,11 @@ def load_runs(files: list[Path], names: list[str] | None = None, remote: str | N
         above = os.path.commonpath([place.parent for place in places])
         names = [str(place.relative_to(above)) for place in places]
     refuse(len(names) != len(files), f"{len(names)} names for {len(files)} files; give one per file or none")
+    if remote is None:
+        return list(map(read_run, files, names))
     with tempfile.TemporaryDirectory() as folder:
-        sources = [str(file) if remote is None else f"{remote}:{file}" for file in files]
-        if remote is not None:
-            files = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
-        return [read_run(*one) for one in zip(files, names, sources, strict=True)]
+        copies = [fetch(remote, str(file), Path(folder) / f"{i}.jsonl") for i, file in enumerate(files)]
+        return list(map(read_run, copies, names, [f"{remote}:{file}" for file in files]))
 
 
 def fetch(remote: str, path: str, target: Path) -> Path:
@@ -146,8 +140,8 @@ def fetch(remote: str, path: str, target: Path) -> Path:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S)
         if done.returncode == 0 and target.is_file():
             return target
-        words = done.stderr.decode(errors="replace").strip()
-        why = f"(exit code {done.returncode}): {words or 'it said nothing'}"
+        words = done.stderr.decode(errors="replace").strip() or "it said nothing"
+        why = f"(exit code {done.returncode}): {words}"
     except OSError as error:
         why = f": the program scp did not start ({error.strerror})"
     except subprocess.TimeoutExpired:
@@ -170,8 +164,8 @@ def curve(run: Run, unit: str, key: str, gpus: int | None = None) -> np.ndarray:
 def progress(run: Run, unit: str, gpus: int | None = None) -> np.ndarray:
     """(T,): how far the run had come after each step, in one of `UNITS`.
 
-    Tokens: that the engines generated. Seconds: without the time that the run lay dead between two steps. `gpus` default
-    to what `async-grpo run` gave to ranks, engines, logprob workers and judges.
+    Tokens: that the engines generated. Seconds: without the time that the run lay dead between two steps. `gpus`: default
+    `gpus_of`.
     """
     refuse(unit not in UNITS, f"--x {unit!r} is unknown; known: {', '.join(UNITS)}")
     if unit in ("steps", "samples"):
@@ -182,58 +176,14 @@ def progress(run: Run, unit: str, gpus: int | None = None) -> np.ndarray:
     # Less has passed if it saved within the step, more if it died and went on later
     passed_T = np.diff(run.column("timestamp"), prepend=np.nan)
     seconds_T = np.cumsum(np.fmin(run.column("time_per_batch") + after_T, passed_T))
-    return seconds_T if unit == "seconds" else seconds_T / 3600 * (gpus or _gpus(run))
+    return seconds_T if unit == "seconds" else seconds_T / 3600 * (gpus or gpus_of(run))
 
 
-def _gpus(run: Run) -> int:
+def gpus_of(run: Run) -> int:
+    """That it was given: to ranks, engines, logprob workers and judges."""
     told, needed = run.options, ("WORLD_SIZE", "generation_workers", "settings.logprob_roles")
     silent = any(key not in told for key in needed)
     refuse(silent, f"{run.source} does not say how many GPUs it was given: add --gpus, or choose another --x")
     ranks, engines, roles = (told[key] for key in needed)
     judges = told["judge_replicas"] if told.get("judge_model") and not told.get("judge_gpus") else 0
     return int(ranks + engines * told.get("tensor_parallel_size", 1) + len(roles) + judges)
-
-
-def print_info(file: Path) -> None:
-    """Print what a metrics file holds: steps, x range, wall time, and a table of the keys with numbers."""
-    run = read_run(file)
-    print(f"{run.source}: {len(run.steps)} steps")
-    if DEFAULT_X_KEY in run.plottable_keys:
-        x_T = run.values(DEFAULT_X_KEY)
-        print(f"{DEFAULT_X_KEY}: {_shown(np.nanmin(x_T))} to {_shown(np.nanmax(x_T))}")
-    if "timestamp" in run.plottable_keys:
-        moments_T = run.values("timestamp")
-        lasted = timedelta(seconds=round(np.nanmax(moments_T) - np.nanmin(moments_T)))
-        print(f"wall time from the first to the last step: {lasted}")
-    rows: list[tuple[str, ...]] = [("key", "first", "last", "min", "max", "non-numbers")]
-    for key in run.plottable_keys:
-        values_T = run.values(key)
-        numbers = (values_T[0], values_T[-1], np.nanmin(values_T), np.nanmax(values_T))
-        rows.append((key, *map(_shown, numbers), str(np.isnan(values_T).sum())))
-    widest = max(len(row[0]) for row in rows)
-    for key, *cells in rows:
-        print(f"{key:<{widest}}", *(f"{cell:>12}" for cell in cells))
-    if others := [key for key in run.keys if key not in run.plottable_keys]:
-        print(f"not plottable (no numbers): {', '.join(others)}")
-
-
-def compared(runs: list[Run]) -> Table:
-    """A column per run: the options that are not the same, marked by a star, and the last number of every key."""
-    told = [run.options for run in runs if run.options]
-    options = dict.fromkeys(key for of in told for key in of if not key.startswith("settings."))
-    differing = [key for key in options if any(of.get(key) != told[0].get(key) for of in told)]
-    table = Table(caption=f"* options that differ; {len(options) - len(differing)} more are the same")
-    for name in ("", *(run.name for run in runs)):
-        table.add_column(Text(name), justify="right" if name else "left", overflow="fold")
-    table.add_row("steps", *(str(len(run.steps)) for run in runs), end_section=True)
-    for key in differing:
-        cells = [Text(str(run.options.get(key, "-"))) for run in runs]
-        table.add_row(Text(f"* {key}"), *cells, style="bold", end_section=key == differing[-1])
-    for key in dict.fromkeys(key for run in runs for key in run.plottable_keys):
-        numbers = [values_T[np.isfinite(values_T)] for values_T in (run.column(key) for run in runs)]
-        table.add_row(Text(key), *(_shown(float(of_T[-1])) if of_T.size else "-" for of_T in numbers))
-    return table
-
-
-def _shown(number: float) -> str:
-    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"

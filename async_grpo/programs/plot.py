@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
@@ -11,21 +12,14 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from async_grpo.errors import AsyncGrpoError, ConfigurationError, RunFailed
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.metrics import figures
 from async_grpo.metrics.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.metrics.forecast import fits, interval
-from async_grpo.metrics.reader import (
-    DEFAULT_X_KEY,
-    UNITS,
-    Run,
-    compared,
-    curve,
-    load_runs,
-    print_info,
-    read_run,
-)
+from async_grpo.metrics.reader import DEFAULT_X_KEY, UNITS, Run, curve, load_runs, read_run
 from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.metrics.writer import TIMELINE_FILE
 from async_grpo.options.fields import refuse
@@ -203,30 +197,62 @@ def timeline(
 @app.command()
 def info(files: Runs) -> None:
     """List the keys of a run with their first, last, smallest and largest value; of several, how they differ."""
-    if len(files) == 1:
-        print_info(files[0])
+    run, *others = runs = load_runs(files)
+    if others:
+        # Into a pipe, nothing is cut to the 80 columns of a terminal that is not there
+        wide = None if sys.stdout.isatty() else 60 + 40 * len(files)
+        Console(width=wide).print(compared(runs))
         return
-    # Into a pipe, nothing is cut to the 80 columns of a terminal that is not there
-    wide = None if sys.stdout.isatty() else 60 + 40 * len(files)
-    Console(width=wide).print(compared(load_runs(files)))
+    print(f"{run.source}: {len(run.steps)} steps")
+    finite = {key: run.series(key)[0] for key in run.plottable_keys}
+    if (x_T := finite.get(DEFAULT_X_KEY)) is not None:
+        print(f"{DEFAULT_X_KEY}: {_shown(np.nanmin(x_T))} to {_shown(np.nanmax(x_T))}")
+    if (moments_T := finite.get("timestamp")) is not None:
+        lasted = timedelta(seconds=round(np.nanmax(moments_T) - np.nanmin(moments_T)))
+        print(f"wall time from the first to the last step: {lasted}")
+    widest = max(map(len, ["key", *finite]))
+    print(f"{'key':<{widest}}", *(f"{title:>12}" for title in ("first", "last", "min", "max", "non-numbers")))
+    for key, of_T in finite.items():
+        cells = *map(_shown, (of_T[0], of_T[-1], np.nanmin(of_T), np.nanmax(of_T))), np.isnan(of_T).sum()
+        print(f"{key:<{widest}}", *(f"{cell:>12}" for cell in cells))
+    if unknown := [key for key in run.keys if key not in finite]:
+        print(f"not plottable (no numbers): {', '.join(unknown)}")
+
+
+def compared(runs: list[Run]) -> Table:
+    """A column per run: the options that are not the same, marked by a star, and the last number of every key."""
+    told = [run.options for run in runs if run.options]
+    options = dict.fromkeys(key for of in told for key in of if not key.startswith("settings."))
+    differing = [key for key in options if any(of.get(key) != told[0].get(key) for of in told)]
+    table = Table(caption=f"* options that differ; {len(options) - len(differing)} more are the same")
+    for name in ("", *(run.name for run in runs)):
+        table.add_column(Text(name), justify="right" if name else "left", overflow="fold")
+    table.add_row("steps", *(str(len(run.steps)) for run in runs), end_section=True)
+    for key in differing:
+        cells = [Text(str(run.options.get(key, "-"))) for run in runs]
+        table.add_row(Text(f"* {key}"), *cells, style="bold", end_section=key == differing[-1])
+    for key in dict.fromkeys(key for run in runs for key in run.plottable_keys):
+        numbers = [values_T[np.isfinite(values_T)] for values_T in (run.column(key) for run in runs)]
+        table.add_row(Text(key), *(_shown(float(of_T[-1])) if of_T.size else "-" for of_T in numbers))
+    return table
+
+
+def _shown(number: float) -> str:
+    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.5g}"
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> None:
-    """Run the command line; exit code 2 for the user's mistakes, 1 if a remote file could not be fetched.
-
-    `argv`: default the program's own. `plot` may be left out: a file's name alone asks for a picture.
-    """
+    """Run the command line `argv` (default: the program's own). Without a command's name: plot."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
-    if not arguments or arguments[0] not in ("--help", *commands):
+    if not arguments or arguments[0] not in ("--help", *typer.main.get_group(app).commands):
         arguments.insert(0, "plot")
     logging.basicConfig(format="note: %(message)s")
     try:
         sys.exit(app(args=arguments, prog_name=program, standalone_mode=False))
     except (typer.TyperException, AsyncGrpoError) as error:
-        usage = isinstance(error, typer.TyperException) and f"{error.format_message()} (see --help)"
-        print(f"error: {usage or error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RunFailed) else 2)
+        told = str(error) if isinstance(error, AsyncGrpoError) else f"{error.format_message()} (see --help)"
+        print(f"error: {told}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics import figures
 from async_grpo.metrics.figures import colours_for, mean_and_band
-from async_grpo.metrics.reader import compared, curve, load_runs, progress, read_run
-from async_grpo.programs.plot import app, compare, main, staleness
+from async_grpo.metrics.reader import curve, load_runs, progress, read_run
+from async_grpo.programs.plot import app, compare, compared, main, staleness
 
 PARAMS = {
     "WORLD_SIZE": 4,
