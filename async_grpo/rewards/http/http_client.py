@@ -68,6 +68,7 @@ class EndpointClient:
         # Two runs may each have a judge of that name
         self.key = f"{name} at {', '.join(sorted(endpoint.urls))}"
         self._exchange = Exchange(endpoint.api_key(), endpoint.max_body_bytes)
+        self.close = self._exchange.close
         self._replicas = Replicas(endpoint.urls, endpoint.breaker_failures, endpoint.breaker_reset_s)
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -130,10 +131,6 @@ class EndpointClient:
             "breakers_opened": self._replicas.num_opened,
             "in_flight": self._counts["requests"] - self._outcomes.total(),
         }
-
-    async def close(self) -> None:
-        """Close all connections; calls in flight fail."""
-        await self._exchange.close()
 
     async def _ask(self, call: _Call) -> dict[str, Any]:
         share = self._endpoint.hedge_quantile

@@ -37,11 +37,9 @@ class RateLimiter(Protocol):
 
     async def acquire(self, key: str, limits: Limits, *, tokens: float = 0.0, phase: str = "train") -> int:
         """A permit for one call that is expected to use `tokens`; waits its turn and may be cancelled."""
-        ...
 
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
         """The call is over; `used_tokens` replaces the estimate. Must not wait for anything."""
-        ...
 
 
 class Limiter:

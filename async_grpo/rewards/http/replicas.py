@@ -77,11 +77,10 @@ class Replicas:
             if now >= give_up or (never and not any(replica.probing for replica in self._replicas)):
                 described = "; ".join(map(Replica.describe, self._replicas))
                 raise JudgeUnavailable(f"no replica may be asked before the deadline: {described}")
-            changed = self._changed
             queued = deadline.put_off() if paused else contextlib.nullcontext()
             with contextlib.suppress(TimeoutError), queued:
                 async with asyncio.timeout(min(ready_at, give_up) - now):
-                    await changed.wait()
+                    await self._changed.wait()
 
     def usable(self, never: str | None = None) -> list[Replica]:
         """Those that a request may be sent to now, `never` left out."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -142,13 +142,12 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return forwarded | FIXED_VARIABLES | dict(extra or {}) | {"PYTHONPATH": path}
 
 
-def named_environment(names: Iterable[str]) -> dict[str, str]:
+def named_environment(names: Sequence[str]) -> dict[str, str]:
     """These variables of this process, for rewards that ask a service and need its key (`--reward-env`).
 
     The values are handed to the rewards' processes as arguments and kept nowhere else. Raises ConfigurationError if
     one is not set.
     """
-    names = list(names)
     if missing := ", ".join(name for name in names if name not in os.environ):
         said = f"--reward-env {','.join(names)}"
         raise ConfigurationError(f"{said}: this process has no variable {missing}; set it, or leave it out")

@@ -35,7 +35,6 @@ class Judge(Protocol):
 
     def endpoint(self) -> Endpoint:
         """Where the client sends the judge's requests, and within which limits."""
-        ...
 
     async def score(
         self, sample: dict[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
@@ -45,4 +44,3 @@ class Judge(Protocol):
         `phase` is "train" or another one that must not queue behind it. Raises `JudgeError` when the judge gave no
         verdict, ConfigurationError when the sample lacks what the judge needs.
         """
-        ...

@@ -102,18 +102,17 @@ class Template:
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = set()
         try:
-            for _, name, spec, conversion in Formatter().parse(self.text):
-                if name is not None:
-                    if not name.isidentifier() or spec or conversion:
-                        raise ValueError(f"{{{name}}} is no name of a column")
-                    names.add(name)
+            parsed = Formatter().parse(self.text)
+            fields = [(name, spec or conversion) for _, name, spec, conversion in parsed if name is not None]
+            for name, more in fields:
+                if more or not name.isidentifier():
+                    raise ValueError(f"{{{name}}} is no name of a column")
         except ValueError as error:
             what = f"the judge's template {self.text[:200]!r} cannot be read ({error})"
             rule = "only columns such as {completion} stand in braces, and a brace itself is written twice"
             raise ConfigurationError(f"{what}: {rule}") from error
-        object.__setattr__(self, "names", frozenset(names))
+        object.__setattr__(self, "names", frozenset(dict(fields)))
 
     def render(self, sample: Mapping[str, Any], *, fence: bool = True, **given: Any) -> str:
         """The text for one sample. `given` goes before the columns; a new key fences what the policy wrote.

@@ -219,11 +219,9 @@ class GenerativeRM(LLMJudge):
 
     def __post_init__(self) -> None:
         yes, no = (tuple(word.strip().casefold() for word in words) for words in (self.yes, self.no))
-        object.__setattr__(self, "yes", yes)
-        object.__setattr__(self, "no", no)
-        if self.yes_no:
-            object.__setattr__(self, "scale", (0.0, 1.0))
-            object.__setattr__(self, "max_tokens", 1)
+        settled = {"yes": yes, "no": no} | ({"scale": (0.0, 1.0), "max_tokens": 1} if self.yes_no else {})
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
         super().__post_init__()
         usable = yes and no and all(yes + no) and not set(yes) & set(no)
         plain = not self.yes_no or (self.votes == 1 and self.json_schema is None)

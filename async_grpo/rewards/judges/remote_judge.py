@@ -25,19 +25,12 @@ Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class JudgeAddresses:
-    """Where the judges are asked whose entry in the registry file says no `url`, and what is known of those servers.
+    """Where the judges are asked whose entry in the registry file says no `url`, and what is known of those servers."""
 
-    Args:
-        judge_urls: of equal replicas, for the judges that ask a model (`--judge-urls`).
-        scorer_urls: the same for `HTTPScorer` (`--http-scorer-urls`).
-        model_id: tells the servers' model from others, for the verdict cache: addresses change from run to run.
-        idle_sleep_s: the servers sleep after so many seconds without a call; None: they do not.
-    """
-
-    judge_urls: tuple[str, ...] = ()
-    scorer_urls: tuple[str, ...] = (SCORER_URL,)
-    model_id: str | None = None
-    idle_sleep_s: float | None = None
+    judge_urls: tuple[str, ...] = ()  # of equal replicas, for the judges that ask a model (`--judge-urls`)
+    scorer_urls: tuple[str, ...] = (SCORER_URL,)  # the same for `HTTPScorer` (`--http-scorer-urls`)
+    model_id: str | None = None  # tells the servers' model from others in the verdict cache: addresses change
+    idle_sleep_s: float | None = None  # without a call, until the servers sleep; None: they do not
 
     @classmethod
     def of(cls, judge_urls: str = "", scorer_urls: str = "", **known: Any) -> "JudgeAddresses":

@@ -43,32 +43,18 @@ KEEP = "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.jud
 
 @dataclass(eq=False)
 class JudgeServer:
-    """Replicas of one model, each a vLLM server on a port of its own.
+    """Replicas of one model, each a vLLM server on a port of its own. Raises ConfigurationError if that cannot work."""
 
-    Args:
-        model: a local folder.
-        log_folder: for the servers' output.
-        served_name: the `model` that requests name.
-        replicas: how many; each needs the memory of a whole engine.
-        devices: CUDA_VISIBLE_DEVICES of each replica, such as ("4,5", "6,7"); not given: as this process has it.
-        runner: "auto", "generate", or "pooling" for reward models (/classify, /pooling).
-        options: of vLLM's server, {"max-model-len": 4096, "enforce-eager": True}.
-        sleep_mode: the servers can be put to sleep; needs a GPU.
-        restarts: how often a replica that died is started again, each.
-
-    Raises ConfigurationError if the settings cannot work.
-    """
-
-    model: str | Path
+    model: str | Path  # a local folder
     _: KW_ONLY
-    log_folder: str | Path
-    served_name: str = "judge"
-    replicas: int = 1
-    devices: Sequence[str] | None = None
-    runner: str = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    sleep_mode: bool = False
-    restarts: int = 3
+    log_folder: str | Path  # for the servers' output
+    served_name: str = "judge"  # the `model` that requests name
+    replicas: int = 1  # each needs the memory of a whole engine
+    devices: Sequence[str] | None = None  # CUDA_VISIBLE_DEVICES of each, ("4,5", "6,7"); None: this process's
+    runner: str = "auto"  # or "generate", or "pooling" for reward models (/classify, /pooling)
+    options: Mapping[str, Any] = field(default_factory=dict)  # {"max-model-len": 4096, "enforce-eager": True}
+    sleep_mode: bool = False  # the servers can be put to sleep; needs a GPU
+    restarts: int = 3  # how often a replica that died is started again
 
     def __post_init__(self) -> None:
         model, devices, replicas = str(self.model), self.devices, self.replicas
