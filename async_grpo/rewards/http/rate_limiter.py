@@ -43,11 +43,8 @@ class RateLimiter(Protocol):
 
 
 class Limiter:
-    """`RateLimiter` in this process, for one event loop.
-
-    Args:
-        resumed: it follows a limiter whose calls it does not know: no key begins with a burst.
-    """
+    """`RateLimiter` in this process, for one event loop. `resumed`: it follows a limiter whose calls it does not know, so
+    no key begins with a burst."""
 
     def __init__(self, *, resumed: bool = False) -> None:
         self._resumed = resumed
@@ -167,10 +164,8 @@ class Meter:
 
     The law is the exact record of the last window. The pace spreads calls over it (generic cell rate algorithm,
     ITU-T I.371): each call moves a virtual clock on by cost / rate, which may run `burst_s` ahead.
-    The next in line waits for that cost: a call larger than a burst waits no longer than any other.
-
-    Args:
-        resumed: what started before is not known: begin with an interval and no burst.
+    The next in line waits for that cost: a call larger than a burst waits no longer than any other. One that is
+    `resumed` does not know what started before: it begins with an interval and no burst.
     """
 
     def __init__(self, *, resumed: bool = False) -> None:

@@ -34,12 +34,8 @@ def set_sleeping(url: str, asleep: bool) -> None:
 
 
 class IdleSleep:
-    """For all who ask the same servers from this process, in one event loop.
-
-    Args:
-        urls: base addresses of vLLM servers started with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
-        after_s: without a call, until they sleep.
-    """
+    """For all who ask the same servers from this process, in one event loop. `urls`: base addresses of vLLM servers
+    started with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1; they sleep after `after_s` without a call."""
 
     def __init__(self, urls: Sequence[str], after_s: float) -> None:
         self._urls, self._after_s = tuple(urls), after_s

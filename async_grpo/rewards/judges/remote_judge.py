@@ -113,12 +113,7 @@ class RemoteJudge:
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
     ) -> dict[str, Any]:
-        """The answer (see `adapter.result`) for one sample; `deadline` is for the client.
-
-        Raises:
-            ConfigurationError: the sample lacks what the judge needs.
-            JudgeError: no reply came, or none that could be read. Its `spent` are the extras of what that has cost.
-        """
+        """See `Judge`. The `spent` of a JudgeError are the extras of what the call has cost."""
         counts: list[Counts] = []
 
         async def send(body: dict[str, Any], tokens: tuple[float, float]) -> dict[str, Any]:
@@ -145,8 +140,7 @@ class RemoteJudge:
 
     def _endpoint_at(self, urls: tuple[str, ...]) -> Endpoint:
         shared = ("limits", "api_key_env", "timeout_s", "attempts", "hedge_quantile")
-        settings = {name: getattr(self, name) for name in shared}
-        return Endpoint(urls=urls, **settings, **self.endpoint_options)
+        return Endpoint(urls, **{name: getattr(self, name) for name in shared}, **self.endpoint_options)
 
 
 @dataclass(frozen=True, kw_only=True)
