@@ -57,10 +57,9 @@ def fit(x_T: np.ndarray, y_T: np.ndarray) -> Sigmoid:
 
 def fits(seen_2T: np.ndarray, what: str) -> tuple[Sigmoid, list[Sigmoid]]:
     """The best fit, and those of resampled data. ConfigurationError: the data do not bear a forecast of `what`."""
-    blocks = np.array_split(seen_2T, min(MOST, seen_2T.shape[1]) or 1, axis=1)
-    x_T, y_T = np.stack([of.mean(1) for of in blocks], axis=1)
-    no, count = f"no forecast of {what}: ", len(x_T)
+    no, count = f"no forecast of {what}: ", min(MOST, seen_2T.shape[1])
     refuse(count < FEWEST, f"{no}{count} points are too few, {FEWEST} are needed")
+    x_T, y_T = np.stack([of.mean(1) for of in np.array_split(seen_2T, count, axis=1)], axis=1)
     refuse(np.ptp(y_T) == 0, f"{no}it is {y_T[0]:g} throughout")
     best = fit(x_T, y_T)
     fitted_T, line_T = best.at(x_T), np.polyval(np.polyfit(x_T, y_T, 1), x_T)
@@ -70,12 +69,11 @@ def fits(seen_2T: np.ndarray, what: str) -> tuple[Sigmoid, list[Sigmoid]]:
     # What is left of a fit of four parameters is less alike by some 4 / count than the noise.
     alike = np.clip((left_T[1:] * left_T[:-1]).sum() / squares + 4 / count, 0, 0.99)
     excess = (1 + alike) / (1 - alike)
-    more = 2 * np.log(count)  # the curve has two parameters more
-    gain = count / excess * np.log(straight / squares) - more
+    # The curve has two parameters more
+    gain = count / excess * np.log(straight / squares) - 2 * np.log(count)
     weak = f"a sigmoid fits hardly better than a straight line (BIC better by {gain:.1f}, not {VERY_STRONG})"
     refuse(gain < VERY_STRONG, no + weak)
-    rise = fitted_T[-1] - fitted_T[0]
-    refuse(rise <= 0, f"{no}it falls")
+    refuse((rise := fitted_T[-1] - fitted_T[0]) <= 0, f"{no}it falls")
     left_T *= np.sqrt(excess * count / (count - 4))
     random = np.random.default_rng(0)
     resampled = [fit(x_T, fitted_T + random.choice(left_T, count)) for _ in range(RESAMPLES)]

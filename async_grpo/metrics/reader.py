@@ -41,12 +41,12 @@ class Run:
     source: str  # names it in messages
     name: str  # in the legend
     steps: list[dict[str, object]]  # flat
-    folder: Path | None = None
+    folder: Path = Path(os.devnull)
 
     @cached_property
     def options(self) -> dict[str, Any]:
         """Of the run, flat: `training_params.json` beside the file; {} where there is none."""
-        params = (self.folder or Path(os.devnull)) / PARAMS_FILE
+        params = self.folder / PARAMS_FILE
         try:
             return _flat(json.loads(params.read_text(encoding="utf-8"))) if params.exists() else {}
         except ValueError as error:

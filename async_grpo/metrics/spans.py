@@ -5,7 +5,6 @@ A span is (lane, what, begin, end): whose it is, what it is ("generate", "score"
 """
 
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,11 +15,8 @@ MOST = 12  # spans of one kind that a lane has in a step
 SHORTEST_S = 1e-3  # what is shorter would only be a line
 
 
-class Spans:
+class Spans(list[Span]):
     """Collects spans until they are taken. They may be measured in several tasks at once, in one event loop."""
-
-    def __init__(self) -> None:
-        self._found: list[Span] = []
 
     @contextmanager
     def measure(self, lane: str, what: str) -> Iterator[None]:
@@ -29,12 +25,13 @@ class Spans:
         try:
             yield
         finally:
-            self._found.append((lane, what, begin, time.time()))
+            self.append((lane, what, begin, time.time()))
 
     def take(self) -> list[Span]:
         """Those since the last call, condensed."""
-        found, self._found = self._found, []
-        return condensed(found)
+        found = condensed(self)
+        self.clear()
+        return found
 
 
 def condensed(spans: Iterable[Span], most: int = MOST) -> list[Span]:
@@ -62,11 +59,10 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     >>> union([(1, 3), (5, 6), (0, 2)])
     [(0, 3), (5, 6)]
     """
-    joined, last = list[Interval](), -math.inf
+    joined: list[Interval] = []
     for begin, end in sorted(intervals):
-        if begin - last <= gap:
-            joined[-1] = joined[-1][0], max(last, end)
-        else:
-            joined.append((begin, end))
-        last = joined[-1][1]
+        if joined and begin - joined[-1][1] <= gap:
+            begin, last = joined.pop()
+            end = max(last, end)
+        joined.append((begin, end))
     return joined

@@ -26,9 +26,7 @@ def last_lines(path: Path, count: int) -> list[str]:
                 ends += parts[-1].count(b"\n")
     except OSError:
         return []
-    content = b"".join(reversed(parts))
-    lines = content[: content.rfind(b"\n") + 1].decode("utf-8", "replace").split("\n")[:-1]
-    return lines[-count:]
+    return b"".join(reversed(parts)).decode("utf-8", "replace").split("\n")[:-1][-count:]
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
