@@ -147,4 +147,5 @@ def _accumulator(
         ranks,
         max_grad_norm=config.max_grad_norm,
         update_stats=config.update_stats,
+        nonfinite_steps=config.nonfinite_steps,
     )

@@ -1,5 +1,6 @@
 """The policy as a network: loading a Hugging Face causal LM, its packed forward, its log-probs, its sharded weights."""
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -9,7 +10,7 @@ def local_shard(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def full_tensor(weight: Tensor) -> Tensor:
-    """The whole of a weight: of a sharded one it is gathered (a collective), another is returned as it is."""
-    detached = weight.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole of a weight, in that dtype: of a sharded one it is gathered (a collective), cast before it travels."""
+    shard = weight.detach().to(dtype or weight.dtype)
+    return shard.full_tensor() if isinstance(shard, DTensor) else shard

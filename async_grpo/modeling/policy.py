@@ -107,9 +107,9 @@ def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def named_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def named_full_tensors(policy: PolicyModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """`named_weights`, each whole, one at a time; of a sharded policy every rank must exhaust the iterator in lockstep."""
-    return ((name, full_tensor(weight)) for name, weight in named_weights(policy))
+    return ((name, full_tensor(weight, dtype)) for name, weight in named_weights(policy))
 
 
 def value_head_tensors(policy: PolicyModel) -> dict[str, Tensor]:

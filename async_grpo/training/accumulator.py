@@ -1,5 +1,6 @@
 """Many micro-batches, one optimizer step whose gradient does not know how many there were: a sum, divided once."""
 
+import logging
 import math
 import resource
 import sys
@@ -20,6 +21,7 @@ from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.whole_step import add_step_terms
 from async_grpo.types import MicroBatch, dummy_micro_batch
 
+log = logging.getLogger(__name__)
 # Reported by every step, also where the loss in use does not compute them
 ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
 
@@ -37,10 +39,15 @@ class GradientAccumulator:
         *,
         max_grad_norm: float = 1.0,
         update_stats: bool = False,
+        nonfinite_steps: int = 0,
     ) -> None:
         self._policy, self._optimizer, self.scheduler = policy, optimizer, scheduler
         self._objective, self._ranks = objective, ranks
         self._max_grad_norm, self._update_stats = max_grad_norm, update_stats
+        self._nonfinite_steps, self._left_out = (
+            nonfinite_steps,
+            0,
+        )  # that may be left out in a row, and are so far
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
         self._waiting: list[BatchTensors] = []  # for the end of their step
         self._totals: dict[str, Tensor] = {}  # of this step, on the device
@@ -68,7 +75,8 @@ class GradientAccumulator:
     def finish(self) -> dict[str, float]:
         """Scale, clip and apply the summed gradient; the step's metrics, the same on every rank.
 
-        Without one loss token nothing changes (`update_skipped` 1). NonFiniteGradient: on all ranks, and nothing changed.
+        Without one loss token nothing changes (`update_skipped` 1), nor where the gradient is not finite: then one of these
+        too many in a row is a NonFiniteGradient, on all ranks.
         """
         if not self._waiting and not self._totals:  # every sample of the step was left out
             self.add(dummy_micro_batch(token_id=0))
@@ -82,12 +90,12 @@ class GradientAccumulator:
         lr, unit = self.scheduler.get_last_lr()[0], self._objective.unit
         count = totals[unit] if unit else float(totals["tokens"] > 0)
         square, memory = totals.pop("gradient_square"), totals.pop("memory_max")
-        update = {"grad_norm": 0.0, "peak_memory_usage_GB": memory}
+        update = {"grad_norm": 0.0, "peak_memory_usage_GB": memory, "update_skipped": float(count == 0)}
         if count:
             update |= self._update(gradients, count, totals["backward_loss"], square)
         self._optimizer.zero_grad(set_to_none=True)
         report = _metrics(totals, histogram, count) | update
-        return report | {"lr": float(lr), "update_skipped": float(count == 0)}
+        return report | {"lr": float(lr)}
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[dict[str, float], Tensor]:
         """This step's totals, with the gradient's square and the memory, and histogram, over all ranks; forgets them."""
@@ -107,11 +115,22 @@ class GradientAccumulator:
         grad_norm = scale * math.sqrt(square)
         # The loss too: a NaN log-ratio lies outside every clip, where the gradient is 0, and go unseen
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(
+            self._left_out += 1
+            error = NonFiniteGradient(
                 f"over {count:.0f} {self._objective.unit or 'step'} the loss sums to {loss} and the gradient norm is "
                 f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
             )
+            if self._left_out > self._nonfinite_steps:
+                self._optimizer.zero_grad(set_to_none=True)
+                raise error
+            log.error(
+                "%s; the run goes on, %d of --nonfinite-steps %d",
+                error,
+                self._left_out,
+                self._nonfinite_steps,
+            )
+            return {"grad_norm": grad_norm, "update_skipped": 1.0}
+        self._left_out = 0
         clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
         shards = [local_shard(parameter.detach()) for parameter in self._parameters]

@@ -24,6 +24,11 @@ class OptimizerConfig(Section):
     )
     num_warmup_steps: int = _optimizer(10, "Optimizer steps of linear warm-up.", range=NOT_NEGATIVE)
     max_grad_norm: float = _optimizer(1.0, "Gradient norm is clipped to this.", range=POSITIVE)
+    nonfinite_steps: int = _optimizer(
+        3,
+        "Steps in a row whose gradient is not finite that are left out; the next one ends the run.",
+        range=NOT_NEGATIVE,
+    )
     weight_decay: float = _optimizer(0.0, "AdamW weight decay.", range=NOT_NEGATIVE)
     adam_beta1: float = _optimizer(0.9, "AdamW: decay of the mean gradient.", range=BELOW_ONE)
     adam_beta2: float = _optimizer(0.95, "AdamW: decay of the mean squared gradient.", range=BELOW_ONE)

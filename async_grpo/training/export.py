@@ -82,7 +82,7 @@ class ModelExporter:
         """Write the weights after `samples` samples. A collective; rank 0 returns when it is complete."""
         target = self._folder / f"samples_{samples}"
         state: dict[str, Tensor] = {}
-        for name, tensor in named_full_tensors(policy):  # every rank takes part, one keeps
+        for name, tensor in named_full_tensors(policy, self._dtype):  # every rank takes part, one keeps
             if self._ranks.is_main:
                 state[name] = tensor.to("cpu", self._dtype, copy=True)
         value_head, self._last_saved = value_head_tensors(policy), samples

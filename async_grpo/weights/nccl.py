@@ -34,7 +34,7 @@ class RecordingSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sent = {}
         for name, weight in self.weights.items():
-            wired = full_tensor(weight).to(self.wire_dtype).contiguous()
+            wired = full_tensor(weight, self.wire_dtype).contiguous()
             self.sent[name] = record(wired)
             yield name, wired
 

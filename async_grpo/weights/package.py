@@ -73,7 +73,7 @@ def pack(
     parts = words.split([weight.numel() for weight in weights.values()])
     tensors = {n: part.view(w.shape) for (n, w), part in zip(weights.items(), parts, strict=True)}
     for name, weight in weights.items():
-        tensors[name].copy_(full_tensor(weight))
+        tensors[name].copy_(full_tensor(weight, dtype))
     return image, tensors
 
 

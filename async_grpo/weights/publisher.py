@@ -187,7 +187,7 @@ class Publisher:
         """Pack the tensors into chunks; returns what brings them to every engine. None on ranks that only gather."""
         if (engines := self._engines) is None:
             for weight in weights.values():
-                full_tensor(weight)
+                full_tensor(weight, self._wire_dtype)
             return None
         chunks: list[dict[str, torch.Tensor]] = [{}]
         room = self.chunk_bytes

@@ -315,3 +315,19 @@ def test_a_kl_term_without_reference_logprobs_says_what_to_run(ranks):
     accumulator.add(dummy_micro_batch(token_id=VOCAB - 1))  # a dummy has nothing to refer to
     with pytest.raises(ConfigurationError, match="reference logprob worker"):
         accumulator.add(pack([random_sequence(np.random.default_rng(0))]))
+
+
+def test_steps_whose_gradient_is_not_finite_are_left_out_as_often_as_allowed_in_a_row(ranks, caplog):
+    accumulator, optimizer = accumulator_of(ranks, {}, nonfinite_steps=1)
+    broken = {"mask": np.arange(4) > 1, "advantages": np.ones(4), "behaviour": np.full(4, np.nan)}
+    broken, fine = pack([{"ids": np.arange(4), **broken}]), pack(random_batch(0)[0])
+    told = []
+    for batch in (broken, fine, broken):
+        optimizer.gradients = None
+        accumulator.add(batch)
+        told.append((accumulator.finish()["update_skipped"], optimizer.gradients is not None))
+    assert told == [(1.0, False), (0.0, True), (1.0, False)]
+    assert caplog.text.count("the run goes on, 1 of --nonfinite-steps 1") == 2
+    accumulator.add(broken)
+    with pytest.raises(NonFiniteGradient, match="the step was not taken"):
+        accumulator.finish()

@@ -226,7 +226,9 @@ def test_nan_log_probs_are_no_proof():
 def test_other_ranks_take_part_in_every_gathering_and_send_nothing(kind, monkeypatch):
     gathered = []
     for module in ("publisher", "nccl"):
-        monkeypatch.setattr(f"async_grpo.weights.{module}.full_tensor", lambda w: gathered.append(w) or w)
+        monkeypatch.setattr(
+            f"async_grpo.weights.{module}.full_tensor", lambda w, dtype: gathered.append(w) or w.to(dtype)
+        )
 
     def make_engine(self, world_size):
         return SimpleNamespace(send_weights=lambda: list(self._source))
