@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -116,29 +117,23 @@ def _ago(moment: float) -> str:
     return f"{timedelta(seconds=round(max(0.0, time.time() - moment)))} ago"
 
 
-def _table(title: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> Table:
-    table = Table("", title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
-
-
-def _times(lines: Sequence[Line]) -> Table:
+def _times(lines: Sequence[Line]) -> Text:
     """Of the last steps, by whom and what for."""
     found = {name: [line[key] for line in lines if line.get(key) is not None] for name, key in CAUSES.items()}
-    means = [f"{statistics.fmean(values):.2f}" if values else "-" for values in found.values()]
-    return _table(f"mean of {len(lines)} steps", {"seconds": means}, list(found))
+    means = (f"{name} {statistics.fmean(values):.2f}" for name, values in found.items() if values)
+    return Text(f"seconds of a step, mean of {len(lines)}: {', '.join(means)}")
 
 
 def _verifiers(verifiers: Mapping[str, Line]) -> Table:
+    table = Table(title="rewards of the last step", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
     columns = ("ok", "failed", "timed_out", "abstained", "latency_p50_s", "queue_depth")
-    rows = {
-        name: ["-" if (value := stats.get(column)) is None else f"{value:.4g}" for column in columns]
-        for name, stats in verifiers.items()
-    }
-    return _table("rewards of the last step", rows, [column.replace("_", " ") for column in columns])
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
+    for name, stats in verifiers.items():
+        values = (stats.get(column) for column in columns)
+        table.add_row(name, *(f"{value:.1e}" if isinstance(value, float) else str(value) for value in values))
+    return table
 
 
 def _evaluations(folder: Path) -> list[str]:
