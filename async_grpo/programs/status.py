@@ -125,7 +125,13 @@ def _times(lines: Sequence[Line]) -> Text:
 
 
 def _verifiers(verifiers: Mapping[str, Line]) -> Table:
-    table = Table(title="rewards of the last step", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="rewards of the last step",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     table.add_column("", no_wrap=True)
     columns = ("ok", "failed", "timed_out", "abstained", "latency_p50_s", "queue_depth")
     for column in columns:
