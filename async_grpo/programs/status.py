@@ -125,19 +125,14 @@ def _times(lines: Sequence[Line]) -> Text:
 
 
 def _verifiers(verifiers: Mapping[str, Line]) -> Table:
-    table = Table(
-        title="rewards of the last step",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column("", no_wrap=True)
-    columns = ("ok", "failed", "timed_out", "abstained", "latency_p50_s", "queue_depth")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right")
+    columns = {"ok": "ok", "failed": "failed", "timed out": "timed_out", "abstained": "abstained"}
+    columns |= {"p50, s": "latency_p50_s", "queue": "queue_depth"}
+    look: Any = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    table = Table("", title="rewards of the last step", title_justify="left", **look)
+    for title in columns:
+        table.add_column(title, justify="right")
     for name, stats in verifiers.items():
-        values = (stats.get(column) for column in columns)
+        values = (stats.get(key, "-") for key in columns.values())
         table.add_row(name, *(f"{value:.1e}" if isinstance(value, float) else str(value) for value in values))
     return table
 
