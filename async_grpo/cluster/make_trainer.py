@@ -1,10 +1,8 @@
 """The trainer of one rank, put together: the sharded policy, its optimizer, its state, and the way to the engines."""
 
 import logging
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
@@ -35,9 +33,9 @@ def make_trainer(
     ranks: Ranks,
     source: ExperienceSource,
     engines: Engines | None = None,
-    after_step: AfterStep | None = None,
+    after_step: AfterStep = lambda step: {},
     save_experience: SaveExperience | None = None,
-    digests_read: Mapping[str, str] = MappingProxyType({}),
+    digests_read: dict[str, str] | None = None,
     publisher: WeightPublisher | None = None,
 ) -> Trainer:
     """The trainer of one rank. Rank 0 alone reaches engines, and the experience to save; `digests_read`: `inputs`."""
@@ -48,26 +46,38 @@ def make_trainer(
     canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
     make_publisher, dtype = get_transport(settings.transport).make_publisher, torch_dtype(settings.dtype)
     accumulator = _accumulator(config, settings, policy, ranks)
-    options, best, evaluates = as_options(config), config.keep_best, partial(_saves_after, config)
+    options, best, folder = as_options(config), config.keep_best, config.output_path
+    is_evaluated = partial(config.evaluation_is_due, num_steps=config.num_steps)
     checkpointer = Checkpointer(
-        *(config.output_path, ranks, policy, accumulator.scheduler),
+        *(folder, ranks, policy, accumulator.scheduler),
         keep=config.keep_checkpoints,
         timeout_s=config.checkpoint_timeout_s,
         options=options,
-        inputs=digests_read,
+        inputs=digests_read or {},
         save_experience=save_experience,
-        stay=tuple if best is None else partial(keep_best, config.output_path, best, evaluates),
+        stay=tuple if best is None else partial(keep_best, folder, best, is_evaluated),
     )
     step = samples = 0
     if settings.checkpoint:
-        manifest = read(folder := Path(settings.checkpoint))
-        checkpointer.load(folder)
+        manifest = read(Path(settings.checkpoint))
+        checkpointer.load(Path(settings.checkpoint))
         step, samples = manifest.step, manifest.samples
-        log.info("resumed after step %d, from %s", step, folder)
+        log.info("resumed after step %d, from %s", step, settings.checkpoint)
     accumulator.steps = step
     if config.record:
-        source = recorder = Recorder(source, config.output_path, ranks.world_size, options)
+        source = recorder = Recorder(source, folder, ranks.world_size, options)
         accumulator.on_logprobs = recorder.keep_logprobs
+
+    def overlaps(done: int) -> bool:
+        pinned = config.eval_pinned and is_evaluated(done)
+        return config.max_staleness > 0 and done < config.num_steps and not pinned
+
+    exporter = ModelExporter(
+        *(folder, config.model_name_or_path, ranks, settings.dtype),
+        min_samples_between=config.min_samples_per_checkpoint,
+        keep_last=config.keep_models or None,
+        resumed_at=samples,
+    )
     return Trainer(
         policy=policy,
         accumulator=accumulator,
@@ -76,47 +86,25 @@ def make_trainer(
         checkpointer=checkpointer,
         version=step,
         samples=samples,
-        exporter=_exporter(config, settings, ranks, samples),
+        exporter=exporter,
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
-        overlaps=partial(_overlaps, config),
-        saves_after=evaluates,
-    )
-
-
-def _overlaps(config: RunConfig, step: int) -> bool:
-    """Whether the weights of that step travel while the next one is accumulated."""
-    pinned = config.eval_pinned and config.evaluation_is_due(step, config.num_steps)
-    return config.max_staleness > 0 and step < config.num_steps and not pinned
-
-
-def _saves_after(config: RunConfig, step: int) -> bool:
-    """Whether that step is evaluated, and its checkpoint may so turn out to be the best."""
-    return config.keep_best is not None and config.evaluation_is_due(step, config.num_steps)
-
-
-def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int) -> ModelExporter:
-    return ModelExporter(
-        *(config.output_path, config.model_name_or_path, ranks),
-        dtype=settings.dtype,
-        min_samples_between=config.min_samples_per_checkpoint,
-        keep_last=config.keep_models or None,
-        resumed_at=samples,
+        overlaps=overlaps,
+        saves_after=lambda done: best is not None and is_evaluated(done),  # it may turn out to be the best
     )
 
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
-    path, empty = config.model_name_or_path, None
+    path, model = config.model_name_or_path, None
     files = weight_files(path) if ranks.world_size > 1 else {}
-    if (
-        files
-    ):  # each rank reads its shard alone, if the weights have the names there that they have in the model
-        empty = empty_causal_lm(path)
-        if not {name for name, _ in empty.named_parameters()} <= files.keys():
-            empty = None
+    if files:
+        model = empty_causal_lm(path)
+        # Each rank reads its shard alone, if the weights have the names there that they have in the model
+        if not {name for name, _ in model.named_parameters()} <= files.keys():
+            model = None
     policy = PolicyModel(
-        empty or load_causal_lm(path, "float32").to(ranks.device),
+        model or load_causal_lm(path, "float32").to(ranks.device),
         chunk_tokens=config.logprob_chunk_size,
         value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
@@ -130,7 +118,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         gradient_checkpointing=config.gradient_checkpointing,
         torch_compile=config.torch_compile,
     )
-    if empty is not None:
+    if model is not None:
         load_shards(policy, files)
     return policy
 
@@ -139,13 +127,6 @@ def _accumulator(
     config: RunConfig, settings: SharedRunSettings, policy: PolicyModel, ranks: Ranks
 ) -> GradientAccumulator:
     optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
-    return GradientAccumulator(
-        policy,
-        optimizer,
-        scheduler,
-        Objective(config, settings.guaranteed_completion_tokens),
-        ranks,
-        max_grad_norm=config.max_grad_norm,
-        update_stats=config.update_stats,
-        nonfinite_steps=config.nonfinite_steps,
-    )
+    objective = Objective(config, settings.guaranteed_completion_tokens)
+    more = config.max_grad_norm, config.update_stats, config.nonfinite_steps
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, *more)

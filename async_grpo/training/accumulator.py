@@ -5,6 +5,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,45 +27,38 @@ log = logging.getLogger(__name__)
 ALWAYS_REPORTED = ("avg_kl_div", "clip_frac_low", "clip_frac_high", "entropy", "ratio_mean", "ratio_max")
 
 
+@dataclass
 class GradientAccumulator:
     """`add` micro-batches, as many on every rank, then `finish` the step: collectives."""
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        optimizer: Optimizer,
-        scheduler: LambdaLR,
-        objective: Objective,
-        ranks: Ranks,
-        *,
-        max_grad_norm: float = 1.0,
-        update_stats: bool = False,
-        nonfinite_steps: int = 0,
-    ) -> None:
-        self._policy, self._optimizer, self.scheduler = policy, optimizer, scheduler
-        self._objective, self._ranks = objective, ranks
-        self._max_grad_norm, self._update_stats = max_grad_norm, update_stats
-        self._nonfinite_steps, self._left_out = (
-            nonfinite_steps,
-            0,
-        )  # that may be left out in a row, and are so far
-        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+    policy: PolicyModel
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    objective: Objective
+    ranks: Ranks
+    max_grad_norm: float = 1.0
+    update_stats: bool = False
+    nonfinite_steps: int = 0  # that may be left out in a row
+    steps: int = 0  # taken
+    on_logprobs: Callable[[Tensor], None] = lambda logprobs: None  # (1, N), of each row, in order
+
+    def __post_init__(self) -> None:
+        self._left_out = 0  # steps, in a row so far
+        self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self._waiting: list[BatchTensors] = []  # for the end of their step
         self._totals: dict[str, Tensor] = {}  # of this step, on the device
-        self.steps = 0  # taken
-        self.on_logprobs: Callable[[Tensor], None] = lambda logprobs: None  # (1, N), of each row, in order
 
     def add(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; or keep it for the end of its step."""
-        self._objective.check_inputs(batch)
-        row = BatchTensors(batch, self._policy.device)
-        if self._objective.needs_whole_step:
+        self.objective.check_inputs(batch)
+        row = BatchTensors(batch, self.policy.device)
+        if self.objective.needs_whole_step:
             self._waiting.append(row)
         else:
             self._backward(row)
 
     def _backward(self, row: BatchTensors) -> None:
-        loss, totals = self._objective(self._policy, row)
+        loss, totals = self.objective(self.policy, row)
         loss.backward()
         self.on_logprobs(row.logprobs)
         for name, value in totals.items():
@@ -81,19 +75,19 @@ class GradientAccumulator:
         if not self._waiting and not self._totals:  # every sample of the step was left out
             self.add(dummy_micro_batch(token_id=0))
         if rows := self._waiting:
-            add_step_terms(self._policy, self._objective, rows, self._ranks, self.steps)
+            add_step_terms(self.policy, self.objective, rows, self.ranks, self.steps)
         for row in rows:
             self._backward(row)
         self._waiting, self.steps = [], self.steps + 1
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         totals, histogram = self._reduce(gradients)
-        lr, unit = self.scheduler.get_last_lr()[0], self._objective.unit
+        lr, unit = self.scheduler.get_last_lr()[0], self.objective.unit
         count = totals[unit] if unit else float(totals["tokens"] > 0)
         square, memory = totals.pop("gradient_square"), totals.pop("memory_max")
         update = {"grad_norm": 0.0, "peak_memory_usage_GB": memory, "update_skipped": float(count == 0)}
         if count:
             update |= self._update(gradients, count, totals["backward_loss"], square)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         report = _metrics(totals, histogram, count) | update
         return report | {"lr": float(lr)}
 
@@ -106,36 +100,32 @@ class GradientAccumulator:
         maxima = [name for name in totals if name.endswith("_max")]
         sums = [name for name in totals if name not in maxima]
         row = torch.cat([torch.stack([totals[name] for name in sums]), histogram])
-        summed, highest = self._ranks.sum_and_max(row, torch.stack([totals[name] for name in maxima]))
+        summed, highest = self.ranks.sum_and_max(row, torch.stack([totals[name] for name in maxima]))
         values = summed[: len(sums)].tolist() + highest.tolist()
         return dict(zip(sums + maxima, values, strict=True)), summed[len(sums) :]
 
     def _update(self, gradients: list[Tensor], count: float, loss: float, square: float) -> dict[str, float]:
-        scale = self._ranks.world_size / count  # FSDP averaged over ranks what has to be a sum
+        scale = self.ranks.world_size / count  # FSDP averaged over ranks what has to be a sum
         grad_norm = scale * math.sqrt(square)
         # The loss too: a NaN log-ratio lies outside every clip, where the gradient is 0, and go unseen
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self._left_out += 1
             error = NonFiniteGradient(
-                f"over {count:.0f} {self._objective.unit or 'step'} the loss sums to {loss} and the gradient norm is "
+                f"over {count:.0f} {self.objective.unit or 'step'} the loss sums to {loss} and the gradient norm is "
                 f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
             )
-            if self._left_out > self._nonfinite_steps:
-                self._optimizer.zero_grad(set_to_none=True)
+            if self._left_out > self.nonfinite_steps:
+                self.optimizer.zero_grad(set_to_none=True)
                 raise error
-            log.error(
-                "%s; the run goes on, %d of --nonfinite-steps %d",
-                error,
-                self._left_out,
-                self._nonfinite_steps,
-            )
+            which = f"{self._left_out} of --nonfinite-steps {self.nonfinite_steps}"
+            log.error("%s; the run goes on, %s", error, which)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
         self._left_out = 0
-        clip = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
+        clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
         shards = [local_shard(parameter.detach()) for parameter in self._parameters]
-        before = [shard.clone() for shard in shards] if self._update_stats else []
-        self._optimizer.step()
+        before = [shard.clone() for shard in shards] if self.update_stats else []
+        self.optimizer.step()
         self.scheduler.step()
         return {"grad_norm": grad_norm} | (self._moved(before, shards) if before else {})
 
@@ -147,7 +137,7 @@ class GradientAccumulator:
         squares = _squares(before)
         torch._foreach_sub_(before, after)
         both = torch.cat([squares, _squares(before)])
-        model_norms, delta_norms = self._ranks.sum_and_max(both, both[:0])[0].sqrt().chunk(2)
+        model_norms, delta_norms = self.ranks.sum_and_max(both, both[:0])[0].sqrt().chunk(2)
         moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
         quantiles = torch.linspace(0, 1, 5, dtype=torch.float64)
         ratios = torch.quantile((delta_norms / model_norms)[moved], quantiles).tolist()
@@ -160,7 +150,7 @@ class GradientAccumulator:
 
     def _peak_memory_GB(self) -> float:
         """Of this rank: the GPU's allocator since the step before came to this point; on a CPU, the process."""
-        device = self._ranks.device
+        device = self.ranks.device
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)

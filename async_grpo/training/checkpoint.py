@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,40 +34,28 @@ dcp: Any = torch_checkpoint  # it names what it offers in no __all__
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Checkpointer:
-    """Saves and loads weights (float32), optimizer, schedule and random states; every public method is a collective.
+    """Saves and loads weights (float32), optimizer, schedule and random states; every public method is a collective."""
 
-    Args:
-        keep: so many checkpoints of the run are kept, the newest; and those whose names `stay` says.
-        timeout_s: longest time for a checkpoint to be written.
-        options, inputs: of the run, for the manifest.
-        save_experience: rank 0's way to the other half, the groups alive.
-    """
+    output_dir: Path
+    ranks: Ranks
+    policy: PolicyModel
+    scheduler: LambdaLR
+    keep: int  # so many are kept, the newest; and those whose names `stay` says
+    timeout_s: float  # longest time for one to be written
+    options: dict[str, Any]  # of the run, as its inputs are: for the manifest
+    inputs: dict[str, str]
+    save_experience: SaveExperience | None = None  # rank 0's way to the other half, the groups alive
+    stay: Callable[[], Collection[str]] = tuple
 
-    def __init__(
-        self,
-        output_dir: Path,
-        ranks: Ranks,
-        policy: PolicyModel,
-        scheduler: LambdaLR,
-        *,
-        keep: int,
-        timeout_s: float,
-        options: Mapping[str, Any],
-        inputs: Mapping[str, str],
-        save_experience: SaveExperience | None = None,
-        stay: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        self._output_dir, self._ranks, self._policy, self._scheduler = output_dir, ranks, policy, scheduler
-        self._keep, self._timeout_s = keep, timeout_s
-        self._options, self._inputs = dict(options), dict(inputs)
-        self._save_experience, self._stay = save_experience, stay
+    def __post_init__(self) -> None:
         # Its collectives go on beside those of the training
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        if ranks.is_main:
-            discard_partial(output_dir)
+        if self.ranks.is_main:
+            discard_partial(self.output_dir)
 
     def save(self, step: int, samples: int, end_reason: str = "") -> None:
         """Take a copy of the state after `step` steps, trained on `samples`, and begin to write it.
@@ -75,19 +64,19 @@ class Checkpointer:
         one is still being written no other begins, unless the run ends.
         """
         is_busy = self._writing is not None and not self._writing.done()
-        if self._ranks.max([float(is_busy)])[0] and not end_reason:
+        if self.ranks.max([float(is_busy)])[0] and not end_reason:
             log.warning("no checkpoint after step %d: the one before it is still being written", step)
             return
         self.wait()
-        partial, experience = partial_folder(self._output_dir, step), None
-        if self._ranks.is_main and self._save_experience is not None:
-            experience = self._save_experience(partial, step)
+        partial, experience = partial_folder(self.output_dir, step), None
+        if self.ranks.is_main and self.save_experience is not None:
+            experience = self.save_experience(partial, step)
         manifest = Manifest(
             step=step,
             samples=samples,
-            world_size=self._ranks.world_size,
-            options=self._options,
-            inputs=self._inputs,
+            world_size=self.ranks.world_size,
+            options=self.options,
+            inputs=self.inputs,
             versions=versions(),
             ended=end_reason,
         )
@@ -105,7 +94,7 @@ class Checkpointer:
             copied.result()
             if experience is not None:
                 experience()
-            if not self._ranks.is_main:
+            if not self.ranks.is_main:
                 return
             files = (partial / "training").glob("*.safetensors")
             found = len({file.name.partition("-model-")[0] for file in files})
@@ -116,16 +105,16 @@ class Checkpointer:
                 )
             complete(partial, manifest)
         except CANNOT_WRITE:
-            if self._ranks.is_main:
+            if self.ranks.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        prune(self._output_dir, self._keep, self._stay())
+        prune(self.output_dir, self.keep, self.stay())
 
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Which file of a rank each tensor goes into, by name, of all ranks: a file is made in memory, beside the copy."""
         names = [
             *tensors,
-            *(f"random.{kind}.{rank}" for kind in ("cpu", "cuda") for rank in range(self._ranks.world_size)),
+            *(f"random.{kind}.{rank}" for kind in ("cpu", "cuda") for rank in range(self.ranks.world_size)),
         ]
         sizes = [tensors[name].nbytes if name in tensors else 0 for name in names]
         count = max(1, min(FILES, sum(sizes) // FILE_BYTES))
@@ -135,31 +124,29 @@ class Checkpointer:
     def wait(self) -> bool:
         """Until what is being written is whole, for all ranks; False: it cannot be, and the log says why.
 
-        Raises:
-            DeadlineExceeded: it is not within the time for it.
+        DeadlineExceeded: it is not within the time for it.
         """
-        writing, self._writing = self._writing, None
+        failed, writing, self._writing = False, self._writing, None
         if writing is None:
             return True
-        failed = False
         try:
-            writing.result(self._timeout_s)
+            writing.result(self.timeout_s)
         except CANNOT_WRITE as error:
             if not writing.done():
                 raise DeadlineExceeded(
-                    f"a checkpoint was not written within {self._timeout_s:.0f} s (--checkpoint-timeout-s)"
+                    f"a checkpoint was not written within {self.timeout_s:.0f} s (--checkpoint-timeout-s)"
                 ) from error
-            what = "a checkpoint could not be written; the run goes on, the one before it stays: %s"
-            log.error(what, error)
+            log.error(
+                "a checkpoint could not be written; the run goes on, the one before it stays: %s", error
+            )
             failed = True
         # A rank that ended now, before rank 0 has sealed it, would have torchrun end rank 0
-        return not self._ranks.max([float(failed)])[0]
+        return not self.ranks.max([float(failed)])[0]
 
     def load(self, folder: Path) -> None:
         """Give policy, optimizer and schedule the state of a checkpoint that `verify` found to be whole.
 
-        Raises:
-            CheckpointBroken: it is of another model or optimizer.
+        CheckpointBroken: it is of another model or optimizer.
         """
         reader = dcp.HuggingFaceStorageReader(str(folder / "training"))
         saved = reader.read_metadata().state_dict_metadata
@@ -176,16 +163,16 @@ class Checkpointer:
             elif name.startswith("random.cuda"):
                 torch.cuda.set_rng_state(state)
         updates = int(next(value for name, value in tensors.items() if name.startswith("updates.")))
-        lambdas = [None] * len(self._scheduler.base_lrs)  # these stay
-        self._scheduler.load_state_dict(
+        lambdas = [None] * len(self.scheduler.base_lrs)  # these stay
+        self.scheduler.load_state_dict(
             {"lr_lambdas": lambdas, "last_epoch": updates - 1, "_step_count": updates + 1}
         )
-        self._scheduler.step()
+        self.scheduler.step()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What belongs to a checkpoint, by name: the live tensors, of a sharded policy their shards."""
-        state = self._scheduler.optimizer.state
-        for name, parameter in self._policy.named_parameters():
+        state = self.scheduler.optimizer.state
+        for name, parameter in self.policy.named_parameters():
             moments = state[parameter]
             if not moments:  # before the first step: as AdamW would begin
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -195,9 +182,9 @@ class Checkpointer:
             yield f"exp_avg.{name}", moments["exp_avg"]
             yield f"exp_avg_sq.{name}", moments["exp_avg_sq"]
             yield f"updates.{name}", moments["step"].reshape(1)
-        yield f"random.cpu.{self._ranks.rank}", torch.get_rng_state()
-        if self._ranks.device.type == "cuda":
-            yield f"random.cuda.{self._ranks.rank}", torch.cuda.get_rng_state()
+        yield f"random.cpu.{self.ranks.rank}", torch.get_rng_state()
+        if self.ranks.device.type == "cuda":
+            yield f"random.cuda.{self.ranks.rank}", torch.cuda.get_rng_state()
 
 
 def load_weights(policy: PolicyModel, folder: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,38 +28,29 @@ COPIED_FILES = (
 VALUE_HEAD_FILE = "critic/value_head.safetensors"
 
 
+@dataclass
 class ModelExporter:
-    """Writes and prunes models that any library loads; saving is a collective, the files are rank 0's.
+    """Writes and prunes models that any library loads; saving is a collective, the files are rank 0's."""
 
-    model_path: the folder the run started from, with its tokenizer and generation settings. dtype: of the saved weights.
-    min_samples_between: one is due that many samples after the last. keep_last: None keeps all. resumed_at: the samples
-    that a resumed run has been trained on.
-    """
+    output_dir: Path
+    model_path: str | Path  # the folder the run started from, with its tokenizer and generation settings
+    ranks: Ranks
+    dtype: str = "bfloat16"  # of the saved weights
+    min_samples_between: int = 30_000  # one is due that many samples after the last
+    keep_last: int | None = None  # None keeps all
+    resumed_at: int = 0  # the samples that a resumed run has been trained on
 
-    def __init__(
-        self,
-        output_dir: str | Path,
-        model_path: str | Path,
-        ranks: Ranks,
-        *,
-        dtype: str | torch.dtype = "bfloat16",
-        min_samples_between: int = 30_000,
-        keep_last: int | None = None,
-        resumed_at: int = 0,
-    ) -> None:
-        self._folder = Path(output_dir) / "hf_format"
-        self._source, self._ranks, self._dtype = model_folder(model_path), ranks, torch_dtype(dtype)
-        self._min_samples_between, self._keep_last = min_samples_between, keep_last
-        older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= resumed_at]
+    def __post_init__(self) -> None:
+        self._folder = self.output_dir / "hf_format"
+        self._source, self._dtype = model_folder(self.model_path), torch_dtype(self.dtype)
+        older = [path for path in self._folder.glob("samples_*") if 0 < _samples(path) <= self.resumed_at]
         self._written = sorted(older, key=_samples)  # by this run, the oldest first
-        saved = [_samples(path) for path in older] if ranks.is_main else []
-        self._last_saved = int(
-            ranks.max([float(max(saved, default=0))])[0]
-        )  # other nodes may not see the folder
+        newest = _samples(self._written[-1]) if self.ranks.is_main and older else 0
+        self._last_saved = int(self.ranks.max([float(newest)])[0])  # other nodes may not see the folder
 
     def is_due(self, samples: int) -> bool:
         """Whether `samples` trained on is far enough beyond the last checkpoint."""
-        return samples - self._last_saved >= self._min_samples_between
+        return samples - self._last_saved >= self.min_samples_between
 
     def save_if_due(self, policy: PolicyModel, samples: int) -> None:
         """A checkpoint of `policy`, if one is due; a collective then. One that cannot be written ends no run."""
@@ -70,7 +62,7 @@ class ModelExporter:
         except (OSError, SafetensorError) as error:
             log.error("the model could not be written; the run goes on: %s", error)
             failed = True
-        if self._ranks.max([float(failed)])[0]:
+        if self.ranks.max([float(failed)])[0]:
             self._last_saved = before
 
     def save_final(self, policy: PolicyModel, samples: int) -> None:
@@ -83,13 +75,13 @@ class ModelExporter:
         target = self._folder / f"samples_{samples}"
         state: dict[str, Tensor] = {}
         for name, tensor in named_full_tensors(policy, self._dtype):  # every rank takes part, one keeps
-            if self._ranks.is_main:
+            if self.ranks.is_main:
                 state[name] = tensor.to("cpu", self._dtype, copy=True)
         value_head, self._last_saved = value_head_tensors(policy), samples
-        if self._ranks.is_main:
+        if self.ranks.is_main:
             write_model(policy.model, state, value_head, target, source=self._source, dtype=self._dtype)
             self._written.append(target)  # other runs' checkpoints are not ours to prune
-            while self._keep_last and len(self._written) > self._keep_last:
+            while self.keep_last and len(self._written) > self.keep_last:
                 shutil.rmtree(self._written.pop(0))
         return target
 

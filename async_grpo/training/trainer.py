@@ -35,11 +35,11 @@ class Trainer:
     exporter: ModelExporter
     ranks: Ranks
     num_steps: int
-    after_step: AfterStep | None = None
+    after_step: AfterStep = lambda step: {}
     overlaps: Overlaps = lambda step: False
     saves_after: Overlaps = lambda step: False  # a checkpoint of that step
     checkpointer: Checkpointer | None = None
-    write: WriteLine | None = None  # only rank 0 writes
+    write: WriteLine = lambda line: None  # only rank 0 writes
     version: int = 0  # optimizer steps completed
     samples: int = 0  # trained on
     end_reason: str = ""  # why the run ends before its time
@@ -67,7 +67,7 @@ class Trainer:
                     metrics |= self._proof()  # what follows speaks of a proven policy
             clock.stop()
             with clock.measure("evaluating"):
-                metrics |= self.after_step(self.version) if self.after_step else {}
+                metrics |= self.after_step(self.version)
             with clock.measure("checkpointing"):
                 self._save_if_due()
             self._write_line(end, metrics | clock.report())
@@ -133,5 +133,5 @@ class Trainer:
             "samples_per_second": end.num_samples / metrics["time_per_batch"],
             "timestamp": time.time(),
         }
-        if self.ranks.is_main and self.write is not None:
+        if self.ranks.is_main:
             self.write(line)
