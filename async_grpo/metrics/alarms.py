@@ -48,9 +48,8 @@ def _falling_evaluations(lines: Sequence[Line]) -> list[str]:
     """Those whose last two are below their best one, intervals and all, while the reward in training rose."""
     found: list[str] = []
     evaluated = [(place, line) for place, line in enumerate(lines) if "eval_step" in line]
-    for key in (
-        key for _, line in evaluated[-1:] for key in line if re.fullmatch("eval_(.+_)?avg_reward", key)
-    ):
+    keys = [key for _, line in evaluated[-1:] for key in line if re.fullmatch("eval_(.+_)?avg_reward", key)]
+    for key in keys:
         told = [(place, line.get(key), line.get(f"{key}_ci")) for place, line in evaluated]
         known: list[Any] = [one for one in told if None not in one]
         best, value, half = max(known[:-2], key=lambda one: one[1] - one[2], default=(0, -math.inf, 0.0))

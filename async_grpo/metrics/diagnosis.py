@@ -14,6 +14,7 @@ from async_grpo.processes.look import ProcessState
 from async_grpo.processes.waits import Wait
 
 FULL_MB = 8.0
+NOTHING = "nothing is seen that the run waits for: it may be starting, or between two steps"
 NOBODY = "though nobody has one: a permit was lost"
 
 
@@ -34,9 +35,7 @@ class Snapshot:
 
 def diagnose(seen: Snapshot) -> str:
     """The first of the causes: it explains all other waits."""
-    said = next(
-        _causes(seen), "nothing is seen that the run waits for: it may be starting, or between two steps"
-    )
+    said = next(_causes(seen), NOTHING)
     return said[0].upper() + said[1:]
 
 

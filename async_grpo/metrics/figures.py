@@ -38,11 +38,8 @@ def picture(output: Path | None) -> Iterator["Figure"]:
     ConfigurationError: of no such format, there is no display, or the file cannot be written.
     """
     suffix = output.suffix.lower() if output else ""
-    known = ", ".join(PICTURE_SUFFIXES)
-    refuse(
-        bool(output) and suffix not in PICTURE_SUFFIXES,
-        f"cannot write {output}: the name must end in {known}",
-    )
+    unknown, known = output is not None and suffix not in PICTURE_SUFFIXES, ", ".join(PICTURE_SUFFIXES)
+    refuse(unknown, f"cannot write {output}: the name must end in {known}")
     try:
         import matplotlib
         import matplotlib.pyplot as plt
@@ -129,10 +126,8 @@ def draw_lanes(figure: "Figure", spans: Sequence[dict[str, Any]]) -> None:
             rows = [lanes.index(span["lane"]) for span in found]
             seconds = [span["end"] - span["begin"] for span in found]
             ax.barh(rows, seconds, 0.8, [span["begin"] - zero for span in found], color=colour, label=what)
-    trained = sorted(
-        (span for span in spans if span["lane"].startswith("trainer")), key=lambda span: span["end"]
-    )
-    ends = {span["step"]: span["end"] - zero for span in trained}  # of each step the last
+    in_order = sorted(spans, key=lambda span: span["end"])
+    ends = {span["step"]: span["end"] - zero for span in in_order if span["lane"].startswith("trainer")}
     for step, end in ends.items():
         ax.axvline(end, color="0.35", linewidth=0.8)
         if step % math.ceil(len(ends) / 25) == 0:
