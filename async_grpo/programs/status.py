@@ -1,10 +1,9 @@
 """`async-grpo status RUN`: what a run does now, from its files alone; also after its end."""
 
-import itertools
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,8 +63,8 @@ def view(folder: Path) -> RenderableType:
         parts += [_times(lines), Text(console_line({**line, "alarms": []}, total_steps(options)))]
         if (spent := line.get("judge_budget_spent")) is not None:
             parts.append(Text(f"spent on judges: {spent:.4g}"))
-        if verifiers := line.get("verifiers"):
-            parts.append(_verifiers(verifiers))
+        if line.get("verifiers"):
+            parts.append(_verifiers(lines))
         parts += [Text(f"ALARM {alarm}", style="bold red") for alarm in line.get("alarms") or ()]
     parts += [Text(line) for line in _evaluations(folder)]
     for place, text in list(stalls_of(folder).items())[:1]:
@@ -88,8 +87,8 @@ def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
     step = lines[-1]["step"] if lines else 0
     state = _state(folder, step, total)
     text = f"{folder}: step {step} of {total}, {state}"
-    paces = [b["timestamp"] - a["timestamp"] for a, b in itertools.pairwise(lines)]
-    if paces:
+    # Not from end to end: it may have lain dead between
+    if paces := [line["time_per_batch"] for line in lines if "time_per_batch" in line]:
         pace = statistics.fmean(paces)
         left = timedelta(seconds=round(pace * (total - step)))
         text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
@@ -124,16 +123,18 @@ def _times(lines: Sequence[Line]) -> Text:
     return Text(f"seconds of a step, mean of {len(lines)}: {', '.join(means)}")
 
 
-def _verifiers(verifiers: Mapping[str, Line]) -> Table:
-    columns = {"ok": "ok", "failed": "failed", "timed out": "timed_out", "abstained": "abstained"}
-    columns |= {"p50, s": "latency_p50_s", "queue": "queue_depth"}
+def _verifiers(lines: Sequence[Line]) -> Table:
+    """What became of the calls of the last steps; one that ends early is in the line of the step before."""
     look: Any = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-    table = Table("", title="rewards of the last step", title_justify="left", **look)
-    for title in columns:
-        table.add_column(title, justify="right")
-    for name, stats in verifiers.items():
-        values = (stats.get(key, "-") for key in columns.values())
-        table.add_row(name, *(f"{value:.1e}" if isinstance(value, float) else str(value) for value in values))
+    table = Table("", title=f"rewards of {len(lines)} steps", title_justify="left", **look)
+    counts, told = ("ok", "failed", "timed_out", "abstained"), [line.get("verifiers") or {} for line in lines]
+    for title in (*counts, "p50, s", "queue"):
+        table.add_column(title.replace("_", " "), justify="right")
+    for name in dict.fromkeys(name for of_line in told for name in of_line):
+        found = [of_line[name] for of_line in told if name in of_line]
+        sums = (str(sum(stats.get(count, 0) for stats in found)) for count in counts)
+        p50_s = max(stats.get("latency_p50_s") or 0.0 for stats in found)
+        table.add_row(name, *sums, f"{p50_s:.1e}", str(found[-1].get("queue_depth", "-")))
     return table
 
 

@@ -70,6 +70,7 @@ def test_a_run_that_works_shows_step_pace_time_left_rewards_and_alarms(tmp_path)
     told = {"step": 8, "eval_avg_reward": 0.25, "eval_avg_reward_ci": 0.125}
     (tmp_path / "eval_metrics.jsonl").write_text(json.dumps(told) + "\n")
     text = shown(tmp_path)
+    assert "300      20" in text and "rewards of 10 steps" in text  # 30 and 2 of each step
     for word in ("step 10 of 100, running", "2.00 s a step, 0:03:00 left", "0.75", "reward 0.500", "0.250"):
         assert word in text, text
     assert "ALARM math: 2 of 32 calls failed" in text and "mean reward 0.250 +- 0.125" in text
