@@ -9,9 +9,11 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.errors import ConfigurationError
 
+disable_progress_bar()  # in logs and on the console they stand between the lines of the run
 # What decides whether weights of one folder make sense in a model built from another, not how it was written
 ARCHITECTURE_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
