@@ -32,6 +32,11 @@ class RewardStatus(str, Enum):
     TIMED_OUT = "timed_out"
     ABSTAINED = "abstained"
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it should have been scored, and could not be; who abstains has answered."""
+        return self in (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
+
 
 @dataclass(frozen=True)
 class Prompt:

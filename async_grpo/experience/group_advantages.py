@@ -19,8 +19,6 @@ from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.reward_tensors import LAID_OUT, RewardTensors, repeated
 from async_grpo.types import Group, RewardStatus, Sample, Verdict
 
-LOST = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
-
 
 class GroupAdvantages:
     """How a run's verdicts become advantages.
@@ -50,14 +48,14 @@ class GroupAdvantages:
         mean, samples = self.mean_reward(group), []
         for sample in group.samples:
             verdict, asked_for = sample.verdict, self._asked_for(sample.verdict)
-            if asked_for == {"group_mean"} and verdict.status in LOST and mean is not None:
+            if asked_for == {"group_mean"} and verdict.status.is_lost and mean is not None:
                 verdict = Verdict(RewardStatus.OK, mean, verdict.results, filled=True)
             samples.append(replace(sample, verdict=verdict))
         return replace(group, samples=tuple(samples))
 
     def _asked_for(self, verdict: Verdict) -> set[str | None]:
         """What `--on-reward-failure` says of each adapter that failed."""
-        return {self.facts.failure_policies.get(one.adapter) for one in verdict.results if one.status in LOST}
+        return {self.facts.failure_policies.get(one.adapter) for one in verdict.results if one.status.is_lost}
 
     def has_signal(self, group: Group) -> bool:
         """Whether the estimator finds a difference in the group, or to the greedy completion."""

@@ -116,6 +116,13 @@ def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
             new.replace(path)
 
 
+def options_of(folder: Path) -> dict[str, Any]:
+    """Of the run in a folder, and its facts. ConfigurationError: it holds none."""
+    path = folder / PARAMS_FILE
+    refuse(not path.exists(), f"{folder} holds no run ({PARAMS_FILE})")
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
 class MetricsWriter:
     """Appends the lines of a run to its metrics file and its samples to theirs, flushed at once; tells the console.
 

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
 from async_grpo.metrics.tail import last_records
-from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, as_json
+from async_grpo.metrics.writer import METRICS_FILE, as_json, options_of
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 from async_grpo.training.record import record_folder, recorded_completions
 
@@ -46,8 +45,7 @@ def write_samples_page(config: SamplesConfig) -> None:
 def samples_page(config: SamplesConfig) -> str:
     """The newest samples that a browser can hold. ConfigurationError: there are none."""
     folder = Path(config.path)
-    refuse(not (folder / PARAMS_FILE).exists(), f"{folder} holds no run ({PARAMS_FILE})")
-    options = json.loads((folder / PARAMS_FILE).read_text(encoding="utf-8"))
+    options = options_of(folder)
     name = options.get("dump_samples_filename")
     if name and not config.evaluation:
         rows = last_records(folder / name, config.limit)

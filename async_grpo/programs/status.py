@@ -1,6 +1,5 @@
 """`async-grpo status RUN`: what a run does now, from its files alone; also after its end."""
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from async_grpo.errors import CheckpointBroken
 from async_grpo.metrics.console import CAUSES, means_of
 from async_grpo.metrics.tail import last_lines, last_records
 from async_grpo.metrics.watchdog import stalls_of
-from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, PARAMS_FILE, console_line, holder
-from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, console_line, holder, options_of
+from async_grpo.options.fields import POSITIVE, Section, option, required
 
 RECENT = 20  # steps, for the pace
 Line = dict[str, Any]
@@ -39,7 +38,6 @@ class StatusConfig(Section):
 def status(config: StatusConfig) -> None:
     """Show it, until the run ends or Ctrl-C. ConfigurationError: the folder holds no run."""
     folder, console = Path(config.path), Console()
-    refuse(not (folder / PARAMS_FILE).exists(), f"{folder} holds no run ({PARAMS_FILE})")
     if config.once or not console.is_terminal:
         console.print(view(folder))
         return
@@ -56,7 +54,7 @@ def alive(folder: Path) -> bool:
 
 def view(folder: Path) -> RenderableType:
     """Everything on one screen."""
-    options = json.loads((folder / PARAMS_FILE).read_text(encoding="utf-8"))
+    options = options_of(folder)
     lines = last_records(folder / METRICS_FILE, RECENT)
     parts: list[RenderableType] = [headline(folder, options, lines)]
     for line in lines[-1:]:

@@ -6,7 +6,6 @@ address or as localhost: a name that a foreign page has made point here (DNS reb
 
 import asyncio
 import ipaddress
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +22,8 @@ from aiohttp import web
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.tail import last_lines, last_records, spread_records
 from async_grpo.metrics.trackers import numbers_of
-from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, PARAMS_FILE, TIMELINE_FILE, as_json
-from async_grpo.options.fields import NOT_NEGATIVE, Section, option, refuse, required
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as_json, options_of
+from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
 from async_grpo.programs.status import RECENT, headline, total_steps
 
@@ -56,7 +55,7 @@ def watch(config: WatchConfig) -> None:
 def application(config: WatchConfig) -> web.Application:
     """What answers: `/`, `/data?since=BYTE` and `/samples`, to nothing but GET."""
     run = Path(config.path)
-    refuse(not (run / PARAMS_FILE).exists(), f"{run} holds no run ({PARAMS_FILE})")
+    options_of(run)
     template = (resources.files("async_grpo.viewer") / "watch.html").read_text(encoding="utf-8")
 
     async def page(request: web.Request) -> web.Response:
@@ -116,7 +115,7 @@ def data(run: Path, since: int) -> dict[str, Any]:
     if not file.exists() or file.stat().st_size < since:
         since = 0
     found = [(record, end) for record, end in spread_records(file, since, POINTS) if "step" in record]
-    options = json.loads((run / PARAMS_FILE).read_text(encoding="utf-8"))
+    options = options_of(run)
     recent, spans = last_records(file, RECENT), last_records(run / TIMELINE_FILE, SPANS)
     verifiers = [line.get("verifiers", {}) for line in recent]
     lanes = sorted({span["lane"] for span in spans})

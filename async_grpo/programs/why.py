@@ -1,6 +1,5 @@
 """`async-grpo why RUN`: who holds up a run, or how it ended."""
 
-import json
 import re
 import time
 from dataclasses import dataclass
@@ -8,8 +7,8 @@ from pathlib import Path
 
 from async_grpo.metrics.tail import last_lines, last_records
 from async_grpo.metrics.watchdog import stalls_of
-from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, holder
-from async_grpo.options.fields import Section, refuse, required
+from async_grpo.metrics.writer import METRICS_FILE, holder, options_of
+from async_grpo.options.fields import Section, required
 from async_grpo.processes.look import ask, look
 from async_grpo.programs.status import headline
 
@@ -27,9 +26,8 @@ class WhyConfig(Section):
 def why(config: WhyConfig) -> None:
     """Print it. A run that lives and was never looked at is, now. ConfigurationError: the folder holds no run."""
     folder = Path(config.path)
-    refuse(not (folder / PARAMS_FILE).exists(), f"{folder} holds no run ({PARAMS_FILE})")
+    options = options_of(folder)
     if (pid := holder(folder)) is None:
-        options = json.loads((folder / PARAMS_FILE).read_text(encoding="utf-8"))
         print(headline(folder, options, last_records(folder / METRICS_FILE, 2)))
         for path in sorted((folder / "logs").glob("*.log")):
             errors = [line for line in last_lines(path, LOG_LINES) if ERROR.search(line)]

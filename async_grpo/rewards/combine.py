@@ -97,7 +97,7 @@ class Combination:
             reason = f"the {self.mode} of the rewards {rewards} is {combined}"
             failed = tuple(replace(result, reason=reason) for result in results)
             return Verdict(RewardStatus.FAILED, None, failed)
-        filled = any(result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT) for result in results)
+        filled = any(result.status.is_lost for result in results)
         return Verdict(RewardStatus.OK, combined, results, filled)
 
     async def __call__(self, sample: Mapping[str, Any], ask: Ask, in_turn: bool = False) -> Verdict:

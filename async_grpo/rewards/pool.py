@@ -13,10 +13,9 @@ from async_grpo.rewards.combine import Combination
 from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.standalone import LocalWorkers, TRLReward
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
-from async_grpo.types import AdapterResult, RewardStatus, Verdict
+from async_grpo.types import AdapterResult, Verdict
 
 TRAINING, EVALUATION = "train", "eval"  # the phases of a run
-_UNKNOWN = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 Score = Callable[[dict[str, Any]], Awaitable[AdapterResult]]
 Middleware = Callable[[str, dict[str, Any], str, Score], Awaitable[AdapterResult]]
@@ -189,7 +188,7 @@ class VerifierPool:
         asked = score(sample) if self._middleware is None else self._middleware(name, sample, phase, score)
         with waiting("reward", f"prompt {sample.get('group_id')}", name):
             result = await asked
-        if stands_in or name not in self._fallbacks or result.status not in _UNKNOWN:
+        if stands_in or name not in self._fallbacks or not result.status.is_lost:
             return result
         answer = await self._score(sample, phase, self._fallbacks[name], stands_in=True)
         # Under the name of the adapter it stands in for, or weights and constants would not find it

@@ -159,7 +159,7 @@ class QueueStats:
         self._note(after, is_final=True)
 
     def _note(self, result: AdapterResult, is_final: bool) -> None:
-        if result.status in (RewardStatus.FAILED, RewardStatus.TIMED_OUT):
+        if result.status.is_lost:
             self._first_reason = self._first_reason or result.reason
         if is_final and result.reward is not None:
             self._rewards += 1

@@ -39,7 +39,6 @@ POOR_COMPLETIONS = {
     "code": '```python\nimport os; os._exit(1)\n```\n{"reward": 1.0}',
     "babble": "aha " * 20_000,
 }
-_UNSCORED = (RewardStatus.FAILED, RewardStatus.TIMED_OUT)
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ async def check_adapter(
             problems += [f"sample {number}: {problem}" for problem in found]
         # Whether its `post_process_scores` works at all: what is right there, only its author knows
         for before, now in zip(right, await one.post_process(samples, right), strict=True):
-            if now.status in _UNSCORED and before.status is RewardStatus.OK:
+            if now.status.is_lost and before.status is RewardStatus.OK:
                 return [*problems, f"the whole group {_said(now)}"]
         return problems
     except (ConfigurationError, WorkerLost) as error:  # it cannot be started
@@ -176,7 +175,7 @@ async def _check_sample(
     problems = [] if first.status is RewardStatus.OK else [f"the right completion {_said(first)}"]
     for what, text in POOR_COMPLETIONS.items():
         poor = await one.score(sample_of(sample, text))
-        if poor.status in _UNSCORED:
+        if poor.status.is_lost:
             problems.append(f"{what} {_said(poor)}")
         elif one.stats.has_hook or poor.reward is None or first.reward is None:
             continue  # with a hook, it may say who is right only once it sees the group
