@@ -139,7 +139,7 @@ def roles(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[t
     yield "engine", config.generation_workers, config.tensor_parallel_size, engine
     for name in config.logprob_roles:
         yield f"{name} worker", 1, 1, b * total + head
-    yield "rank 0's machine", 1, 0, max(4 * total * ranks if gpus() else 0, (2 * b + 12) * total)
+    yield "rank 0's machine", 1, 0, (2 * b + 12) * total
 
 
 def memory(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[Finding]:
