@@ -145,8 +145,7 @@ class Channel:
     async def call(self, method: str, *args: Any) -> Any:
         """Call a handler of the actor and return its answer, or raise what it raised.
 
-        Raises:
-            WorkerLost: the actor died or stopped answering; every call in flight gets it, and every later one.
+        WorkerLost: the actor died or stopped answering; every call in flight gets it, and every later one.
         """
         async with contextlib.aclosing(self.stream(method, *args)) as answers:
             return await anext(answers)

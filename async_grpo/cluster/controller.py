@@ -33,11 +33,8 @@ from async_grpo.weights.package import SELF_TEST
 class RunController:
     """Every public method may be called from another process.
 
-    Args:
-        settings: what every worker of the run must share.
-        worker_grace_s: how long work waits while no worker of a kind is registered.
-        connect: makes a link to a worker of its handle.
-        scheduling: name of the policy that gives work to workers.
+    settings: what every worker of the run must share. worker_grace_s: how long work waits while no worker of a kind is
+    registered. connect: makes a link to a worker of its handle. scheduling: names the policy that gives work to workers.
     """
 
     def __init__(
@@ -104,8 +101,7 @@ class RunController:
     async def lacks(self) -> tuple[str, str]:
         """What the run still lacks, in words ("" when it can start), and the rewards that its workers name, or "".
 
-        Raises:
-            ConfigurationError: a worker refused, or they name different rewards.
+        ConfigurationError: a worker refused, or they name different rewards.
         """
         if self._refusals:
             raise ConfigurationError("; ".join(self._refusals))
@@ -113,12 +109,10 @@ class RunController:
         named = sorted({info.rewards for info in members[GENERATION]} - {""})
         if len(named) > 1:
             raise ConfigurationError(f"generation workers name different rewards: {' / '.join(named)}")
-        modes = {kind: GENERATION if kind == GENERATION else f"logprob --role {kind}" for kind in members}
-        missing = [
-            f"no {kind} worker (python worker_dispatcher.py --mode {modes[kind]} ...)"
-            for kind, infos in members.items()
-            if not infos
-        ]
+        missing = []
+        for kind in (kind for kind, infos in members.items() if not infos):
+            mode = kind if kind == GENERATION else f"logprob --role {kind}"
+            missing.append(f"no {kind} worker (python worker_dispatcher.py --mode {mode} ...)")
         return "; and ".join(missing), "".join(named)
 
     async def start_batcher(
@@ -134,16 +128,9 @@ class RunController:
         verification = make_verification()
         self._open.push_async_callback(verification.close)
         await verification.start()
-        self._batcher = ExperienceBatcher(
-            config,
-            questions,
-            self._generation,
-            verification,
-            reference=self._logprobs.get("reference"),
-            proximal=self._logprobs.get("proximal"),
-            num_ranks=num_ranks,
-            facts=facts,
-        )
+        reference, proximal = (self._logprobs.get(kind) for kind in ("reference", "proximal"))
+        sources = self._generation, verification, reference, proximal
+        self._batcher = ExperienceBatcher(config, questions, *sources, num_ranks=num_ranks, facts=facts)
         if checkpoint is not None:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)
             self._batcher.restore(state)

@@ -77,8 +77,7 @@ class RemoteRateLimiter:
     async def release(self, key: str, permit: int, *, used_tokens: float | None = None) -> None:
         """See `RateLimiter`; does not wait for the actor's word.
 
-        Raises:
-            ValueError: the permit is not out.
+        ValueError: the permit is not out.
         """
         if permit not in self._held or self._held[permit][0] != key:
             raise ValueError(f"permit {permit} of {key!r} is not out: it was never given, or released before")

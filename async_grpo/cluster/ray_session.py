@@ -53,8 +53,7 @@ def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[s
 def connect(run_name: str, logging_level: str = "INFO") -> None:
     """Join the running Ray cluster, in the run's own namespace: two runs on one cluster never meet.
 
-    Raises:
-        ConfigurationError: there is none, or it does not let us in; says how to start one.
+    ConfigurationError: there is none, or it does not let us in; says how to start one.
     """
     give_up = time.monotonic() + RAY_START_S  # then what follows says that there is none
     while not os.path.exists(os.environ.get(RAY_IS_UP, "/")) and time.monotonic() < give_up:
@@ -80,8 +79,7 @@ def connect(run_name: str, logging_level: str = "INFO") -> None:
 def find_controller(run_name: str, deadline_s: float) -> Any:
     """The handle of the run's controller, waiting for it to appear.
 
-    Raises:
-        DeadlineExceeded: it did not appear in time.
+    DeadlineExceeded: it did not appear in time.
     """
     what = f"waiting for a trainer to open the run {run_name!r}"
     log.info("%s ...", what)
@@ -97,9 +95,8 @@ def find_controller(run_name: str, deadline_s: float) -> Any:
 def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
     """What the run's controller answers, within a deadline; raises its own error instead of Ray's wrapping of it.
 
-    Raises:
-        DeadlineExceeded: no answer came in time.
-        WorkerLost: the controller died, and the run with it.
+    DeadlineExceeded: no answer came in time.
+    WorkerLost: the controller died, and the run with it.
     """
     try:
         return ray.get(reference, timeout=timeout_s)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,67 +31,62 @@ log = logging.getLogger(__name__)
 BUDGET_FILE = "judge_budget.jsonl"
 
 
+@dataclass
 class RemoteExperience:
     """`ExperienceSource` of one rank: fetches the next message while the rank computes on the last one.
 
     Where there are questions for it, on rank 0, it evaluates before the first step, every `eval_every`, and at the end:
-    one evaluation at a time, whose errors end no run. `resumed_at`: the steps done when this start began; 0: none.
+    one evaluation at a time, whose errors end no run.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        controller: Any,
-        rank: int,
-        eval_questions: Mapping[str, Sequence[Question]],
-        *,
-        resumed_at: int = 0,
-    ) -> None:
-        self._config, self._controller, self._rank, self._begin = config, controller, rank, resumed_at
-        self._questions = ray.put(dict(eval_questions)) if eval_questions else None
+    config: RunConfig
+    controller: Any
+    rank: int
+    eval_questions: Mapping[str, Sequence[Question]]
+    resumed_at: int = 0  # the steps done when this start began
+
+    def __post_init__(self) -> None:
+        self._questions = ray.put(dict(self.eval_questions)) if self.eval_questions else None
         self._next: Any = None
         self._evaluation: tuple[int, Any] | None = None  # of which step, and its answer
         self._found: dict[str, Any] = {}  # for the next step's metrics
         self.told_to_end = threading.Event()  # then no evaluation is waited for
 
     def start(self) -> None:
-        every = self._config.eval_every
-        due = self._begin - self._begin % every if every else 0
-        done = last_records(self._config.output_path / EVAL_FILE, 1000)
-        if not any(
-            line["step"] >= due for line in done
-        ):  # one that was under way when the run ended is lacking
-            self._begin_evaluation(self._begin)
-            if self._config.eval_pinned:
-                self._end_evaluation(wait_until=time.monotonic() + self._config.experience_timeout_s)
-        if self._rank == 0:
-            answer(self._controller.start.remote())
+        every = self.config.eval_every
+        due = self.resumed_at - self.resumed_at % every if every else 0
+        done = last_records(self.config.output_path / EVAL_FILE, 1000)
+        # One that was under way when the run ended is lacking
+        if all(line["step"] < due for line in done):
+            self._begin_evaluation(self.resumed_at)
+            if self.config.eval_pinned:
+                self._end_evaluation(wait_until=time.monotonic() + self.config.experience_timeout_s)
+        if self.rank == 0:
+            answer(self.controller.start.remote())
 
     def next_message(self, rank: int) -> Message:
         """The next message; raises what the batcher raises."""
-        self._next = self._next or self._controller.next_message.remote(rank)
+        self._next = self._next or self.controller.next_message.remote(rank)
         # The batcher's own deadline has the better message
-        message = answer(self._next, self._config.experience_timeout_s + CONTROL_TIMEOUT_S)
+        message = answer(self._next, self.config.experience_timeout_s + CONTROL_TIMEOUT_S)
         # Not beyond the step: the batcher's deadline would run while the trainer steps, syncs and evaluates
         ahead = isinstance(message, MicroBatch)
-        self._next = self._controller.next_message.remote(rank) if ahead else None
+        self._next = self.controller.next_message.remote(rank) if ahead else None
         return message
 
     def situation(self) -> dict[str, Any]:
         """Who waits for whom in the controller; an AsyncGrpoError if it does not tell at once."""
-        return dict(answer(self._controller.situation.remote(), SITUATION_TIMEOUT_S))
+        return dict(answer(self.controller.situation.remote(), SITUATION_TIMEOUT_S))
 
     def after_step(self, step: int) -> dict[str, Any]:
         """Begin an evaluation, if one is due; the metrics of one that has ended meanwhile."""
-        config = self._config
-        waits = step == config.num_steps or config.eval_pinned
-        wait_until = waits * (time.monotonic() + config.experience_timeout_s)
-        if config.evaluation_is_due(step, config.num_steps):
-            self._end_evaluation(wait_until)
+        waits = step == self.config.num_steps or self.config.eval_pinned
+        is_due = self.config.evaluation_is_due(step, self.config.num_steps)
+        wait_until = (waits and is_due) * (time.monotonic() + self.config.experience_timeout_s)
+        self._end_evaluation(wait_until)
+        if is_due:
             self._begin_evaluation(step)
             self._end_evaluation(wait_until)
-        else:
-            self._end_evaluation()
         found, self._found = self._found, {}
         return found
 
@@ -101,7 +97,7 @@ class RemoteExperience:
             log.warning("step %d is not evaluated: step %d still is", step, self._evaluation[0])
             return
         log.info("evaluating at step %d", step)
-        self._evaluation = step, self._controller.evaluate.remote(self._questions, self._config)
+        self._evaluation = step, self.controller.evaluate.remote(self._questions, self.config)
 
     def _end_evaluation(self, wait_until: float = 0.0) -> None:
         """Write down an evaluation that has ended, or ends in time."""
@@ -109,18 +105,16 @@ class RemoteExperience:
             return
         step, asked = self._evaluation
         with waiting(f"waiting for the evaluation at step {step}") if wait_until else nullcontext():
-            while not (is_done := bool(ray.wait([asked], timeout=0)[0])):
+            while not ray.wait([asked], timeout=0)[0]:
                 if time.monotonic() >= wait_until or self.told_to_end.wait(0.1):
-                    break
-        if not is_done:
-            if wait_until:
-                log.error("the evaluation of step %d has not ended: the run goes on without", step)
-            return
+                    if wait_until:
+                        log.error("the evaluation of step %d has not ended: the run goes on without", step)
+                    return
         self._evaluation = None
         try:
             results = answer(asked)
             for name, result in results.items():
-                found = write_evaluation(self._config.output_path / EVAL_FILE, step, name, result)
+                found = write_evaluation(self.config.output_path / EVAL_FILE, step, name, result)
                 prefix = f"eval_{name}_" if name else "eval_"
                 self._found |= {f"{prefix}{key}": value for key, value in found.items()}
         except (AsyncGrpoError, OSError) as error:
@@ -140,18 +134,13 @@ def write_evaluation(
         lines.write(as_json(line | {f"eval_{key}": value for key, value in numbers.items()}))
     samples = path.with_name(f"eval_samples_{step}{f'_{name}' if name else ''}.jsonl")
     samples.write_text("".join(map(as_json, result["samples"])), encoding="utf-8")
-    _say(step, name, numbers)
-    return numbers
-
-
-def _say(step: int, name: str, result: Mapping[str, Any]) -> None:
-    between = f"policies {result['version_min']} to {result['version_max']}"
-    if result["version_min"] == result["version_max"]:
-        between = f"policy {result['version_min']}"
+    first, last = result["version_min"], result["version_max"]
+    between = f"policy {first}" if first == last else f"policies {first} to {last}"
     what = f"held-out{f' {name}' if name else ''} at step {step}"
-    found = ", ".join(f"{mean} {value}" for mean, value in means_of(result).items()) or "-"
+    found = ", ".join(f"{mean} {value}" for mean, value in means_of(numbers).items()) or "-"
     scored, asked = result["num_reward_ok"], result["num_samples"]
     log.info("%s: %s; %d of %d samples scored, %s", what, found, scored, asked, between)
+    return numbers
 
 
 def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> Any:

@@ -56,9 +56,8 @@ class VerifierActor(ChannelServer):
 class RunVerification:
     """`Verification` of a run: a `VerifierPool` whose workers are the slots of `VerifierActor`s, and the run's judges.
 
-    Args:
-        secrets: environment variables with the judges' keys, for this process.
-        environment: variables for the rewards' processes, which see an allow-list and none of this process's others.
+    secrets: environment variables with the judges' keys, for this process. environment: those of the rewards' processes,
+    which see an allow-list and none of this process's others.
     """
 
     def __init__(
@@ -75,11 +74,8 @@ class RunVerification:
         rewards = resolve(source, config.all_names)
         self._adapters = {name: addresses.give(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
-        self._inline = {
-            name
-            for name, adapter in self._adapters.items()
-            if adapter in BOUNDED and not config.has_verifiers(name)
-        }
+        bounded = {name for name, adapter in self._adapters.items() if adapter in BOUNDED}
+        self._inline = {name for name in bounded if not config.has_verifiers(name)}
         self._hosts: dict[str, list[_VerifierHost]] = {name: [] for name in self._adapters}
         self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()
@@ -147,18 +143,16 @@ class RunVerification:
                 endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
             idle_sleep = self._idle_sleep if self._addresses.are_asked_by(judge) else None
             return JudgeWorker(adapter, judge, endpoint, self._rate_limiter, phase, idle_sleep)
-        slot = (
-            InlineReward(adapter, judge, self._config.options_by_name)
-            if adapter in self._inline
-            else await self._make_slot(adapter)
-        )
+        slot = await self._make_slot(adapter)
         if limits is None:
             return slot
         key = f"{adapter} of {ray.get_runtime_context().namespace}"  # another run's has limits of its own
         return LimitedWorker(slot, self._rate_limiter, key, limits, phase)
 
-    async def _make_slot(self, adapter: str) -> "_VerifierSlot":
-        """One process more, in an actor that has room for it, or in a new one."""
+    async def _make_slot(self, adapter: str) -> VerifierWorker:
+        """One process more, in an actor that has room for it, or in a new one; for some rewards this process will do."""
+        if adapter in self._inline:
+            return InlineReward(adapter, self._adapters[adapter], self._config.options_by_name)
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:

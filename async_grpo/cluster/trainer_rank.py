@@ -19,13 +19,7 @@ from async_grpo.checkpoints.folder import checkpoints_of, set_aside_newer
 from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.controller import RunController
 from async_grpo.cluster.make_trainer import make_trainer
-from async_grpo.cluster.ray_session import (
-    CONTROLLER,
-    answer,
-    connect,
-    find_controller,
-    zero_cpu_actor,
-)
+from async_grpo.cluster.ray_session import CONTROLLER, answer, connect, find_controller, zero_cpu_actor
 from async_grpo.cluster.remote_experience import RemoteExperience, start_batcher
 from async_grpo.cluster.weight_sync import RayEngines
 from async_grpo.config.preflight import Prepared
@@ -48,8 +42,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 def train(config: RunConfig, prepared: Prepared | None) -> None:
     """Run this rank to the end of the run. `prepared`: its inputs, on rank 0, of which the others get the settings.
 
-    Raises:
-        AsyncGrpoError: whatever ended the run before its time.
+    AsyncGrpoError: whatever ended the run before its time.
     """
     connect(config.run_name, config.logging_level)
     with distributed_run(timeout_s=config.experience_timeout_s + config.start_timeout_s) as ranks:
@@ -77,8 +70,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     samples_file = config.output_path / config.dump_samples_filename if config.dump_samples_filename else None
     rewind(config.output_path, done, samples_file)
     set_aside_newer(config.output_path, done)
-    given = config, controller, ranks.rank, prepared.eval_questions
-    experience = RemoteExperience(*given, resumed_at=max(0, done))
+    experience = RemoteExperience(config, controller, ranks.rank, prepared.eval_questions, max(0, done))
 
     def save_experience(partial: Path, step: int) -> Callable[[], Any]:
         # Begun before any later call of this process, so before newer weights can be live
@@ -93,17 +85,13 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     watchdog = Watchdog(config.output_path, lambda: trainer.version, config.stall_s, experience.situation)
     _end_when_told(controller, config, experience.told_to_end, watchdog.start())
     told = parse_trackers(config.track), config.prometheus_port, config.output_path, config.run_name
+    joined = "all have joined: weights go out with a self-test, then comes the first step"
     with (
         closing(trackers_of(*told, as_options(config))) as trackers,
         closing(MetricsWriter(config.output_path, config.num_steps, samples_file, trackers.log)) as metrics,
-        waiting("all have joined: weights go out with a self-test, then comes the first step") as first_step,
+        waiting(joined, until=lambda: trainer.version > max(0, done)),
     ):
-
-        def write(line: dict[str, Any]) -> None:
-            first_step()
-            metrics.write(line)
-
-        trainer.write = write
+        trainer.write = metrics.write
         trainer.run()
     if trainer.end_reason:
         where = f"saved after step {trainer.version} in {checkpoints_of(config.output_path)[0]}"
@@ -136,8 +124,7 @@ def _has_lost_a_rank() -> bool:
 def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
     """Make the run's controller on this node, which needs no other one for its bookkeeping; returns its handle.
 
-    Raises:
-        ConfigurationError: a run of this name is open already.
+    ConfigurationError: a run of this name is open already.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
@@ -152,9 +139,8 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 def await_workers(controller: Any, config: RunConfig) -> str:
     """Wait for a worker of each kind that the run needs; returns the rewards that they name ("" if they name none).
 
-    Raises:
-        ConfigurationError: see `RunController.lacks`.
-        DeadlineExceeded: a kind is still missing after `start_timeout_s`.
+    ConfigurationError: see `RunController.lacks`.
+    DeadlineExceeded: a kind is still missing after `start_timeout_s`.
     """
     begun, next_word, said = time.monotonic(), 0.0, ""
     while True:

@@ -2,6 +2,7 @@
 driven step by step by vLLM's trainer engine."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,25 +19,23 @@ log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
 
 
+@dataclass
 class RayEngines:
-    """`Engines` over Ray.
+    """`Engines` over Ray."""
 
-    Args:
-        controller: the run's, which knows the workers.
-        timeout_s: longest time that a worker may take to load one package, or for one step.
-    """
+    controller: Any  # the run's, which knows the workers
+    timeout_s: float  # longest time that a worker may take to load one package, or for one step
 
-    def __init__(self, controller: Any, timeout_s: float) -> None:
-        self._controller, self._timeout_s = controller, timeout_s
+    def __post_init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
         self._members: dict[str, tuple[WorkerInfo, Any]] = {}  # whom the sync is for, with their handles
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         """Tell the controller that the package is proven."""
-        answer(self._controller.end_sync.remote(package, landed), self._timeout_s)
+        answer(self.controller.end_sync.remote(package, landed), self.timeout_s)
 
     def abort(self, error: BaseException) -> None:
-        answer(self._controller.fail.remote(error))
+        answer(self.controller.fail.remote(error))
 
     def put(self, chunk: np.ndarray) -> Any:
         return ray.put(chunk)
@@ -45,8 +44,7 @@ class RayEngines:
         """Load `package` into all workers that it is for at once. One that fails to is fenced, not waited for; the others
         go on. Without an engine a run under way waits for a late one, as long as `--worker-grace-s` says.
 
-        Raises:
-            WorkerLost: no generation worker took the first weights.
+        WorkerLost: no generation worker took the first weights.
         """
         receipts: dict[str, Receipt] = {}
         losses, generates = [], False
@@ -54,7 +52,7 @@ class RayEngines:
         loading = [handle.update_weights.remote(package) for _, handle in self._members.values()]
         if loading:
             with waiting("weights", f"policy version {package.version}", ", ".join(self._members)):
-                ray.wait(loading, num_returns=len(loading), timeout=self._timeout_s)
+                ray.wait(loading, num_returns=len(loading), timeout=self.timeout_s)
         for (worker_id, (info, _)), receipt in zip(self._members.items(), loading, strict=True):
             try:
                 receipts[worker_id] = ray.get(receipt, timeout=0)
@@ -70,10 +68,10 @@ class RayEngines:
         info, handle = self._members[worker_id]
         ray.kill(handle)  # its open requests fail now, and its dispatcher notices
         log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
-        answer(self._controller.deregister.remote(info.kind, worker_id, cause_of(error)))
+        answer(self.controller.deregister.remote(info.kind, worker_id, cause_of(error)))
 
     def begin(self, for_late: bool) -> dict[str, int]:
-        members = answer(self._controller.begin_sync.remote(for_late), self._timeout_s)
+        members = answer(self.controller.begin_sync.remote(for_late), self.timeout_s)
         self._members = {info.worker_id: (info, handle) for info, handle in members}
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
@@ -101,6 +99,6 @@ class RayEngines:
     def _get(self, references: list[Any]) -> list[Any]:
         try:
             with waiting("weights", "a policy (NCCL)", ", ".join(self._members)):
-                return ray.get(references, timeout=self._timeout_s)
+                return ray.get(references, timeout=self.timeout_s)
         except LOST as error:
             raise WorkerLost(f"an engine was lost in an NCCL weight sync: {cause_of(error)}") from error

@@ -103,10 +103,9 @@ class LogprobActor(WorkerActor):
 def dispatch(config: WorkerConfig) -> None:
     """Run one worker until the run is over.
 
-    Raises:
-        ConfigurationError: the worker's model is not the trainer's, or there is no cluster.
-        DeadlineExceeded: no trainer opened the run.
-        WorkerLost: the worker, or the trainer, died.
+    ConfigurationError: the worker's model is not the trainer's, or there is no cluster.
+    DeadlineExceeded: no trainer opened the run.
+    WorkerLost: the worker, or the trainer, died.
     """
     connect(config.run_name, config.logging_level)
     config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
@@ -130,13 +129,11 @@ def dispatch(config: WorkerConfig) -> None:
 
 def _make_actor(config: WorkerConfig) -> Any:
     """An actor for the worker; it begins to import at once."""
-    has_gpus = bool(ray.cluster_resources().get("GPU"))
-    actor_class, gpus = (
-        (GenerationActor, config.tensor_parallel_size) if config.mode == GENERATION else (LogprobActor, 1)
-    )
+    generates = config.mode == GENERATION
+    gpus = config.tensor_parallel_size if generates else 1
     actor = zero_cpu_actor(
-        actor_class,
-        num_gpus=gpus if has_gpus else 0,
+        GenerationActor if generates else LogprobActor,
+        num_gpus=gpus if ray.cluster_resources().get("GPU") else 0,
         runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
     ).remote()
     actor.warm_up.remote(config)  # if it fails, `start` does so again, and is heard

@@ -90,8 +90,7 @@ class Recorder:
 class Recording:
     """`ExperienceSource` of one rank that hands out what was recorded, from step `first` on.
 
-    Raises:
-        ConfigurationError: the step was not recorded, or by another number of ranks.
+    ConfigurationError: the step was not recorded, or by another number of ranks.
     """
 
     def __init__(self, output_dir: Path, world_size: int, first: int = 0) -> None:

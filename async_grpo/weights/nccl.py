@@ -46,9 +46,9 @@ class NCCLPublisher(Publisher):
     _sender: Any = None
     _members: Mapping[str, int] | None = None
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._source = RecordingSource(self._wire_dtype)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._source = RecordingSource(self.wire_dtype)
 
     def make_engine(self, world_size: int) -> Any:
         """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
@@ -58,17 +58,17 @@ class NCCLPublisher(Publisher):
         with socket.socket() as probe:
             probe.bind(("", 0))
             free_port = probe.getsockname()[1]
-        address = self._engines.address if self._engines else ""  # only rank 0 opens the endpoint
-        info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self._rank)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
+        address = self.engines.address if self.engines else ""  # only rank 0 opens the endpoint
+        info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self.rank)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self.engines, source=self._source)
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
         self._source.weights = weights
-        if self._engines is None:
+        if self.engines is None:
             self._sender = self._sender or self.make_engine(0)
             self._sender.send_weights()  # takes part in the gathering, sends nothing
             return None
-        members = self._engines.begin(draft.for_late)
+        members = self.engines.begin(draft.for_late)
         if not members:  # whoever joined is gone again
             list(self._source)  # the other ranks gather
             return lambda: (draft, {})
@@ -77,17 +77,17 @@ class NCCLPublisher(Publisher):
                 self._sender.shutdown()
             self._sender = self._within_deadline(self.make_engine, 1 + sum(members.values()))
             self._members = dict(members)
-        self._engines.each("pause", draft.version)
+        self.engines.each("pause", draft.version)
         # If this fails the engines stay paused: the run is over
         self._within_deadline(self._sender.send_weights)
-        self._engines.each("resume", draft.version)
+        self.engines.each("resume", draft.version)
         package = replace(draft, manifest=self._source.sent)
-        receipts = self._engines.each("receipt", package.canary_ids)
+        receipts = self.engines.each("receipt", package.canary_ids)
         return lambda: (package, receipts)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:
         """With a watchdog: an NCCL broadcast whose peer is gone never returns."""
-        limit = self._config.sync_timeout_s
+        limit = self.config.sync_timeout_s
         silent = (
             f"the NCCL transfer did not end within {limit:.0f} s (--sync-timeout-s): a peer is gone or unreachable; "
             "NCCL_DEBUG=INFO tells more, other values of --weight-transport need no NCCL"

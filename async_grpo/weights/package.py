@@ -95,8 +95,7 @@ def prove_landed(
     Returns:
         (N,) its canary log-probs minus the trainer's.
 
-    Raises:
-        WeightsDidNotLand: naming worker, version, and the tensors or the difference.
+    WeightsDidNotLand: naming worker, version, and the tensors or the difference.
     """
     received, logprobs = receipt
     check_received(package.manifest, received, worker_id)
@@ -117,8 +116,7 @@ def prove_landed(
 def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
     """Compare what a worker received with what was sent.
 
-    Raises:
-        WeightsDidNotLand: naming the first few missing, unexpected and differing tensors.
+    WeightsDidNotLand: naming the first few missing, unexpected and differing tensors.
     """
     problems = {
         "missing": [name for name in sent if name not in received],

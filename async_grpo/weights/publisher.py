@@ -50,30 +50,24 @@ class Canary:
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
 
 
+@dataclass
 class Publisher:
     """`WeightPublisher` that sends packages: a self-test first if asked for, then the weights, each with its proof.
 
     Other transports change `_send`.
-
-    Args:
-        engines: on rank 0 alone.
-        named_weights: model -> (name, tensor) in a fixed order; of a sharded model its shards (DTensors).
-        wire_dtype: the engines' dtype: what is sent, and what the digests speak of.
     """
+
+    engines: Engines | None  # on rank 0 alone
+    # Model -> (name, tensor) in a fixed order; of a sharded model its shards (DTensors)
+    named_weights: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
+    canary: Canary
+    wire_dtype: torch.dtype  # the engines': what is sent, and what the digests speak of
+    rank: int
+    config: WeightConfig
 
     chunk_bytes = 256 << 20
 
-    def __init__(
-        self,
-        engines: Engines | None,
-        named_weights: Callable[[Any], Iterator[tuple[str, torch.Tensor]]],
-        canary: Canary,
-        wire_dtype: torch.dtype,
-        rank: int,
-        config: WeightConfig,
-    ) -> None:
-        self._engines, self._canary, self._rank, self._config = engines, canary, rank, config
-        self._named_weights, self._wire_dtype = named_weights, wire_dtype
+    def __post_init__(self) -> None:
         self._rounding: float | None = None  # the largest root mean square difference of proven weights
         self._last: Differences = {}  # engine minus trainer at the last sync, by worker
         self._for_late = False  # the sync under way is for workers that joined late
@@ -86,18 +80,15 @@ class Publisher:
         proven, this is for workers that joined late, and one that fails is fenced. The weights themselves are packed
         when this returns; the rest of their sync goes on in a thread.
 
-        Returns:
-            What waits for the proof; its metrics are `weight_sync_s`, from the call of this on, and `canary_error`.
-
-        Raises:
-            WeightsDidNotLand: on rank 0, as what is returned does.
+        Returns what waits for the proof; its metrics are `weight_sync_s`, from the call of this on, and `canary_error`.
+        Both raise WeightsDidNotLand, on rank 0.
         """
         self._proof()
         started = time.monotonic()
         self._for_late = self_test and self._rounding is not None
         if self_test:
             self._run_self_test(model)
-        prove = self._transact(self._draft(model, version), dict(self._named_weights(model)))
+        prove = self._transact(self._draft(model, version), dict(self.named_weights(model)))
 
         def finish() -> dict[str, float]:
             differences = prove()
@@ -106,7 +97,7 @@ class Publisher:
             return {"weight_sync_s": time.monotonic() - started, "canary_error": error}
 
         # It waits to begin, for the engines, and to commit
-        limit = 3 * self._config.sync_timeout_s
+        limit = 3 * self.config.sync_timeout_s
         silent = (
             f"policy version {version} did not reach the engines within {limit:.0f} s (3 x --sync-timeout-s): the "
             "weight transport does not answer"
@@ -117,7 +108,7 @@ class Publisher:
     def _run_self_test(self, model: nn.Module) -> None:
         """The weights as they are: what engine and trainer then differ by is their rounding, and the measure of every
         tolerance after it. Then one round per group of tensors in which only these are changed."""
-        unchanged, weights = self._draft(model, SELF_TEST), dict(self._named_weights(model))
+        unchanged, weights = self._draft(model, SELF_TEST), dict(self.named_weights(model))
         self._remember(self._transact(unchanged, weights)())
         restored = frozenset[str]()
         for group in self_test_groups(weights):
@@ -125,19 +116,19 @@ class Publisher:
                 changed = self._draft(model, SELF_TEST)
                 moved = rms(changed.canary_logprobs - unchanged.canary_logprobs)
                 # What an engine that lost nothing may differ by
-                rounding = ROUNDINGS[self._wire_dtype] * torch.finfo(self._wire_dtype).eps * moved
+                rounding = ROUNDINGS[self.wire_dtype] * torch.finfo(self.wire_dtype).eps * moved
                 allowed = max(rounding, 1.5 * (self._rounding or 0.0), MIN_TOLERANCE)
-                changed = replace(changed, tolerance=self._config.canary_tolerance or allowed)
+                changed = replace(changed, tolerance=self.config.canary_tolerance or allowed)
                 self._transact(changed, {n: w for n, w in weights.items() if n in restored | group})()
             restored = group
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
-        expected = self._canary.logprobs(model, self._canary.token_ids)
-        known, untested = self._rounding, MAX_ROUNDING[self._wire_dtype]
+        expected = self.canary.logprobs(model, self.canary.token_ids)
+        known, untested = self._rounding, MAX_ROUNDING[self.wire_dtype]
         measured = untested if known is None else max(3 * known, MIN_TOLERANCE)
-        tolerance = self._config.canary_tolerance or measured
-        return WeightPackage(version, {}, [], self._canary.token_ids, expected, tolerance, self._for_late)
+        tolerance = self.config.canary_tolerance or measured
+        return WeightPackage(version, {}, [], self.canary.token_ids, expected, tolerance, self._for_late)
 
     def _remember(self, differences: Differences) -> None:
         self._last = {**self._last, **differences}
@@ -146,12 +137,9 @@ class Publisher:
     def _transact(
         self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]
     ) -> Callable[[], Differences]:
-        """Take `weights`, with what `draft` says of them (a collective).
-
-        Returns:
-            What delivers them, proves, and commits: engine minus trainer by worker; {} on ranks that send nothing.
-        """
-        deliver, engines = self._send(draft, weights), self._engines
+        """Take `weights`, with what `draft` says of them (a collective); returns what delivers them, proves, and commits:
+        engine minus trainer by worker; {} on ranks that send nothing."""
+        deliver, engines = self._send(draft, weights), self.engines
 
         def prove() -> Differences:
             if deliver is None or engines is None:
@@ -185,19 +173,19 @@ class Publisher:
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:
         """Pack the tensors into chunks; returns what brings them to every engine. None on ranks that only gather."""
-        if (engines := self._engines) is None:
+        if (engines := self.engines) is None:
             for weight in weights.values():
-                full_tensor(weight, self._wire_dtype)
+                full_tensor(weight, self.wire_dtype)
             return None
-        chunks: list[dict[str, torch.Tensor]] = [{}]
-        room = self.chunk_bytes
+        chunks: list[dict[str, torch.Tensor]] = []
+        room = 0
         for name, weight in weights.items():
             if room <= 0:
                 chunks.append({})
                 room = self.chunk_bytes
             chunks[-1][name] = weight
-            room -= weight.numel() * self._wire_dtype.itemsize
-        packed = [pack(chunk, self._wire_dtype) for chunk in chunks]
+            room -= weight.numel() * self.wire_dtype.itemsize
+        packed = [pack(chunk, self.wire_dtype) for chunk in chunks]
 
         def deliver() -> tuple[WeightPackage, Mapping[str, Receipt]]:
             manifest: dict[str, TensorRecord] = {}
@@ -214,8 +202,7 @@ class Publisher:
 def in_thread(call: Callable[[], Any], name: str, limit_s: float, silent: str) -> Callable[[], Any]:
     """Run `call` in a daemon thread: one that never returns cannot be cancelled, and must not be joined at exit.
 
-    Returns:
-        What waits for its outcome, `limit_s` at most, beyond which it raises DeadlineExceeded of the text `silent`.
+    Returns what waits for its outcome, `limit_s` at most, beyond which it raises DeadlineExceeded of the text `silent`.
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     outcome: concurrent.futures.Future = concurrent.futures.Future()

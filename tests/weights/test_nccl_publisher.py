@@ -42,12 +42,12 @@ class Scripted(NCCLPublisher):
     """In place of vLLM's trainer engine it is one itself."""
 
     def make_engine(self, world_size: int):
-        if self._engines:
-            self._engines.log.append(f"group of {world_size}")
+        if self.engines:
+            self.engines.log.append(f"group of {world_size}")
         return self
 
     def send_weights(self):
-        tensors, control = dict(self._source), self._engines
+        tensors, control = dict(self._source), self.engines
         if control:
             control.log.append("send")
             arrived = {name: tensor for name, tensor in tensors.items() if name != control.loses}
@@ -55,7 +55,7 @@ class Scripted(NCCLPublisher):
             control.model.load_state_dict(arrived, strict=False)
 
     def shutdown(self):
-        self._engines.log.append("shutdown")
+        self.engines.log.append("shutdown")
 
 
 def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
