@@ -28,7 +28,7 @@ folder, whole = sys.argv[1], sys.argv[2] == "whole"
 settings = SharedRunSettings("x", "", 100, "float32", 1.0, (3,), 64, 16, "object_store", (), 0)
 with distributed_run("cpu", timeout_s=300) as ranks:
     if whole:
-        make_trainer.weight_files = lambda path: {}
+        make_trainer.weight_names = lambda path: ()
     config = RunConfig(model_name_or_path=folder, data_path="x", reward_fns="format")
     policy = make_trainer._policy(config, settings, ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
-from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype, weight_files
+from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
 from async_grpo.protocols import Engines, ExperienceSource, WeightPublisher
@@ -18,7 +18,7 @@ from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.record import Recorder
-from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
+from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy, weight_names
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import get_transport
@@ -97,11 +97,10 @@ def make_trainer(
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
     path, model = config.model_name_or_path, None
-    files = weight_files(path) if ranks.world_size > 1 else {}
-    if files:
+    if ranks.world_size > 1 and (saved := weight_names(path)):
         model = empty_causal_lm(path)
         # Each rank reads its shard alone, if the weights have the names there that they have in the model
-        if not {name for name, _ in model.named_parameters()} <= files.keys():
+        if not all(name in saved for name, _ in model.named_parameters()):
             model = None
     policy = PolicyModel(
         model or load_causal_lm(path, "float32").to(ranks.device),
@@ -119,7 +118,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         torch_compile=config.torch_compile,
     )
     if model is not None:
-        load_shards(policy, files)
+        load_shards(policy, path, ranks.device)
     return policy
 
 

@@ -43,11 +43,8 @@ def forwarded_environment(environment: Mapping[str, str] = os.environ) -> dict[s
     >>> forwarded_environment({"OMP_NUM_THREADS": "1", "VLLM_API_KEY": "secret", "CUDA_VISIBLE_DEVICES": "0"})
     {'OMP_NUM_THREADS': '1'}
     """
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
-    }
+    names = (name for name in environment if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+    return {name: environment[name] for name in names}
 
 
 def connect(run_name: str, logging_level: str = "INFO") -> None:
@@ -84,12 +81,11 @@ def find_controller(run_name: str, deadline_s: float) -> Any:
     what = f"waiting for a trainer to open the run {run_name!r}"
     log.info("%s ...", what)
     give_up = time.monotonic() + deadline_s
-    while True:
+    while time.monotonic() < give_up:
         with contextlib.suppress(ValueError):
             return ray.get_actor(CONTROLLER)
-        if time.monotonic() > give_up:
-            raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s")
         time.sleep(0.2)
+    raise DeadlineExceeded(f"{what}: no answer for {deadline_s:.0f} s")
 
 
 def answer(reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:

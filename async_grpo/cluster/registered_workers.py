@@ -140,17 +140,14 @@ class GenerationWorkers(RegisteredWorkers):
             worker.progress = worker.progress or asyncio.ensure_future(worker.link.call("progress"))
         asked = {worker.progress: worker for worker in self.by_id.values() if worker.progress}
         done = (await asyncio.wait(asked, timeout=PROGRESS_TIMEOUT_S))[0] if asked else set()
+        answers, spans = [], list(self._syncs)
+        self._syncs.clear()
         for one in done:
             asked[one].progress = None
-        ended = [one for one in done if not isinstance(one.exception(), WorkerLost)]
-        answers = [one.result() for one in ended]
-        spans: list[Span] = [
-            (f"engine {asked[one].info.worker_id}", "generate", begin, end)
-            for one, answer in zip(ended, answers, strict=True)
-            for begin, end in answer["busy"]
-        ]
-        spans += self._syncs
-        self._syncs.clear()
+            if not isinstance(one.exception(), WorkerLost):
+                answers.append(one.result())
+                engine = f"engine {asked[one].info.worker_id}"
+                spans += [(engine, "generate", begin, end) for begin, end in answers[-1]["busy"]]
         return {
             "token_timeline": sorted(entry for answer in answers for entry in answer["token_timeline"]),
             "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),

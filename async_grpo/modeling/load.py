@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -70,15 +69,6 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32)
     model.tie_weights()  # each place has got a parameter of its own
     return model
-
-
-def weight_files(path: str | Path) -> dict[str, Path]:
-    """The safetensors file of each weight, by its name; of weights in another format nothing."""
-    found: dict[str, Path] = {}
-    for file in sorted(model_folder(path).glob("*.safetensors")):
-        with safe_open(file, "pt") as weights:
-            found |= dict.fromkeys(weights.keys(), file)
-    return found
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -112,10 +112,8 @@ class Checkpointer:
 
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Which file of a rank each tensor goes into, by name, of all ranks: a file is made in memory, beside the copy."""
-        names = [
-            *tensors,
-            *(f"random.{kind}.{rank}" for kind in ("cpu", "cuda") for rank in range(self.ranks.world_size)),
-        ]
+        ranks = range(self.ranks.world_size)
+        names = [*tensors, *(f"random.{kind}.{rank}" for kind in ("cpu", "cuda") for rank in ranks)]
         sizes = [tensors[name].nbytes if name in tensors else 0 for name in names]
         count = max(1, min(FILES, sum(sizes) // FILE_BYTES))
         ends = itertools.accumulate(sizes)
@@ -175,9 +173,8 @@ class Checkpointer:
         for name, parameter in self.policy.named_parameters():
             moments = state[parameter]
             if not moments:  # before the first step: as AdamW would begin
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                zeros = (torch.zeros_like(parameter) for _ in range(2))
-                moments |= dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *zeros), strict=True))
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                moments |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             yield f"weights.{name}", parameter.detach()
             yield f"exp_avg.{name}", moments["exp_avg"]
             yield f"exp_avg_sq.{name}", moments["exp_avg_sq"]

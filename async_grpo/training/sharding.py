@@ -4,22 +4,23 @@ Master weights, gradients and optimizer state are float32 whatever the compute d
 update is far below bfloat16's resolution and would vanish.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.load import torch_dtype
+from async_grpo.modeling.load import model_folder, torch_dtype
 from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.training.distributed import Ranks
+
+dcp: Any = torch_checkpoint  # it names what it offers in no __all__
 
 
 def shard_policy(
@@ -55,22 +56,20 @@ def shard_policy(
     return policy.train()
 
 
+def _reader(path: str | Path) -> Any:
+    return dcp.HuggingFaceStorageReader(str(model_folder(path)))
+
+
+def weight_names(path: str | Path) -> Collection[str]:
+    """Of the weights in a folder's safetensors files; of weights in another format none."""
+    return _reader(path).read_metadata().state_dict_metadata
+
+
 @torch.no_grad()
-def load_shards(policy: PolicyModel, files: Mapping[str, Path]) -> None:
-    """Give a sharded policy, made of an empty model, its weights: a rank reads its own rows of each. `files`: by name."""
-    loaded = {}
-    for name, weight in named_weights(policy):
-        assert isinstance(weight, DTensor)
-        mesh, placements, device = weight.device_mesh, weight.placements, weight.device_mesh.device_type
-        shape, begin = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
-        part = torch.empty(shape)
-        if part.numel():  # of a small weight a rank may have no row
-            with safe_open(files[name], "pt") as file:
-                rows = tuple(slice(first, first + count) for first, count in zip(begin, shape, strict=True))
-                # A copy: what is read lies in the mapped file, and would do so until it is first changed
-                part = file.get_slice(name)[rows].to(device, torch.float32, copy=True)
-        size, stride = weight.shape, weight.stride()
-        loaded[name] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> None:
+    """Give a sharded policy, made of an empty model, the weights in that folder: a rank reads its own rows of each."""
+    loaded: dict[str, Any] = {n: torch.empty_like(w, device=device) for n, w in named_weights(policy)}
+    dcp.load(loaded, storage_reader=_reader(path))
     policy.model.load_state_dict(loaded, strict=False, assign=True)
     policy.model.tie_weights()
 

@@ -88,12 +88,8 @@ def prove_landed(
 ) -> np.ndarray:
     """The proof of landing: what a worker received is what was sent, and what it computes is what we compute.
 
-    Args:
-        last: what this returned for it and the weights before these. It is judged by the change since then, so that the
-            part of the rounding that stays the same from sync to sync cancels.
-
-    Returns:
-        (N,) its canary log-probs minus the trainer's.
+    Returns (N,) its canary log-probs minus the trainer's. `last`: the same of the weights before these. It is judged by
+    the change since then, so that the part of the rounding that stays the same from sync to sync cancels.
 
     WeightsDidNotLand: naming worker, version, and the tensors or the difference.
     """
@@ -126,9 +122,8 @@ def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
     if any(problems.values()):
         landed = len(sent) - len(problems["missing"]) - len(problems["differing"])
         named = (f"{what}: {', '.join(names[:5])}" for what, names in problems.items() if names)
-        raise WeightsDidNotLand(
-            f"worker {worker_id} received {landed} of {len(sent)} tensors as sent; {'; '.join(named)}"
-        )
+        found = f"{landed} of {len(sent)} tensors as sent; {'; '.join(named)}"
+        raise WeightsDidNotLand(f"worker {worker_id} received {found}")
 
 
 def rms(values: np.ndarray) -> float:
