@@ -72,12 +72,6 @@ def make_trainer(
         pinned = config.eval_pinned and is_evaluated(done)
         return config.max_staleness > 0 and done < config.num_steps and not pinned
 
-    exporter = ModelExporter(
-        *(folder, config.model_name_or_path, ranks, settings.dtype),
-        min_samples_between=config.min_samples_per_checkpoint,
-        keep_last=config.keep_models or None,
-        resumed_at=samples,
-    )
     return Trainer(
         policy=policy,
         accumulator=accumulator,
@@ -86,12 +80,21 @@ def make_trainer(
         checkpointer=checkpointer,
         version=step,
         samples=samples,
-        exporter=exporter,
+        exporter=_exporter(config, settings, ranks, samples),
         ranks=ranks,
         num_steps=config.num_steps,
         after_step=after_step,
         overlaps=overlaps,
         saves_after=lambda done: best is not None and is_evaluated(done),  # it may turn out to be the best
+    )
+
+
+def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samples: int) -> ModelExporter:
+    return ModelExporter(
+        *(config.output_path, config.model_name_or_path, ranks, settings.dtype),
+        min_samples_between=config.min_samples_per_checkpoint,
+        keep_last=config.keep_models or None,
+        resumed_at=samples,
     )
 
 
