@@ -126,11 +126,8 @@ class _Caller:
 
 
 class Channel:
-    """The caller's half, made and used in one event loop.
-
-    Args:
-        on_lost: called once when the actor is lost, even if nothing is asked of it; not when the channel is closed.
-    """
+    """The caller's half, made and used in one event loop. `on_lost` is called once when the actor is lost, even if nothing
+    is asked of it; not when the channel is closed."""
 
     def __init__(self, actor: Any, name: str, on_lost: Callable[[WorkerLost], None] | None = None) -> None:
         self._actor, self.name, self._on_lost = actor, name, on_lost

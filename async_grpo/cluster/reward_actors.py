@@ -156,16 +156,10 @@ class RunVerification:
         hosts = self._hosts[adapter] = [host for host in self._hosts[adapter] if not host.channel.lost]
         host = next((host for host in hosts if len(host.slots) < SLOTS_PER_ACTOR), None)
         if host is None:
-            make_process = partial(
-                AdapterProcess,
-                self._source,
-                adapter,
-                self._config.options_by_name,
-                environment=self._environment,
-                memory_limit_bytes=round(self._config.reward_memory_gb * 2**30),
-            )
-            host = _VerifierHost(adapter, make_process)
-            hosts.append(host)
+            given = self._source, adapter, self._config.options_by_name
+            memory = round(self._config.reward_memory_gb * 2**30)
+            make = partial(AdapterProcess, *given, environment=self._environment, memory_limit_bytes=memory)
+            hosts.append(host := _VerifierHost(adapter, make))
         return await host.open()
 
 

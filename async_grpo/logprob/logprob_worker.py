@@ -147,13 +147,9 @@ class LogprobWorker:
         bounds = np.cumsum([0, *(len(request.token_ids) for request in batch)])
         input_ids = np.concatenate([request.token_ids for request in batch])
         is_completion = np.concatenate([np.arange(len(r.token_ids)) >= r.prompt_length for r in batch])
-        device = self._policy.device
-        logprobs, _ = self._policy(
-            torch.tensor(input_ids, dtype=torch.int64, device=device),
-            torch.tensor(bounds),
-            torch.tensor(is_completion, device=device),
-            temperature,
-        )
+        ids = torch.tensor(input_ids, dtype=torch.int64, device=self._policy.device)
+        mask = torch.tensor(is_completion, device=self._policy.device)
+        logprobs, _ = self._policy(ids, torch.tensor(bounds), mask, temperature)
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]
 

@@ -3,7 +3,6 @@
 import logging
 import math
 import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -155,8 +154,7 @@ class GradientAccumulator:
             peak = torch.cuda.max_memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 1e9
 
 

@@ -135,7 +135,7 @@ class Recording:
         for number, is_dummy in enumerate(told.pop("dummies")):
             fields: dict[str, Any] = {name: arrays.get(f"{number}.{name}") for name in ARRAYS}
             yield MicroBatch(**fields, is_dummy=is_dummy)
-        yield StepEnd(**{name: told[name] for name in (one.name for one in dataclasses.fields(StepEnd))})
+        yield StepEnd(**{one.name: told[one.name] for one in dataclasses.fields(StepEnd)})
 
 
 def recorded_completions(folder: Path) -> Iterator[tuple[int, list[int], dict[str, list[Any]]]]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -19,8 +20,6 @@ from async_grpo.modeling.load import model_folder, torch_dtype
 from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.training.distributed import Ranks
-
-dcp: Any = torch_checkpoint  # it names what it offers in no __all__
 
 
 def shard_policy(
@@ -56,20 +55,16 @@ def shard_policy(
     return policy.train()
 
 
-def _reader(path: str | Path) -> Any:
-    return dcp.HuggingFaceStorageReader(str(model_folder(path)))
-
-
 def weight_names(path: str | Path) -> Collection[str]:
     """Of the weights in a folder's safetensors files; of weights in another format none."""
-    return _reader(path).read_metadata().state_dict_metadata
+    return HuggingFaceStorageReader(str(model_folder(path))).read_metadata().state_dict_metadata
 
 
 @torch.no_grad()
 def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> None:
     """Give a sharded policy, made of an empty model, the weights in that folder: a rank reads its own rows of each."""
     loaded: dict[str, Any] = {n: torch.empty_like(w, device=device) for n, w in named_weights(policy)}
-    dcp.load(loaded, storage_reader=_reader(path))
+    state_dict_loader.load(loaded, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
     policy.model.load_state_dict(loaded, strict=False, assign=True)
     policy.model.tie_weights()
 

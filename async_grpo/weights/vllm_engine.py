@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,8 +124,7 @@ class WeightReceipts:
 
     def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """What the last update delivered to this worker, as plain values: name -> (dtype, shape, digest)."""
-        received = self.weight_transfer_engine.received
-        return {name: (r.dtype, r.shape, r.digest) for name, r in received.items()}
+        return {name: astuple(one) for name, one in self.weight_transfer_engine.received.items()}
 
 
 class CpuGenerators(dict[int, torch.Generator]):
