@@ -72,7 +72,6 @@ class RunController:
         self._refusals.append(reason)
 
     async def situation(self) -> dict[str, Any]:
-        """See `processes.waits`."""
         return situation()
 
     async def closed(self) -> str:
@@ -142,17 +141,15 @@ class RunController:
         await self.batcher.start()
 
     async def next_message(self, rank: int) -> Message:
-        """See `ExperienceBatcher`."""
         return await self.batcher.next_message(rank)
 
     async def evaluate(
         self, questions: Mapping[str, Sequence[Question]], config: EvaluationConfig
     ) -> dict[str, dict[str, Any]]:
-        """See `ExperienceBatcher`; by the names of the files, one after the other."""
+        """By the names of the files, one after the other."""
         return {name: await self.batcher.evaluate(of_file, config) for name, of_file in questions.items()}
 
     async def request_save(self, end_reason: str) -> None:
-        """See `ExperienceBatcher`."""
         self.batcher.request_save(end_reason)
 
     async def save_experience(self, folder: Path, step: int) -> None:

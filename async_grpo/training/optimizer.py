@@ -21,14 +21,6 @@ def _decay_progress(step: int, warmup_steps: int, total_steps: int) -> float:
     return min(1.0, max(0, step - warmup_steps) / (total_steps - warmup_steps))
 
 
-def _linear(step: int, *horizon: int) -> float:
-    return _warmup(step, *horizon) * (1 - _decay_progress(step, *horizon))
-
-
-def _cosine(step: int, *horizon: int) -> float:
-    return _warmup(step, *horizon) * (1 + math.cos(math.pi * _decay_progress(step, *horizon))) / 2
-
-
 def _inverse_sqrt(step: int, warmup_steps: int, total_steps: int) -> float:
     """sqrt(warmup_steps / step) after warm-up (Vaswani et al. 2017, 5.3); without, 1 / sqrt(step + 1)."""
     if not warmup_steps:
@@ -38,10 +30,10 @@ def _inverse_sqrt(step: int, warmup_steps: int, total_steps: int) -> float:
 
 # (step, warm-up steps, total steps) -> the share of the peak rate
 LR_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
-    "constant": lambda *step_and_horizon: 1.0,
+    "constant": lambda *at: 1.0,
     "constant_with_warmup": _warmup,
-    "linear": _linear,
-    "cosine": _cosine,
+    "linear": lambda *at: _warmup(*at) * (1 - _decay_progress(*at)),
+    "cosine": lambda *at: _warmup(*at) * (1 + math.cos(math.pi * _decay_progress(*at))) / 2,
     "inverse_sqrt": _inverse_sqrt,
 }
 

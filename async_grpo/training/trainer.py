@@ -74,12 +74,11 @@ class Trainer:
         self._finish()
 
     def _finish(self) -> None:
-        if self.checkpointer is not None:
-            self.checkpointer.wait()  # or the last one would be left out for the sake of one before it
+        wait = self.checkpointer.wait if self.checkpointer else bool
+        wait()  # or the last one would be left out for the sake of one before it
         self._save()
         self.exporter.save_final(self.policy, self.samples)
-        if self.checkpointer is not None:
-            self.checkpointer.wait()
+        wait()
 
     def _save_if_due(self) -> None:
         if self.saves_after(self.version) and self.version < self.num_steps:

@@ -216,8 +216,7 @@ def in_thread(call: Callable[[], Any], name: str, limit_s: float, silent: str) -
             outcome.set_exception(error)
 
     def wait() -> Any:
-        concurrent.futures.wait([outcome], limit_s)
-        if not outcome.done():
+        if not concurrent.futures.wait([outcome], limit_s).done:
             raise DeadlineExceeded(silent)
         return outcome.result()
 
