@@ -113,6 +113,5 @@ def cause_of(error: Exception) -> str:
 
 def zero_cpu_actor(actor_class: type, **options: Any) -> Any:
     """`actor_class` ready for `.remote(...)`, claiming no CPU: a small machine must not starve its own control plane."""
-    return ray.remote(actor_class).options(
-        **{"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000, **options}
-    )
+    ours = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
+    return ray.remote(actor_class).options(**ours | options)

@@ -44,11 +44,10 @@ def shard_policy(
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if torch_compile:
         compile_around_attention(layers)
-    compute, precision = torch_dtype(dtype), MixedPrecisionPolicy()
+    compute = torch_dtype(dtype)
     if ranks.world_size == 1 and compute is torch.float32:
         return policy.train()  # FSDP's hooks and copies would cost a small model a tenth of its step
-    if compute is not torch.float32:
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     for module in (*layers, policy):
         fully_shard(module, mesh=mesh, mp_policy=precision)

@@ -174,7 +174,7 @@ from pathlib import Path
 from async_grpo.metrics.watchdog import Watchdog
 from async_grpo.processes.waits import situation
 from async_grpo.training.distributed import distributed_run, leave
-from async_grpo.training.step_clock import StepClock
+from async_grpo.training.trainer import StepClock
 folder = Path(sys.argv[1])
 
 def nap():
