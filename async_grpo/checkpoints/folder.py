@@ -92,8 +92,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
-    Raises:
-        CheckpointBroken: it cannot be read, has been changed, or is of another format.
+    CheckpointBroken: it cannot be read, has been changed, or is of another format.
     """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
@@ -116,8 +115,7 @@ def read(folder: Path) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """The manifest of a checkpoint of which every byte is as it was written.
 
-    Raises:
-        CheckpointBroken: it is not; says which file, and how.
+    CheckpointBroken: it is not; says which file, and how.
     """
     manifest = read(folder)
     for name, digest in manifest.files.items():

@@ -53,8 +53,7 @@ class Prepared:
     def with_rewards(self, names: str) -> "Prepared":
         """The same with the rewards that the workers named, where `--reward-fns` names none.
 
-        Raises:
-            ConfigurationError: they cannot be found, or do not fit the configuration or the data.
+        ConfigurationError: they cannot be found, or do not fit the configuration or the data.
         """
         config = replace(self.config, reward_fns=names)
         rewards = _checked_rewards(
@@ -68,8 +67,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Check a run's inputs and read them.
 
-    Raises:
-        ConfigurationError: the first thing that is wrong, with the way out.
+    ConfigurationError: the first thing that is wrong, with the way out.
     """
     check_methods(config)
     scheduling_policy(config.scheduling)  # a file of the user's is read here first

@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
     """The checkpoint that the run goes on from; None: it begins.
 
-    Raises:
-        ConfigurationError: the one named is broken, or is of a run whose options do not fit.
+    ConfigurationError: the one named is broken, or is of a run whose options do not fit.
     """
     if config.resume == "never":
         return None

@@ -28,8 +28,7 @@ class ResolvedRewards:
     def of(cls, config: RewardConfig) -> "ResolvedRewards":
         """Read the registry file and the files that are named, and find the rewards.
 
-        Raises:
-            ConfigurationError: a file cannot be read, or a name is unknown; says which are known.
+        ConfigurationError: a file cannot be read, or a name is unknown; says which are known.
         """
         registry = RewardRegistrySource.from_file(registry_file(config.reward_registry))
         source, addresses = registry.with_files(config.reward_fns), config.judge_addresses

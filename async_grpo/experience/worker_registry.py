@@ -120,9 +120,8 @@ class WorkerRegistry:
     async def acquire(self, sequences: int, tokens_each: int) -> Lease:
         """Admit `sequences` sequences to one worker (together, for the prefix they share); first come, first served.
 
-        Raises:
-            ConfigurationError: no registered worker could ever take so many at once.
-            WorkerLost: no worker was registered for `grace_s` seconds.
+        ConfigurationError: no registered worker could ever take so many at once.
+        WorkerLost: no worker was registered for `grace_s` seconds.
         """
         async with self._turn:  # behind it everybody waits: no starvation
             while (member := self._choose(sequences, sequences * tokens_each)) is None:

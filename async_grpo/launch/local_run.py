@@ -67,9 +67,8 @@ class LocalConfig(LocalJudge, EngineOptions, RunConfig):
 def run_locally(config: LocalConfig) -> None:
     """Start everything, wait for the end of the training, and leave nothing behind.
 
-    Raises:
-        ConfigurationError: before anything is started, if a setting or a file is wrong.
-        RunFailed, WorkerLost: a program ended before its time; says which and why.
+    ConfigurationError: before anything is started, if a setting or a file is wrong.
+    RunFailed, WorkerLost: a program ended before its time; says which and why.
     """
     prepared = check(config)
     findings, resumed = quick.resources(config, prepared), prepared.resumed

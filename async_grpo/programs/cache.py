@@ -40,9 +40,8 @@ class CacheConfig(Section):
 def inspect_cache(config: CacheConfig) -> None:
     """Delete what is to be deleted, and show the rest.
 
-    Raises:
-        ConfigurationError: there is no such cache, it is damaged, or holds nothing of the reward to prune.
-        RunFailed: it is locked, or the disk is full.
+    ConfigurationError: there is no such cache, it is damaged, or holds nothing of the reward to prune.
+    RunFailed: it is locked, or the disk is full.
     """
     console = Console(markup=False, highlight=False, emoji=False)
     days, adapter, megabytes = config.prune_older_than_days, config.prune_adapter, config.max_mb

@@ -22,8 +22,7 @@ class ExportConfig(Section):
 def export(config: ExportConfig) -> Manifest:
     """Write the model; returns what the checkpoint is of.
 
-    Raises:
-        ConfigurationError: there is no whole checkpoint, or the output folder exists.
+    ConfigurationError: there is no whole checkpoint, or the output folder exists.
     """
     folder, target = Path(config.path), Path(config.output_dir)
     refuse(target.exists(), f"--output-dir {target} exists: choose another folder")

@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None, program: str | None = None) -> None:
 def replay(config: ReplayConfig) -> None:
     """Train from the record to its end, and write metrics and the model.
 
-    Raises:
-        ConfigurationError: no such record, or no checkpoint to begin from.
+    ConfigurationError: no such record, or no checkpoint to begin from.
     """
     set_up_logging(config.logging_level)
     config = replace(config, record=False)

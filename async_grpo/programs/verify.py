@@ -75,9 +75,8 @@ class VerifyConfig(Section):
 def verify(config: VerifyConfig) -> None:
     """Score the file and tell what came out.
 
-    Raises:
-        ConfigurationError: a row, a reward or a setting is wrong; nothing was scored.
-        RunFailed: a reward failed or timed out on some row, or did not pass its check; the report has been printed.
+    ConfigurationError: a row, a reward or a setting is wrong; nothing was scored.
+    RunFailed: a reward failed or timed out on some row, or did not pass its check; the report has been printed.
     """
     width = None if sys.stdout.isatty() else WIDTH
     console = Console(width=width, markup=False, highlight=False, emoji=False)

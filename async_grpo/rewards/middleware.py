@@ -47,8 +47,7 @@ class Budget:
         path: a file that remembers what was spent, for a run that is resumed; made if missing. A number in a file of the
             same name that ends in `.limit` raises the limit: it is read at the start, and before a pause or a refusal.
 
-    Raises:
-        ConfigurationError: a file that is no record of spending.
+    ConfigurationError: a file that is no record of spending.
     """
 
     def __init__(self, limit: float | None, *, policy: str = "pause", path: str | Path | None = None) -> None:

@@ -40,8 +40,7 @@ class VerifierPool:
         timeout_s: for scoring one sample, from when a worker takes it; time in the queue is measured apart.
         more_timeouts: further fields of `verifier_worker.Timeouts`.
 
-    Raises:
-        ConfigurationError: no adapter, one named twice, or an impossible number of workers.
+    ConfigurationError: no adapter, one named twice, or an impossible number of workers.
     """
 
     def __init__(

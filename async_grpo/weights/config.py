@@ -37,8 +37,7 @@ TRANSPORTS = {
 def get_transport(name: str) -> Transport:
     """The transport that `--weight-transport` names.
 
-    Raises:
-        ConfigurationError: there is no such transport.
+    ConfigurationError: there is no such transport.
 
     >>> get_transport("carrier_pigeon")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -64,9 +64,8 @@ def parse_names(names: str | Iterable[str]) -> tuple[str, ...]:
 def resolve(source: RewardRegistrySource, names: str | Iterable[str]) -> dict[str, Any]:
     """The rewards of these names, by what they are known by.
 
-    Raises:
-        ConfigurationError: no name, an unknown one, or two that would be known by the same; a registry file without
-            `REWARD_ADAPTERS`; a file that the source does not carry (see `with_files`); an object that is no reward.
+    ConfigurationError: no name, an unknown one, or two that would be known by the same; a registry file without
+    `REWARD_ADAPTERS`; a file that the source does not carry (see `with_files`); an object that is no reward.
     """
     asked = parse_names(names)
     shown = _display_names(asked)

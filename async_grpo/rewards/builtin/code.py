@@ -71,9 +71,8 @@ def score(
 
     Returns `passed`, `total` and `timed_out` (tests), and `network_blocked` and `files_hidden` (0 or 1).
 
-    Raises:
-        ValueError: the row has no usable tests.
-        ConfigurationError: nothing keeps the code off the network, and that was not allowed.
+    ValueError: the row has no usable tests.
+    ConfigurationError: nothing keeps the code off the network, and that was not allowed.
     """
     tests = tests_of(sample)
     code = f"{sample.get('prelude') or ''}\n{code_of(completion_text(sample))}"

@@ -44,9 +44,8 @@ def validator_of(schema_text: str) -> Validator:
 def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     """1 for JSON that fits the schema (a dict, a bool or JSON text), else 0; `parsed`: whether it was JSON at all.
 
-    Raises:
-        ValueError: there is no schema, it is none, or it refers to another document.
-        TimeoutError: the schema's patterns did not come to an end on this value.
+    ValueError: there is no schema, it is none, or it refers to another document.
+    TimeoutError: the schema's patterns did not come to an end on this value.
 
     >>> score({"completion": '{"a": 1}', "schema": {"required": ["a"]}}), score({"completion": "a"}, schema=True)
     ({'reward': 1.0, 'parsed': 1.0}, {'reward': 0.0, 'parsed': 0.0})

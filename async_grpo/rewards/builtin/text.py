@@ -74,9 +74,8 @@ def regex(sample: dict[str, Any], pattern: str | None = None, search: bool = Fal
 
     The pattern is Python's; a text beyond 100,000 characters is worth 0.
 
-    Raises:
-        ValueError: there is no pattern, or it is no regular expression.
-        TimeoutError: it did not come to an end: no judgement on the completion.
+    ValueError: there is no pattern, or it is no regular expression.
+    TimeoutError: it did not come to an end: no judgement on the completion.
     """
     pattern = sample.get("pattern") or pattern
     if not isinstance(pattern, str) or not pattern:

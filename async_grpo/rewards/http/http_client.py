@@ -95,9 +95,8 @@ class EndpointClient:
             unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
             lane: the old name of `phase`, accepted for one release.
 
-        Raises:
-            JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`; the message tells the last cause.
-            ValueError: the payload is no JSON (NaN is none), or the path has no slash.
+        JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`; the message tells the last cause.
+        ValueError: the payload is no JSON (NaN is none), or the path has no slash.
         """
         if not path.startswith("/"):
             raise ValueError(f"the path of a call begins with a slash: {path!r}")

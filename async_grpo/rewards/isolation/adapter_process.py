@@ -67,10 +67,9 @@ class AdapterProcess:
     async def start(self) -> Self:
         """Start the process now, so that no sample waits for it; returns this worker.
 
-        Raises:
-            ConfigurationError: the registry file or the reward in it cannot be used.
-            ProcessDied: it died or was not ready in time.
-            WorkerLost: the worker is closed.
+        ConfigurationError: the registry file or the reward in it cannot be used.
+        ProcessDied: it died or was not ready in time.
+        WorkerLost: the worker is closed.
         """
         async with self._starting:
             if self._closed:

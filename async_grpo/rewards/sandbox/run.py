@@ -63,9 +63,8 @@ class Sandbox:
     def run_program(self, code: str, stdin: str) -> Run:
         """Run the code as `__main__` with that standard input.
 
-        Raises:
-            ConfigurationError: nothing here keeps it off the network, and that was not allowed.
-            SandboxError: no process could be started.
+        ConfigurationError: nothing here keeps it off the network, and that was not allowed.
+        SandboxError: no process could be started.
         """
         with ExitStack() as stack:
             source = stack.enter_context(_unnamed_file(stdin))  # a file: programs ask for its size
@@ -86,9 +85,8 @@ class Sandbox:
     def run_tests(self, code: str, tests: str) -> Run:
         """Run the code as a module, and the tests (assertions, or any statements) in a second process.
 
-        Raises:
-            ValueError: the tests cannot be run, whatever the code.
-            ConfigurationError, SandboxError: as `run_program`.
+        ValueError: the tests cannot be run, whatever the code.
+        ConfigurationError, SandboxError: as `run_program`.
         """
         with ExitStack() as stack:
             ours, theirs = map(stack.enter_context, socket.socketpair())
