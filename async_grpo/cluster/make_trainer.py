@@ -111,8 +111,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         value_head=config.estimator.needs_critic,
         value_trunk_gradient=config.critic_trunk_gradient,
     )
-    if policy.value_head is not None:
-        load_value_head(policy, path)  # of an earlier run; a new one starts at zero
+    load_value_head(policy, path)  # of an earlier run; a new one starts at zero
     shard_policy(
         policy,
         ranks,

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling.load import model_folder, torch_dtype
+from async_grpo.modeling.load import TOKENIZER_FILES, model_folder, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
 from async_grpo.training.distributed import Ranks
 
 log = logging.getLogger(__name__)
 # Copied as they are: a checkpoint speaks the tokens, byte for byte, that the run was trained on
 COPIED_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"),
+    *(*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "generation_config.json"),
 )
 # In a folder of its own: vLLM loads every *.safetensors beside the config.json as the model's
 VALUE_HEAD_FILE = "critic/value_head.safetensors"

@@ -146,11 +146,10 @@ def rewind_on_cpu(make: Any) -> Any:
         make(self, *args, **options)
         self.generators = CpuGenerators()
 
-    initialize.rewinds = True  # type: ignore[attr-defined]
     return initialize
 
 
-if current_platform.is_cpu() and not hasattr(InputBatch.__init__, "rewinds"):
+if current_platform.is_cpu():
     InputBatch.__init__ = rewind_on_cpu(InputBatch.__init__)
 for _name, _engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
     if _name not in WeightTransferEngineFactory._registry:  # the module may be imported twice in one process
