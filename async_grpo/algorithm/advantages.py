@@ -127,7 +127,7 @@ class Estimator:
         ValueError: an option that is unknown or missing, a shape that does not fit, several rewards where one is taken,
         or a valid row whose reward, baseline or value is not finite.
 
-            >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
+        >>> rewards = torch.tensor([[0., 1.], [0., 0.], [0., 7.]])
         >>> ADVANTAGE_ESTIMATORS["dr_grpo"](rewards, torch.ones(3, 2), torch.tensor([4, 4, 9])).tolist()
         [[0.5, 0.5], [-0.5, -0.5], [0.0, 0.0]]
         """

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from async_grpo.checkpoints.folder import Manifest, checkpoints_of, named, newest, versions
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
+from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, options_of
 from async_grpo.options.fields import dashed
 from async_grpo.rewards.adapter.registry_source import parse_names
 
@@ -90,7 +89,7 @@ def _refuse_to_begin_over(config: RunConfig) -> None:
         )
     metrics, params = folder / METRICS_FILE, folder / PARAMS_FILE
     if metrics.exists() and metrics.stat().st_size and params.exists():
-        refuse_changes(config, folder, json.loads(params.read_text(encoding="utf-8")))
+        refuse_changes(config, folder, options_of(folder))
         log.warning("--output-dir %s holds a run without a checkpoint: it begins again", folder)
 
 

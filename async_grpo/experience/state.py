@@ -48,10 +48,8 @@ class ExperienceState:
         for group in self.alive.values():
             for sample in group.samples if isinstance(group, Group) else ():
                 for owner, names in ((sample.completion, COMPLETION_ARRAYS), (sample, SAMPLE_ARRAYS)):
-                    for name in names:
-                        if (
-                            array := getattr(owner, name)
-                        ) is not None:  # all samples of a run have one, or none
+                    for name in names:  # all samples of a run have an array of that name, or none has
+                        if (array := getattr(owner, name)) is not None:
                             parts.setdefault(name, []).append(array)
         save_file({name: np.concatenate(of) for name, of in parts.items()}, folder / "experience.safetensors")
 

@@ -4,7 +4,6 @@ The same options make the same weights, bit for bit in float32, on as many ranks
 -m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say so.
 """
 
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from async_grpo.checkpoints.folder import checkpoints_of, named, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim
+from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim, options_of
 from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import NOT_NEGATIVE, dashed, option, refuse, required
 
@@ -61,7 +60,7 @@ def replay(config: ReplayConfig) -> None:
     set_up_logging(config.logging_level)
     config = replace(config, record=False)
     run = Path(config.recorded)
-    stored = json.loads((run / PARAMS_FILE).read_text(encoding="utf-8"))
+    stored = options_of(run)
     refuse("settings" not in stored, f"{run / PARAMS_FILE} is of a run that never began")
     folder = _checkpoint(run, config.from_step) if config.from_step else None
     # Heavy imports only once the options are known to be good

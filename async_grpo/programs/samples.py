@@ -36,9 +36,8 @@ class SamplesConfig(Section):
 def write_samples_page(config: SamplesConfig) -> None:
     """Write the page. ConfigurationError: the run wrote no samples."""
     text = samples_page(config)
-    Path(config.output).write_text(
-        text, encoding="utf-8", errors="backslashreplace"
-    )  # so JSON writes a lone surrogate
+    # A lone surrogate as JSON writes it
+    Path(config.output).write_text(text, encoding="utf-8", errors="backslashreplace")
     log.info("samples: %s", config.output)
 
 

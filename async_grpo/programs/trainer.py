@@ -38,7 +38,7 @@ def run(config: RunConfig) -> None:
             report = {"message": redacted(f"error: {error}"), "timestamp": int(time.time())}
             Path(file).write_text(json.dumps(report), encoding="utf-8")
         if isinstance(error, DeadlineExceeded):  # a thread that hangs would be waited for at exit
-            print(f"error: {error}", file=sys.stderr)
+            print(redacted(f"error: {error}"), file=sys.stderr)
             os._exit(EXIT_FAILED)
         raise
     if "RANK" in os.environ:
