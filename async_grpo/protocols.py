@@ -3,6 +3,7 @@
 `async_grpo.testing` ships a stand-in for each.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -88,6 +89,7 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     digest: int  # of its bits; see `weights.package.tensor_digest`
+    in_use: bool = True  # False: it arrived, but the engine computes with something else
 
 
 Manifest = Mapping[str, TensorRecord]
@@ -101,8 +103,8 @@ class WeightPackage:
     version: int
     manifest: Manifest  # every tensor as sent (a self-test changes a few at a time and leaves the others)
     chunks: list[Any]  # references to safetensors images, uint8; empty where weights travel elsewhere
-    canary_ids: np.ndarray  # (N,) int32, a fixed text
-    canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of that text under these weights
+    canary_texts: Sequence[np.ndarray]  # each (L,) int32, fixed; N tokens in all
+    canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of these texts under these weights, end to end
     tolerance: float  # root mean square of canary differences that rounding explains, nats
     for_late: bool = False  # sent to the workers that joined late, and to no other
 
@@ -126,7 +128,7 @@ class Engines(Protocol):
         """`landed` may work (not with a self-test's weights); chunks are needed no more."""
 
     def fence(self, worker_id: str, error: Exception) -> None:
-        """A worker that joined late did not prove its weights: it is left out, and the run goes on."""
+        """A worker did not prove its weights: it is left out, and the run goes on."""
 
     def abort(self, error: BaseException) -> None:
         """The sync failed: every rank that waits for experience must hear of it, as the run is over."""
@@ -174,6 +176,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop the engine and its processes."""
+
+
+async def answer_canary(engine: Engine, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """(N,) float32: its log-probs of all texts, end to end."""
+    return np.concatenate(await asyncio.gather(*map(engine.canary, texts)))
 
 
 class WorkerLink(Protocol):

@@ -22,7 +22,7 @@ from async_grpo.training.sharding import canary_logprobs, load_shards, shard_pol
 from async_grpo.training.trainer import AfterStep, Trainer
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import get_transport
-from async_grpo.weights.publisher import CANARY_TOKENS, Canary
+from async_grpo.weights.publisher import Canary
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,7 @@ def make_trainer(
     own_code = digests([config.advantage_estimator, config.policy_loss])  # of this rank's own disk
     ranks.must_agree("the code of --advantage-estimator and --policy-loss", str(own_code))
     policy = _policy(config, settings, ranks)
-    length = min(CANARY_TOKENS, settings.max_total_tokens - 1)
-    canary = Canary(Canary.text(settings.vocab_size, length, settings.seed), canary_logprobs)
+    canary = Canary.random(canary_logprobs, settings.vocab_size, settings.max_total_tokens - 1, settings.seed)
     make_publisher, dtype = get_transport(settings.transport).make_publisher, torch_dtype(settings.dtype)
     accumulator = _accumulator(config, settings, policy, ranks)
     options, best, folder = as_options(config), config.keep_best, config.output_path

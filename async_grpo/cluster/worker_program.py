@@ -24,7 +24,7 @@ from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.generation.config import UNLIMITED, engine_class
 from async_grpo.options.command_line import log_to_own_file
-from async_grpo.protocols import Receipt, WeightPackage
+from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class WorkerActor(ChannelServer):
             chunks = [(await chunk).data for chunk in package.chunks]
             manifest = await self._engine.update(package.version, chunks)
             self._version = package.version
-            return manifest, await self._engine.canary(package.canary_ids)
+            return manifest, await answer_canary(self._engine, package.canary_texts)
 
     async def until_failure(self) -> str:
         return await self._engine.until_failure()

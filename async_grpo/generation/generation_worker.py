@@ -5,6 +5,7 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -27,10 +28,12 @@ from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
-from async_grpo.protocols import Manifest, Receipt, TensorRecord
+from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, SharedRunSettings
+from async_grpo.weights.read_back import place_of
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
+log = logging.getLogger(__name__)
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
 
 
@@ -63,6 +66,9 @@ class GenerationWorker:
         self._updating = asyncio.Lock()
         self._paused_at, self._update_finished = 0.0, True
         self._broken_reason: str | None = None
+        self._unreadable: set[str] | None = (
+            None  # places of the weights (`read_back`); None before the first update
+        )
         self._begun: dict[int, float] = {}  # unfinished request -> since when
         self._busy: list[tuple[float, float]] = []  # the intervals of the others
 
@@ -179,9 +185,9 @@ class GenerationWorker:
                 with shared_bytes(chunk, f"weights-{version}-{number}") as path:
                     await self.receive_weights({"path": path})
             await self.finish_weight_update()
-            return await self._manifest()
         finally:
             await self.resume(version)
+        return await self._manifest()
 
     # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `Engines`.
 
@@ -219,18 +225,33 @@ class GenerationWorker:
             self.paused_s += time.monotonic() - self._paused_at
             self._updating.release()
 
-    async def receipt(self, canary_ids: np.ndarray) -> Receipt:
-        return await self._manifest(), await self.canary(canary_ids)
+    async def receipt(self, texts: Sequence[np.ndarray]) -> Receipt:
+        return await self._manifest(), await answer_canary(self, texts)
 
     async def _manifest(self) -> Manifest:
         receipts = await self.engine.collective_rpc("weight_receipt")
         if any(receipt != receipts[0] for receipt in receipts):
             self._broken_reason = "its processes received different weights"
             raise WorkerLost("the processes of one engine received different weights")
+        unused = await self._places_not_in_use()
         return {
-            name: TensorRecord(dtype, tuple(shape), digest)
-            for name, (dtype, shape, digest) in receipts[0].items()
+            name: TensorRecord(dtype, tuple(shape), digest, unused.isdisjoint((name, place_of(name))))
+            for name, (dtype, shape, digest, _) in receipts[0].items()
         }
+
+    async def _places_not_in_use(self) -> set[str]:
+        """Where the engine computes with other weights than arrived. Some places cannot be read (quantised layers,
+        experts): those that differ after the first update, which brings what a new engine holds already."""
+        processes = await self.engine.collective_rpc("fingerprints")
+        arrived = processes[0][1]
+        used = {place: sum(own[place] for own, _ in processes) % 2**64 for place in arrived}
+        differing = {place for place in arrived if used[place] != arrived[place]}
+        if self._unreadable is None:
+            self._unreadable = differing
+            log.info(
+                "%d of %d places of the weights can be read back", len(arrived) - len(differing), len(arrived)
+            )
+        return differing - self._unreadable
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage
+from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage, answer_canary
 from async_grpo.types import Completion, FinishReason, Message, Sampling, SharedRunSettings, WorkerInfo
 
 
@@ -140,7 +140,7 @@ class InProcessWorker:
     async def load(self, package: WeightPackage) -> Receipt:
         """Load a package, and answer its canary."""
         manifest = await self._handler("update")(package.version, [memoryview(c) for c in package.chunks])
-        return manifest, await self.engine.canary(package.canary_ids)
+        return manifest, await answer_canary(self.engine, package.canary_texts)
 
 
 class InProcessRun:

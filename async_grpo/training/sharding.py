@@ -75,10 +75,12 @@ def release_gathered(policy: PolicyModel) -> None:
 
 
 @torch.no_grad()
-def canary_logprobs(policy: PolicyModel, canary_ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
-    """(N,) float32: the log-probs of a fixed text's tokens, (N,) integers; the first is 0. A collective if sharded."""
-    ids = torch.tensor(canary_ids, dtype=torch.int64, device=policy.device)
+def canary_logprobs(policy: PolicyModel, *texts: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """(N,) float32: the log-probs of the N tokens of all `texts` (integers), end to end; the first of each is 0. A
+    collective if sharded."""
+    ids = torch.tensor(np.concatenate(texts), dtype=torch.int64, device=policy.device)
     everything = torch.ones_like(ids, dtype=torch.bool)
-    logprobs, _ = policy(ids, torch.tensor([0, len(ids)]), everything, temperature)
+    boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)
+    logprobs, _ = policy(ids, boundaries, everything, temperature)
     release_gathered(policy)
     return logprobs.float().cpu().numpy()

@@ -82,7 +82,7 @@ class NCCLPublisher(Publisher):
         self._within_deadline(self._sender.send_weights)
         self.engines.each("resume", draft.version)
         package = replace(draft, manifest=self._source.sent)
-        receipts = self.engines.each("receipt", package.canary_ids)
+        receipts = self.engines.each("receipt", package.canary_texts)
         return lambda: (package, receipts)
 
     def _within_deadline(self, call: Callable[..., Any], *args: Any) -> Any:

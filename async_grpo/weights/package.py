@@ -117,6 +117,7 @@ def check_received(sent: Manifest, received: Manifest, worker_id: str) -> None:
     problems = {
         "missing": [name for name in sent if name not in received],
         "unexpected": [name for name in received if name not in sent],
+        "received, yet not in use": [name for name in sent if name in received and not received[name].in_use],
         "differing": [name for name in sent if name in received and received[name] != sent[name]],
     }
     if any(problems.values()):

@@ -9,10 +9,10 @@ for the loading alone, and no optimizer step is taken before the proof has held.
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from async_grpo.weights.self_test import perturbed, self_test_groups
 
 Differences = dict[str, np.ndarray]  # worker id -> (N,) its canary log-probs minus the trainer's
 Delivery = Callable[[], tuple[WeightPackage, Mapping[str, Receipt]]]
-CANARY_TOKENS = 128
+# Of each text, at most. A long one shows what goes wrong with the position; an engine that answers for one holds the
+# logits of all its tokens at once
+CANARY_TOKENS = (16, 128, 512)
 # The smallest tolerance, and the largest difference (root mean square over the canary) that engine and trainer may
 # show before anything was changed: beyond it they compute different models. Between the two, what they do show.
 MIN_TOLERANCE = 5e-5
@@ -39,15 +41,21 @@ ROUNDINGS = {torch.float32: 2048.0, torch.bfloat16: 4.5}
 
 @dataclass(frozen=True)
 class Canary:
-    """A fixed text whose log-probs tell two policies apart."""
+    """Fixed texts whose log-probs tell two policies apart."""
 
-    token_ids: np.ndarray  # (N,) int32
-    logprobs: Callable[[Any, np.ndarray], np.ndarray]  # the trainer's, of a model; called on every rank
+    texts: Sequence[np.ndarray]  # each (L,) int32; N tokens in all
+    logprobs: Callable[..., np.ndarray]  # of a model and the texts: (N,), the trainer's; called on every rank
 
     @staticmethod
     def text(vocab_size: int, length: int, seed: int = 0) -> np.ndarray:
-        """(N,) int32 random tokens: they touch many rows of the embedding, and every weight of the body."""
+        """(L,) int32 random tokens: they touch many rows of the embedding, and every weight of the body."""
         return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
+
+    @classmethod
+    def random(cls, logprobs: Callable[..., np.ndarray], vocab_size: int, longest: int, seed: int) -> Self:
+        """Texts of CANARY_TOKENS, `longest` at most."""
+        lengths = sorted({min(length, longest) for length in CANARY_TOKENS})
+        return cls([cls.text(vocab_size, length, seed) for length in lengths], logprobs)
 
 
 @dataclass
@@ -77,11 +85,11 @@ class Publisher:
         """Make `version` the policy that every engine generates with. Collective: call it on every rank.
 
         With `self_test`, weights that differ visibly in every tensor are sent and proven first; once weights have been
-        proven, this is for workers that joined late, and one that fails is fenced. The weights themselves are packed
+        proven, this is for workers that joined late. A worker that fails is fenced. The weights themselves are packed
         when this returns; the rest of their sync goes on in a thread.
 
         Returns what waits for the proof; its metrics are `weight_sync_s`, from the call of this on, and `canary_error`.
-        Both raise WeightsDidNotLand, on rank 0.
+        Both raise WeightsDidNotLand, on rank 0, if all workers failed that were sent weights to work on.
         """
         self._proof()
         started = time.monotonic()
@@ -124,11 +132,11 @@ class Publisher:
 
     def _draft(self, model: nn.Module, version: int) -> WeightPackage:
         """A package without its tensors: the canary under the model's weights, and how exactly it must be met."""
-        expected = self.canary.logprobs(model, self.canary.token_ids)
+        expected = self.canary.logprobs(model, *self.canary.texts)
         known, untested = self._rounding, MAX_ROUNDING[self.wire_dtype]
         measured = untested if known is None else max(3 * known, MIN_TOLERANCE)
         tolerance = self.config.canary_tolerance or measured
-        return WeightPackage(version, {}, [], self.canary.token_ids, expected, tolerance, self._for_late)
+        return WeightPackage(version, {}, [], self.canary.texts, expected, tolerance, self._for_late)
 
     def _remember(self, differences: Differences) -> None:
         self._last = {**self._last, **differences}
@@ -159,16 +167,19 @@ class Publisher:
     def _judge(
         self, engines: Engines, package: WeightPackage, receipts: Mapping[str, Receipt]
     ) -> Differences:
-        """Of the workers whose proof holds; those that have worked hitherto must all be among them."""
+        """Of the workers whose proof holds. The others are fenced; if it holds of none, the fault is not a worker's."""
         last, differences = {} if package.version == SELF_TEST else self._last, Differences()
+        failed: dict[str, WeightsDidNotLand] = {}
         for worker_id, receipt in receipts.items():
             try:
                 before = last.get(worker_id, 0.0)
                 differences[worker_id] = prove_landed(package, worker_id, receipt, before)
             except WeightsDidNotLand as error:
-                if not package.for_late:
-                    raise
-                engines.fence(worker_id, error)
+                failed[worker_id] = error
+        if failed and not differences and not package.for_late:
+            raise next(iter(failed.values()))
+        for worker_id, error in failed.items():
+            engines.fence(worker_id, error)
         return differences
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:

@@ -5,6 +5,7 @@ Runs inside vLLM's worker processes (`worker_extension_cls` imports this module 
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,13 +22,24 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from async_grpo.protocols import TensorRecord
 from async_grpo.weights.package import record
+from async_grpo.weights.read_back import fingerprint, place_of, sampled, sampled_columns
 
 WORKER_EXTENSION = "async_grpo.weights.vllm_engine.WeightReceipts"
 
@@ -42,9 +55,11 @@ class Receipts:
 
     model: Any
     model_config: Any
+    fingerprints: dict[str, int]  # of every tensor that ever arrived, as it was last
 
     def start_weight_update(self) -> None:
         self.received: dict[str, TensorRecord] = {}
+        self.fingerprints = getattr(self, "fingerprints", {})
         initialize_layerwise_reload(self.model)
         self._model, self.model = self.model, self
 
@@ -55,6 +70,7 @@ class Receipts:
     def _noted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.received[name] = record(tensor)
+            self.fingerprints[name] = fingerprint(sampled(tensor))
             yield name, tensor
 
     def finish_weight_update(self) -> None:
@@ -125,6 +141,48 @@ class WeightReceipts:
     def weight_receipt(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """What the last update delivered to this worker, as plain values: name -> (dtype, shape, digest)."""
         return {name: astuple(one) for name, one in self.weight_transfer_engine.received.items()}
+
+    def fingerprints(self) -> tuple[dict[str, int], dict[str, int]]:
+        """By place: of what this process computes with, and of all that arrived there (`read_back`)."""
+        used, arrived = in_use(self.weight_transfer_engine.model), self.weight_transfer_engine.fingerprints
+        at = {
+            place: [one for name, one in arrived.items() if place in (name, place_of(name))] for place in used
+        }
+        return used, {place: sum(several) % 2**64 for place, several in at.items()}
+
+
+def in_use(model: torch.nn.Module) -> dict[str, int]:
+    """Fingerprints, by place, of what the layers of this process compute with: its share of what is split over processes,
+    the first one also what all hold. A tied head stands under the name of the tensor that it is tied to."""
+    found, owners = Counter[str](), dict[int, str]()
+    for path, layer in model.named_modules():
+        for name, weight in layer.named_parameters(recurse=False):
+            tied_to = owners.setdefault(weight.data_ptr() or id(weight), f"{path}.{name}")
+            place = place_of(tied_to) if tied_to == f"{path}.{name}" else tied_to
+            found[place] += fingerprint(_held(layer, name, weight))
+    return {place: total % 2**64 for place, total in found.items()}
+
+
+def _held(layer: torch.nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
+    rank, is_row = get_tensor_model_parallel_rank(), isinstance(layer, RowParallelLinear)
+    is_split = isinstance(layer, (LinearBase, VocabParallelEmbedding)) and not isinstance(
+        layer, ReplicatedLinear
+    )
+    if rank and (not is_split or (is_row and name == "bias")):
+        return weight.new_zeros(1)
+    method, multiplies = getattr(layer, "quant_method", None), isinstance(layer, (LinearBase, ParallelLMHead))
+    if name != "weight" or not multiplies:
+        return sampled(weight)
+    if not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
+        return weight.new_zeros(1)  # other numbers than those that arrived
+    width = layer.input_size if isinstance(layer, LinearBase) else layer.embedding_dim
+    here = layer.input_size_per_partition if is_row else width
+    columns = sampled_columns(width) - (rank * here if is_row else 0)
+    inputs = torch.zeros(len(columns), here, dtype=weight.dtype, device=weight.device)
+    for row, column in enumerate(columns.tolist()):
+        if 0 <= column < here:  # of a matrix whose columns are split, this process holds some
+            inputs[row, column] = 1
+    return method.apply(layer, inputs, None)
 
 
 class CpuGenerators(dict[int, torch.Generator]):

@@ -115,7 +115,7 @@ def test_a_worker_that_joins_late_passes_the_self_test_with_the_weights_that_are
 
     actors = [join("early")]
     policy = PolicyModel(load_causal_lm(MODEL, "float32"))
-    engines, canary = RayEngines(run, 30), Canary(Canary.text(266, 40), canary_logprobs)
+    engines, canary = RayEngines(run, 30), Canary([Canary.text(266, n) for n in (8, 40)], canary_logprobs)
     publisher = Publisher(engines, named_weights, canary, torch.float32, 0, WeightConfig())
     questions = [Question(np.array([5, 6], np.int32), {"input": "q", "answer": "x"})]
     call(run.start_batcher.remote(config(), NO_FACTS, 1, questions, FakeVerification))

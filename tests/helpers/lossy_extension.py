@@ -1,10 +1,32 @@
-"""A worker extension for vLLM without the fix for tied heads: what the landing proof is there to catch."""
+"""A worker extension for vLLM that loses weights on demand: what the landing proof is there to catch."""
+
+from collections.abc import Sequence
 
 from async_grpo.weights import vllm_engine
-from async_grpo.weights.vllm_engine import WeightReceipts
+from async_grpo.weights.vllm_engine import ObjectStoreEngine, WeightReceipts
 
-vllm_engine.repack_tied_heads = lambda model: None
+LOST: set[str] = set()  # names of tensors; "everything"; "tied head"
+HELD = {}  # the last value of each tensor that was not lost
+repack_tied_heads, noted = vllm_engine.repack_tied_heads, ObjectStoreEngine._noted
 
 
-class WithoutTheFix(WeightReceipts):
-    pass
+def _repack_tied_heads(model):
+    if "tied head" not in LOST:
+        repack_tied_heads(model)
+
+
+def _noted(self, weights):
+    for name, tensor in noted(self, weights):
+        if name not in LOST:
+            HELD[name] = tensor
+        if "everything" not in LOST:
+            yield name, HELD[name]
+
+
+vllm_engine.repack_tied_heads, ObjectStoreEngine._noted = _repack_tied_heads, _noted
+
+
+class Lossy(WeightReceipts):
+    def lose(self, names: Sequence[str]) -> None:
+        LOST.clear()
+        LOST.update(names)

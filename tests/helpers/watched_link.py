@@ -32,7 +32,7 @@ class WatchedLink:
 
     def deliver(self, package: WeightPackage) -> Mapping[str, Receipt]:
         tensors = {n: t for chunk in package.chunks for n, t in load(chunk.tobytes()).items()}
-        receipt = self._update(tensors), self._canary(package.canary_ids)
+        receipt = self._update(tensors), self._canary(*package.canary_texts)
         self.tolerances.append(package.tolerance)
         if package.version == SELF_TEST and len(self.tolerances) > 1:
             number = len(self.healthy)
@@ -46,7 +46,7 @@ class WatchedLink:
 
     def _missed(self, changed: dict[str, torch.Tensor], name: str, package: WeightPackage) -> float:
         self._update({**changed, name: self._held[name].to(changed[name].dtype)})
-        return rms(self._canary(package.canary_ids) - package.canary_logprobs) / package.tolerance
+        return rms(self._canary(*package.canary_texts) - package.canary_logprobs) / package.tolerance
 
     def commit(self, package: WeightPackage, landed: list[str]) -> None:
         pass

@@ -27,7 +27,7 @@ from async_grpo.modeling.load import (
     torch_dtype,
 )
 from async_grpo.modeling.policy import PolicyModel, named_weights
-from async_grpo.protocols import Manifest
+from async_grpo.protocols import Manifest, answer_canary
 from async_grpo.training.sharding import canary_logprobs
 from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, SharedRunSettings
 from async_grpo.weights.config import WeightConfig
@@ -139,13 +139,13 @@ class SelfTest:
         def update(tensors: Mapping[str, torch.Tensor]) -> Manifest:
             return engine.run(engine.worker.update(SELF_TEST, [memoryview(save(dict(tensors)))]))
 
-        def canary(ids: np.ndarray) -> np.ndarray:
-            return engine.run(engine.worker.canary(ids))
+        def canary(*texts: np.ndarray) -> np.ndarray:
+            return engine.run(answer_canary(engine.worker, texts))
 
         weights = dict(named_weights(self.policy))
         update(weights)
         self.link = WatchedLink(update, canary, weights)
-        text = Canary(Canary.text(vocab_size, 128), canary_logprobs)
+        text = Canary([Canary.text(vocab_size, n) for n in (16, 128)], canary_logprobs)
         self.publisher = Publisher(self.link, named_weights, text, torch_dtype(dtype), 0, WeightConfig())
 
     def run(self) -> float:
@@ -255,9 +255,33 @@ def test_the_timeline_counts_every_generated_token(engine):
     assert sum(tokens for _, tokens in timeline) == sum(map(len, completions))
 
 
+def test_what_an_engine_received_and_does_not_compute_with_is_named_however_little_it_changed(
+    environment, model
+):
+    """By 1e-6: no canary would show it among the roundings of bfloat16."""
+    with closing(EngineThread(extension="lossy_extension.Lossy", dtype="bfloat16")) as lossy:
+
+        def not_in_use(version: int, *lost: str) -> set[str]:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(1e-6)
+            tensors = {name: weight.bfloat16() for name, weight in weights(model).items()}
+            lossy.run(lossy.worker.engine.collective_rpc("lose", args=(lost,)))
+            return {name for name, one in send(lossy, tensors, version)[0].items() if not one.in_use}
+
+        key = "model.layers.1.self_attn.k_proj.weight"
+        assert not_in_use(0) == set() and not lossy.worker._unreadable
+        assert not_in_use(1, "tied head") == {"model.embed_tokens.weight"}
+        # Named with what the engine fuses it with
+        assert key in (found := not_in_use(2, key)) and all("layers.1.self_attn" in name for name in found)
+        assert not_in_use(3) == set()
+        assert not_in_use(4, "everything") > {"model.embed_tokens.weight", key}
+
+
 def test_without_the_fix_for_tied_heads_the_proof_refuses(environment):
-    refusal = pytest.raises(WeightsDidNotLand, match="the start-up self-test bit by bit.*a tied head")
-    with closing(EngineThread(extension="lossy_extension.WithoutTheFix")) as broken, refusal:
+    refusal = pytest.raises(WeightsDidNotLand, match="received, yet not in use: model.embed_tokens.weight")
+    with closing(EngineThread(extension="lossy_extension.Lossy")) as broken, refusal:
+        broken.run(broken.worker.engine.collective_rpc("lose", args=(["tied head"],)))
         SelfTest(broken, MODEL, "float32").run()
 
 

@@ -131,7 +131,7 @@ def step_of_batch(ranks, seed, **options):
 def publish_with_self_test(policy, ranks):
     """To an engine that is always right."""
     link = Mock(put=lambda chunk: chunk, deliver=lambda p: {"g0": (p.manifest, p.canary_logprobs)})
-    engines, canary = (link if ranks.is_main else None), Canary(CANARY, canary_logprobs)
+    engines, canary = (link if ranks.is_main else None), Canary([CANARY], canary_logprobs)
     publisher = Publisher(engines, named_weights, canary, torch.float32, ranks.rank, WeightConfig())
     publisher.publish(policy, 1, self_test=True)()
     assert (

@@ -28,7 +28,7 @@ class Control:
 
     def each(self, method, argument):
         if method == "receipt":
-            return dict.fromkeys(self.members, (self.received, logprobs(self.model, argument)))
+            return dict.fromkeys(self.members, (self.received, logprobs(self.model, *argument)))
         self.log.append(f"{method} {argument}")
 
     def commit(self, package, landed):

@@ -82,7 +82,7 @@ def synced(
     """An engine, its trainer's publisher and policy."""
     engine, canary = (
         Engine(layers, hidden, watched, dtype),
-        Canary(Canary.text(VOCAB, TOKENS), canary_logprobs),
+        Canary([Canary.text(VOCAB, TOKENS)], canary_logprobs),
     )
     sender = Publisher(engine, named_weights, canary, dtype, 0, WeightConfig(canary_tolerance=tolerance))
     return engine, sender, PolicyModel(fresh_model(layers, hidden, dtype))

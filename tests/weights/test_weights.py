@@ -98,7 +98,7 @@ def named(model: nn.Module):
     yield from model.named_parameters()
 
 
-CANARY = Canary(Canary.text(40, 32), logprobs)
+CANARY = Canary([Canary.text(40, 32)], logprobs)
 
 
 class FakeLink:
@@ -117,7 +117,7 @@ class FakeLink:
             del tensors[self.loses], receipt[self.loses]
         used = {name: tensor for name, tensor in tensors.items() if name != self.ignores}
         self.engine.load_state_dict(used, strict=False)
-        answer = logprobs(self.engine, package.canary_ids)
+        answer = logprobs(self.engine, *package.canary_texts)
         return {"g0": (receipt, answer * np.nan if self.blind else answer)}
 
     def commit(self, package, landed):
@@ -142,6 +142,25 @@ def test_a_self_test_comes_first_and_leaves_the_model_as_it_was():
     # The weights as they are, and every tensor changed; both are kept for workers that join late
     assert link.log == [*a_test, *a_test, ("deliver", 0, 1), ("commit", 0, ["g0"])]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_worker_whose_weights_do_not_land_is_fenced_unless_all_fail_alike():
+    class Two(FakeLink):
+        blind_ones = ()
+
+        def deliver(self, package):
+            ((_, (receipt, answer)),) = super().deliver(package).items()
+            return {name: (receipt, answer + (name in self.blind_ones)) for name in ("g0", "g1")}
+
+    link, model = Two(), TwoLayers()
+    sender = publisher(link)
+    sender.publish(model, 0, self_test=True)()
+    link.blind_ones = ["g1"]
+    sender.publish(model, 1)()
+    assert link.log[-2:] == [("fence", "g1"), ("commit", 1, ["g0"])]
+    link.blind_ones = ["g0", "g1"]
+    with pytest.raises(WeightsDidNotLand, match="worker g0 received policy version 2"):
+        sender.publish(model, 2)()
 
 
 def test_a_worker_that_joined_late_and_fails_the_self_test_is_fenced_and_the_run_goes_on():
