@@ -178,8 +178,8 @@ class Engine(Protocol):
         """Stop the engine and its processes."""
 
 
-async def answer_canary(engine: Engine, texts: Sequence[np.ndarray]) -> np.ndarray:
-    """(N,) float32: its log-probs of all texts, end to end."""
+async def answer_canary(engine: Any, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """(N,) float32: the log-probs of an `Engine` of all texts, end to end."""
     return np.concatenate(await asyncio.gather(*map(engine.canary, texts)))
 
 

@@ -178,8 +178,8 @@ class Publisher:
                 failed[worker_id] = error
         if failed and not differences and not package.for_late:
             raise next(iter(failed.values()))
-        for worker_id, error in failed.items():
-            engines.fence(worker_id, error)
+        for worker_id, reason in failed.items():
+            engines.fence(worker_id, reason)
         return differences
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:

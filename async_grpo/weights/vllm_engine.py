@@ -163,7 +163,7 @@ def in_use(model: torch.nn.Module) -> dict[str, int]:
     return {place: total % 2**64 for place, total in found.items()}
 
 
-def _held(layer: torch.nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
+def _held(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
     rank, is_row = get_tensor_model_parallel_rank(), isinstance(layer, RowParallelLinear)
     is_split = isinstance(layer, (LinearBase, VocabParallelEmbedding)) and not isinstance(
         layer, ReplicatedLinear
