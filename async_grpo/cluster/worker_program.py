@@ -5,11 +5,13 @@ import contextlib
 import dataclasses
 import logging
 import os
+import socket
 import uuid
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.cluster.ray_session import (
@@ -25,7 +27,7 @@ from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNo
 from async_grpo.generation.config import UNLIMITED, engine_class
 from async_grpo.options.command_line import log_to_own_file
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
-from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
+from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo, library_version
 
 log = logging.getLogger(__name__)
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these
@@ -54,7 +56,8 @@ class WorkerActor(ChannelServer):
 
     async def start(self, config: WorkerConfig, settings: SharedRunSettings) -> tuple[int, int]:
         """Load the model; returns how many sequences and tokens it holds. ConfigurationError: it is not the trainer's."""
-        # Not in the dispatcher, which can do without these libraries
+        # Not in the dispatcher, which can do without these libraries, and may be on another node
+        check_library(settings)
         check_model(config.model_path, settings)
         generates = config.mode == GENERATION
         config = config.with_sequences(settings) if generates else config
@@ -128,12 +131,21 @@ def dispatch(config: WorkerConfig) -> None:
 
 
 def _make_actor(config: WorkerConfig) -> Any:
-    """An actor for the worker; it begins to import at once."""
+    """An actor for the worker, where `--node` says; it begins to import at once."""
     generates = config.mode == GENERATION
     gpus = config.tensor_parallel_size if generates else 1
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
+        node for node in ray.nodes() if node["NodeID"] == here or (config.node != "here" and node["Alive"])
+    ]
+    has_gpus = config.node == "gpu" or any(node["Resources"].get("GPU") for node in nodes)
     actor = zero_cpu_actor(
         GenerationActor if generates else LogprobActor,
-        num_gpus=gpus if ray.cluster_resources().get("GPU") else 0,
+        num_gpus=gpus if has_gpus else 0,
+        # Model and --engine FILE.py:NAME are read from a node's own disk
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
+        if config.node == "here"
+        else "DEFAULT",
         runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
     ).remote()
     actor.warm_up.remote(config)  # if it fails, `start` does so again, and is heard
@@ -146,6 +158,15 @@ def _worker_class(config: WorkerConfig) -> Any:
     from async_grpo.logprob.logprob_worker import LogprobWorker
 
     return LogprobWorker
+
+
+def check_library(settings: SharedRunSettings) -> None:
+    """Refuse another version of the library: its messages might silently mean something else."""
+    if library_version() != settings.library:
+        raise ConfigurationError(
+            f"this node ({socket.gethostname()}) has version {library_version()} of async-grpo, the trainer of run "
+            f"{settings.run_name!r} {settings.library}: install the same one on every node"
+        )
 
 
 def check_model(model_path: str, settings: SharedRunSettings) -> None:

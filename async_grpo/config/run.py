@@ -124,6 +124,11 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
 
     mode: str = required("What it does for the run.", choices=("generation", "logprob"), everyday=True)
     reward_fns: str = option("", "Comma list of rewards of the run (generation mode).", everyday=True)
+    node: str = _cluster(
+        "here",
+        "Where the worker runs: on this node; on any; or on any with free GPUs, also one that joins later.",
+        choices=("here", "any", "gpu"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

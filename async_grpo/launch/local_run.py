@@ -188,7 +188,8 @@ def _tell_if_saved(config: LocalConfig, since: float) -> None:
 
 def worker_commands(config: LocalConfig) -> list[list[str]]:
     """The command lines of all workers: each reads its own options of the run's parameters."""
-    worker = [sys.executable, "-m", "async_grpo.programs.worker", parameters(config)]
+    node = ("gpu" if gpus() else "any") if config.ray_address else "here"  # the GPUs here are the trainer's
+    worker = [sys.executable, "-m", "async_grpo.programs.worker", parameters(config), f"--node={node}"]
     engines = [[*worker, "--mode=generation"]] * config.generation_workers
     return engines + [[*worker, f"--role={role}", "--mode=logprob"] for role in config.logprob_roles]
 

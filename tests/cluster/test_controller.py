@@ -14,6 +14,7 @@ from registry_load import outstanding
 
 from async_grpo.cluster import worker_program
 from async_grpo.cluster.controller import RunController
+from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
@@ -117,6 +118,43 @@ async def test_another_model_or_one_whose_context_is_too_short_is_refused_on_bot
         await lacking(controller)
     with pytest.raises(ConfigurationError, match="the run needs 100000"):
         worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
+
+
+def test_a_worker_of_another_version_of_the_library_is_refused_and_told_both():
+    worker_program.check_library(SETTINGS)
+    with pytest.raises(
+        ConfigurationError, match=r"has version .* of async-grpo, the trainer of run .* 0\.0\.9 \(abc\)"
+    ):
+        worker_program.check_library(replace(SETTINGS, library="0.0.9 (abc)"))
+
+
+@pytest.mark.parametrize(
+    ("node", "gpus", "pinned"),
+    [("here", [0, 8], 0), ("here", [8, 0], 2), ("any", [0, 8], 2), ("any", [0, 0], 0), ("gpu", [0, 0], 2)],
+)
+def test_a_worker_runs_on_its_dispatcher_s_node_unless_told_otherwise(monkeypatch, node, gpus, pinned):
+    """With the GPUs of that node (the first one), whatever others have; `gpu` waits for a node that has some."""
+    asked = {}
+    nodes = [
+        {"NodeID": f"{n:056x}", "Alive": True, "Resources": {"GPU": count} if count else {}}
+        for n, count in enumerate(gpus)
+    ]
+    monkeypatch.setattr(worker_program.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(
+        worker_program.ray, "get_runtime_context", lambda: Mock(get_node_id=lambda: nodes[0]["NodeID"])
+    )
+    monkeypatch.setattr(
+        worker_program, "zero_cpu_actor", lambda kind, **options: asked.update(options) or Mock()
+    )
+    told = WorkerConfig(
+        mode="generation", engine="fake", model_path=str(MODEL), tensor_parallel_size=2, node=node
+    )
+    worker_program._make_actor(told)
+    where = asked["scheduling_strategy"]
+    assert asked["num_gpus"] == pinned
+    assert (
+        where == "DEFAULT" if node != "here" else (where.node_id, where.soft) == (nodes[0]["NodeID"], False)
+    )
 
 
 async def test_a_late_worker_asks_for_a_sync_of_its_own_and_works_once_that_has_landed(controller):
