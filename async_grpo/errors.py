@@ -21,6 +21,10 @@ class WorkerLost(AsyncGrpoError, RuntimeError):
     """A worker process died or stopped answering."""
 
 
+class PromptSetAside(WorkerLost):
+    """So many workers were lost over one prompt that it looks like the prompt's own fault."""
+
+
 class WeightsDidNotLand(AsyncGrpoError, RuntimeError):
     """An engine's weights differ from those that the trainer sent."""
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.types import Completion, Message, Prompt, Sampling, SharedRunSettings, Verdict
+from async_grpo.types import Completion, Message, Prompt, Sampling, SharedRunSettings, Tokens, Verdict
 
 
 class Generation(Protocol):
@@ -153,10 +153,18 @@ class Engine(Protocol):
         """Load the model; it may take minutes and block the event loop. `config`: the worker's, an `EngineConfig`."""
 
     def complete(
-        self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
-    ) -> AsyncGenerator[Completion]:
+        self,
+        prompt_token_ids: np.ndarray,
+        seeds: Mapping[int, int],
+        sampling: Sampling | None = None,
+        begun: Mapping[int, Tokens] | None = None,
+    ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """Yield a completion of one prompt (L,) int32 for each member of its group, as soon as it is finished; closing
         aborts the rest. `seeds`: of its sampling, by member: under the same weights, the same completion.
+
+        Now and then it may yield what unfinished members got since the last time. Should the engine be lost, another is
+        given these tokens as `begun` (never called with it, if nothing of the kind was ever yielded), and goes on after
+        them as the first would have: its completions hold them, too, and its draws are those that come next of the seed.
 
         Every token carries the version that produced it. WorkerLost: the engine died, or its last update failed.
         """
@@ -172,7 +180,7 @@ class Engine(Protocol):
         the intervals in which it held unfinished requests."""
 
     async def until_failure(self) -> str:
-        """Wait for the engine to die; returns how that was noticed."""
+        """Wait until the engine dies, or makes no progress though it should; returns how that was noticed."""
 
     def close(self) -> None:
         """Stop the engine and its processes."""

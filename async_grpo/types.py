@@ -54,16 +54,12 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One generated sequence, token by token as the engine sampled it (the end token included)."""
+class Tokens:
+    """Generated tokens as the engine sampled them (the end token included)."""
 
     token_ids: np.ndarray  # (T,) int32
     logprobs: np.ndarray  # (T,) float32, the engine's, at the sampling temperature
     versions: np.ndarray  # (T,) int32, policy version that produced each token
-    finish_reason: FinishReason
-    text: str
-    char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
-    member: int = 0  # its place in the group
 
     def __post_init__(self) -> None:
         lengths = [len(self.token_ids), len(self.logprobs), len(self.versions)]
@@ -73,13 +69,32 @@ class Completion:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __add__(self, more: "Tokens") -> "Tokens":
+        """These tokens, and after them `more`."""
+        pairs = zip(self.arrays, more.arrays, strict=True)
+        return Tokens(*(np.concatenate(pair) for pair in pairs))
+
     @property
-    def truncated(self) -> bool:
-        return self.finish_reason is FinishReason.LENGTH
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.token_ids, self.logprobs, self.versions
 
     @property
     def oldest_version(self) -> int:
         return int(self.versions.min()) if len(self.versions) else 0
+
+
+@dataclass(frozen=True)
+class Completion(Tokens):
+    """One generated sequence, token by token."""
+
+    finish_reason: FinishReason
+    text: str
+    char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
+    member: int = 0  # its place in the group
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH
 
 
 @dataclass(frozen=True)

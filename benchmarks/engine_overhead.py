@@ -30,7 +30,7 @@ from async_grpo.cluster.ray_session import forwarded_environment, zero_cpu_actor
 from async_grpo.cluster.worker_program import ENGINE_ENVIRONMENT, GenerationActor
 from async_grpo.config.run import WorkerConfig
 from async_grpo.modeling.load import model_fingerprint, stop_token_ids
-from async_grpo.types import Sampling, SharedRunSettings
+from async_grpo.types import SharedRunSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "sample-data" / "tiny-model"
@@ -79,11 +79,13 @@ def bare(worker: Any) -> Ask:
     """One request a member, in the form of prompt that vLLM takes without a thread, as ours does."""
     from vllm.inputs import tokens_input
 
+    from async_grpo.generation.requests import Request
+
     numbers = itertools.count()
 
     async def request(prompt: np.ndarray) -> int:
         inputs = tokens_input(prompt.tolist())
-        params = worker._sampling_params(len(prompt), Sampling(), 0)
+        params = Request.of(worker.settings, prompt, 0, 0).params
         async for output in worker.engine.generate(inputs, params, f"bare-{next(numbers)}"):
             final = output
         return len(final.outputs[0].token_ids)

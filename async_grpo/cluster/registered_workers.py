@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.errors import WorkerLost
+from async_grpo.errors import PromptSetAside, WorkerLost
 from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
 from async_grpo.metrics.spans import MOST, Span, condensed
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
-from async_grpo.types import GENERATION, Completion, Prompt, Sampling, WorkerInfo
+from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Tokens, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
@@ -117,22 +117,34 @@ class GenerationWorkers(RegisteredWorkers):
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions as they finish; what a lost worker still owed is generated elsewhere."""
+        """Yield `count` completions as they finish; what a lost worker still owed goes on elsewhere.
+
+        PromptSetAside: too many workers were lost over it.
+        """
         # Those of a lost worker, too: other draws would be short more often than the long ones that they replace
         owed = {member: request_seed(self._seed, prompt.ordinal, member) for member in range(count)}
+        begun = dict[int, Tokens]()  # what unfinished members have, as far as their worker told
         for _ in range(ATTEMPTS):
-            tokens_each = len(prompt.token_ids) + int(self._mean_length)
+            tokens_each = (
+                len(prompt.token_ids) + int(self._mean_length) + max(map(len, begun.values()), default=0)
+            )
             async with self.lease(f"prompt {prompt.ordinal}", len(owed), tokens_each) as (link, lease):
-                completions = link.stream("complete", prompt.token_ids, dict(owed), sampling)
+                given = [{member: begun[member] for member in owed if member in begun}] if begun else []
+                completions = link.stream("complete", prompt.token_ids, dict(owed), sampling, *given)
                 async with aclosing(completions):
                     async for completion in completions:
+                        if not isinstance(completion, Completion):
+                            begun |= {
+                                m: begun[m] + new if m in begun else new for m, new in completion.items()
+                            }
+                            continue
                         del owed[completion.member]
                         self.registry.release(lease)  # its place, while its siblings generate
                         self._mean_length += 0.01 * (len(completion) - self._mean_length)
                         yield completion
             if not owed:
                 return
-        raise WorkerLost(f"{ATTEMPTS} workers were lost over prompt {prompt.ordinal}: {self._last_lost}")
+        raise PromptSetAside(f"{ATTEMPTS} workers were lost over prompt {prompt.ordinal}: {self._last_lost}")
 
     async def take_stats(self) -> dict[str, Any]:
         """See `Generation`; an engine that does not answer at once is counted in a later step."""

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from async_grpo.errors import DeadlineExceeded, RunFailed
+from async_grpo.errors import DeadlineExceeded, PromptSetAside, RunFailed
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
@@ -27,9 +27,10 @@ from async_grpo.experience.step_metrics import (
 )
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import Group, Message, SaveRequested, StepEnd, WorkersJoined
+from async_grpo.types import Group, Message, Prompt, SaveRequested, StepEnd, WorkersJoined
 
 Queued = Message | asyncio.Task[StepEnd]
+SET_ASIDE_IN_A_ROW = 2  # prompts; with another one, something else than the prompts costs engines
 
 
 class ExperienceBatcher:
@@ -78,6 +79,8 @@ class ExperienceBatcher:
         self._alive: dict[int, Group | UnfinishedGroup] = {}  # by sequence number: what a checkpoint keeps
         self._of_step: dict[int, list[int]] = {}  # sequence numbers, until the weights of that step are live
         self._samples_done = 0  # whose step has ended
+        self._prompts_set_aside: list[dict[str, Any]] = []  # since the last step's end
+        self._set_aside_in_a_row = 0  # without a group between them
 
     async def start(self) -> None:
         """Begin to generate, or go on with it. The engines must hold the policy of the step that is to be trained."""
@@ -169,7 +172,13 @@ class ExperienceBatcher:
         """One group from prompt to micro-batches; one that will not do gives its place to the next prompt."""
         while True:
             admitted = self._alive[number]
-            group = await self.rollouts.group(admitted.prompt, number, self.budget.live_version)
+            try:
+                group = await self.rollouts.group(admitted.prompt, number, self.budget.live_version)
+            except PromptSetAside as lost:
+                self._set_aside(admitted.prompt, lost)
+                self._alive[number] = UnfinishedGroup(next(self.cursor), admitted.resampled)
+                continue
+            self._set_aside_in_a_row = 0
             group = replace(group, resampled=admitted.resampled)
             reward, above = self.advantages.mean_reward(group), self.config.retire_solved_above
             if above is not None and reward is not None and reward >= above:
@@ -182,6 +191,13 @@ class ExperienceBatcher:
         group = await self.rollouts.add_logprobs(self.advantages.with_group_mean(group))
         with waiting("step", f"group {number}", "its step"):
             await self._offer(group)
+
+    def _set_aside(self, prompt: Prompt, lost: PromptSetAside) -> None:
+        """Note a prompt that engines died of; raises its error if one after the other is such: then it is not they."""
+        self._set_aside_in_a_row += 1
+        if self._set_aside_in_a_row > SET_ASIDE_IN_A_ROW:
+            raise lost
+        self._prompts_set_aside.append({"prompt": prompt.ordinal, "reason": str(lost), "row": prompt.row})
 
     async def _offer(self, group: Group) -> None:
         """Hand out what follows from a finished group. A step's end is put in place at once, filled in later."""
@@ -223,7 +239,9 @@ class ExperienceBatcher:
             **generation,
             **verification,
             "alarms": self._alarms.of_step(closed.groups, verification.get("verifiers", {})),
+            "prompts_set_aside": self._prompts_set_aside,
         }
+        self._prompts_set_aside = []
         if self.config.dump_samples_filename is not None:
             stats["samples"] = readable_samples(closed.groups)
         return StepEnd(closed.step, len(closed.groups), stats["samples_in_batch"], stats)

@@ -89,6 +89,9 @@ class EngineOptions(Section):
     )
     enable_prefix_caching: bool = _engine(True, "Share the prompt's KV cache within a group.")
     enforce_eager: bool = _engine(False, "Do not compile the engine's model: starts faster, runs slower.")
+    engine_stall_s: float = _engine(
+        120.0, "An engine that has work and makes no token for so long is given up.", range=POSITIVE
+    )
     engine_options: str = _engine("", "Further arguments of vLLM's engine: kv_cache_dtype=fp8,block_size=32.")
 
     def __post_init__(self) -> None:

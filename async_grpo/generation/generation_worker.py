@@ -4,7 +4,6 @@ Plain asyncio; the Ray actor around it is in `cluster/`. vLLM's types stay in th
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import time
@@ -16,39 +15,23 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensInput, tokens_input
-from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import StatLoggerBase
 
-from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.errors import WorkerLost
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
+from async_grpo.generation.requests import NOTHING, UNSYNCED, Request, TokenTimeline, new_name, tokens_of
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
-from async_grpo.types import Completion, FinishReason, Sampling, SharedRunSettings
+from async_grpo.types import Completion, FinishReason, Sampling, SharedRunSettings, Tokens
 from async_grpo.weights.read_back import place_of
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
 log = logging.getLogger(__name__)
-UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
-
-
-class TokenTimeline(StatLoggerBase):
-    """Notes (wall-clock seconds, generated tokens) of every step of the engine."""
-
-    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
-        self.steps: list[tuple[float, int]] = []
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
-        if iteration_stats is not None and iteration_stats.num_generation_tokens:
-            self.steps.append((time.time(), iteration_stats.num_generation_tokens))
-
-    def log_engine_initialized(self) -> None:
-        pass
+PARTS_EVERY_S = 5.0  # what an engine's loss costs of each of its completions
 
 
 class GenerationWorker:
@@ -57,19 +40,24 @@ class GenerationWorker:
     worker_extension = WORKER_EXTENSION  # what vLLM's worker processes import
 
     def __init__(
-        self, engine: AsyncLLM, tokenizer: Any, settings: SharedRunSettings, timeline: TokenTimeline
+        self,
+        engine: AsyncLLM,
+        tokenizer: Any,
+        settings: SharedRunSettings,
+        timeline: TokenTimeline,
+        stall_s: float,
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.timeline = engine, tokenizer, settings, timeline
+        self.stall_s = stall_s
         self.policy_version = UNSYNCED
         self.paused_s = 0.0
-        self._request_ids = itertools.count()
         self._updating = asyncio.Lock()
         self._paused_at, self._update_finished = 0.0, True
         self._broken_reason: str | None = None
         self._unreadable: set[str] | None = (
             None  # places of the weights (`read_back`); None before the first update
         )
-        self._begun: dict[int, float] = {}  # unfinished request -> since when
+        self._begun: dict[str, float] = {}  # unfinished request -> since when
         self._busy: list[tuple[float, float]] = []  # the intervals of the others
 
     @classmethod
@@ -85,7 +73,8 @@ class GenerationWorker:
             usage_context=UsageContext.LLM_CLASS,  # prefills as large as for a batch, not a chat
             stat_loggers=[lambda *_: timeline],
         )
-        return cls(engine, AutoTokenizer.from_pretrained(options.model_path), settings, timeline)
+        tokenizer = AutoTokenizer.from_pretrained(options.model_path)
+        return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -93,61 +82,58 @@ class GenerationWorker:
         return int(cache.num_gpu_blocks * cache.block_size)
 
     async def complete(
-        self, prompt_token_ids: np.ndarray, seeds: Mapping[int, int], sampling: Sampling | None = None
-    ) -> AsyncGenerator[Completion]:
+        self,
+        prompt_token_ids: np.ndarray,
+        seeds: Mapping[int, int],
+        sampling: Sampling | None = None,
+        begun: Mapping[int, Tokens] | None = None,
+    ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
-        token_ids, sampling = prompt_token_ids.tolist(), sampling or Sampling()
-        of_each = {m: self._sampling_params(len(token_ids), sampling, seed) for m, seed in seeds.items()}
-        requests = [asyncio.ensure_future(self._complete(token_ids, *one)) for one in of_each.items()]
+        asked = [
+            Request.of(
+                self.settings, prompt_token_ids, member, seed, sampling, (begun or {}).get(member, NOTHING)
+            )
+            for member, seed in seeds.items()
+        ]
+        requests = [asyncio.ensure_future(self._complete(one)) for one in asked]
+        waiting, due = set(requests), time.monotonic() + PARTS_EVERY_S
         try:
-            for request in asyncio.as_completed(requests):
-                yield await request
+            while waiting:
+                left_s = max(0.0, due - time.monotonic())
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when="FIRST_COMPLETED")
+                for request in done:
+                    yield await request
+                if time.monotonic() >= due:
+                    due += PARTS_EVERY_S
+                    parts = {one.member: one.new_tokens(self.engine) for one in asked}
+                    if told := {member: part for member, part in parts.items() if len(part)}:
+                        yield told
         finally:
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _complete(self, token_ids: list[int], member: int, params: SamplingParams) -> Completion:
+    async def _complete(self, asked: Request) -> Completion:
         self._check_fit()
         # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
         # takes other forms of prompts through a thread, and a pause could come between.
         async with self._updating:
-            prompt = tokens_input(token_ids, cache_salt=str(self.policy_version))
-        request = next(self._request_ids)
-        self._begun[request] = time.time()
+            prompt = tokens_input(asked.token_ids, cache_salt=str(self.policy_version))
+        if not self._begun:  # it was idle
+            self.timeline.last_progress = time.monotonic()
+        self._begun[asked.name] = time.time()
         try:
-            final = await self._last_output(prompt, params)
+            final = await self._last_output(prompt, asked.params, asked.name)
         finally:
-            self._busy.append((self._begun.pop(request), time.time()))
+            self._busy.append((self._begun.pop(asked.name), time.time()))
         self._check_fit()
-        return self._completion(final.outputs[0], member)
+        return self._completion(final.outputs[0], asked.member, asked.given)
 
     def _check_fit(self) -> None:
         if self._broken_reason:
             raise WorkerLost(f"this engine takes no more requests: {self._broken_reason}")
 
-    def _sampling_params(self, prompt_length: int, sampling: Sampling, seed: int) -> SamplingParams:
-        room = self.settings.max_total_tokens - prompt_length
-        if room < 1:
-            raise ConfigurationError(
-                f"a prompt of {prompt_length} tokens leaves no room in {self.settings.max_total_tokens} tokens: "
-                "shorten it or raise --max-generation-tokens"
-            )
-        temperature, longest = sampling.temperature, sampling.max_tokens
-        return SamplingParams(
-            temperature=self.settings.temperature if temperature is None else temperature,
-            seed=seed,
-            max_tokens=min(longest or self.settings.max_completion_tokens, room),
-            stop_token_ids=list(self.settings.stop_token_ids),
-            logprobs=0,  # the sampled token's own
-            flat_logprobs=True,  # lists instead of a dictionary per token
-            skip_clone=True,  # nobody changes it
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    async def _last_output(self, prompt: TokensInput, params: SamplingParams) -> Any:
-        name = str(next(self._request_ids))
+    async def _last_output(self, prompt: TokensInput, params: SamplingParams, name: str) -> Any:
         try:
             outputs = [output async for output in self.engine.generate(prompt, params, name)]
         except Exception as error:
@@ -156,20 +142,19 @@ class GenerationWorker:
             raise
         return outputs[-1]
 
-    def _completion(self, output: CompletionOutput, member: int) -> Completion:
-        token_ids, flat = np.asarray(output.token_ids, np.int32), output.logprobs
+    def _completion(self, output: CompletionOutput, member: int, given: Tokens = NOTHING) -> Completion:
         if output.finish_reason not in ("stop", "length"):
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
-        assert isinstance(flat, FlatLogprobs) and len(flat) == len(token_ids), type(flat)
-        stopped = output.finish_reason == "stop"
+        tokens = given + tokens_of(output)
+        token_ids, stopped = tokens.token_ids, output.finish_reason == "stop"
         text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
         return Completion(
-            token_ids=token_ids,
-            logprobs=np.asarray(flat.logprobs, np.float32)[flat.start_indices],  # the first of each position
-            versions=_versions(output),
+            *tokens.arrays,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             text=text,
-            char_ends=char_ends(self.tokenizer, output.token_ids, text) if self.settings.char_ends else None,
+            char_ends=char_ends(self.tokenizer, token_ids.tolist(), text)
+            if self.settings.char_ends
+            else None,
             member=member,
         )
 
@@ -222,7 +207,8 @@ class GenerationWorker:
         try:
             await self.engine.resume_generation()
         finally:
-            self.paused_s += time.monotonic() - self._paused_at
+            self.timeline.last_progress = time.monotonic()
+            self.paused_s += self.timeline.last_progress - self._paused_at
             self._updating.release()
 
     async def receipt(self, texts: Sequence[np.ndarray]) -> Receipt:
@@ -258,7 +244,7 @@ class GenerationWorker:
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )
-        final = await self._last_output(tokens_input(token_ids.tolist()), params)
+        final = await self._last_output(tokens_input(token_ids.tolist()), params, new_name())
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
         return np.asarray([0.0, *(step[token].logprob for step, token in steps)], np.float32)
 
@@ -266,6 +252,13 @@ class GenerationWorker:
         """See `Engine`; it finds a death that no request would meet."""
         while not self.engine.errored:
             await asyncio.sleep(every_s)
+            still_s = time.monotonic() - self.timeline.last_progress
+            if self._begun and not self._updating.locked() and still_s > self.stall_s:
+                self._broken_reason = (
+                    f"it made no token for {still_s:.0f} s (--engine-stall-s {self.stall_s:g}), with {len(self._begun)} "
+                    "requests under way"
+                )
+                return self._broken_reason
         return "the vLLM engine's processes died"
 
     def progress(self) -> dict[str, Any]:
@@ -279,12 +272,3 @@ class GenerationWorker:
 
     def close(self) -> None:
         self.engine.shutdown()
-
-
-def _versions(output: CompletionOutput) -> np.ndarray:
-    """(T,) int32: the policy version of every token, from the engine's own spans."""
-    versions = np.full(len(output.token_ids), UNSYNCED, np.int32)
-    for span in output.weight_versions or ():
-        if span.version.lstrip("-").isdigit():
-            versions[span.start : span.end] = int(span.version)
-    return versions

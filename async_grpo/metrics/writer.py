@@ -26,6 +26,7 @@ METRICS_FILE = "training_metrics.jsonl"
 PARAMS_FILE = "training_params.json"
 EVAL_FILE = "eval_metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
+SET_ASIDE_FILE = "prompts_set_aside.jsonl"
 LOCK_FILE = ".lock"
 
 Track = Callable[[dict[str, Any]], None]  # takes each line as it is written
@@ -99,7 +100,7 @@ def holder(folder: Path) -> int | None:
 
 def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
     """Take what was written of later steps out of the files of a run that goes on after `step`, into `undone_...`."""
-    of_run = (folder / name for name in (METRICS_FILE, EVAL_FILE, TIMELINE_FILE))
+    of_run = (folder / name for name in (METRICS_FILE, EVAL_FILE, TIMELINE_FILE, SET_ASIDE_FILE))
     for path in filter(None, (*of_run, samples_file)):
         if not path.exists():
             continue
@@ -133,6 +134,7 @@ class MetricsWriter:
         self, folder: Path, num_steps: int, samples_file: Path | None = None, track: Track = lambda line: None
     ) -> None:
         self._metrics, self._timeline = folder / METRICS_FILE, folder / TIMELINE_FILE
+        self._set_aside = folder / SET_ASIDE_FILE
         self._samples, self._num_steps, self._track = samples_file, num_steps, track
         self._progress = Progress(console=_CONSOLE, disable=not _CONSOLE.is_terminal)
         self._bar = self._progress.add_task("training", total=num_steps)
@@ -160,6 +162,10 @@ class MetricsWriter:
             line["alarms"] = [*line.get("alarms", []), *gamed]
         if self._samples:
             self._append(self._samples, [{"step": line["step"], **sample} for sample in samples])
+        if set_aside := line.pop("prompts_set_aside", []):
+            self._append(self._set_aside, [{"step": line["step"], **prompt} for prompt in set_aside])
+            what = f"{len(set_aside)} prompts cost several engines and were set aside: see {self._set_aside}"
+            line["alarms"] = [*line.get("alarms", []), what]
         self._append(self._timeline, [{"step": line["step"], **_span(*span)} for span in condensed(spans)])
         self._append(self._metrics, [line])
         self._track(line)

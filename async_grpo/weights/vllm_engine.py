@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import safe_open
@@ -35,6 +36,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from async_grpo.protocols import TensorRecord
@@ -185,6 +187,30 @@ def _held(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
     return method.apply(layer, inputs, None)
 
 
+DRAWN = "drawn"  # further argument of a request: tokens that another engine drew before, with the same seed
+_BEGINS: WeakKeyDictionary[torch.Generator, torch.Tensor] = (
+    WeakKeyDictionary()
+)  # of a request: before its first draw here
+
+
+def drawing_on(add: Any) -> Any:
+    """`InputBatch.add_request`: a request that another engine began goes on with the draws that come next of its seed.
+
+    With fresh draws those tokens that the other engine had made since it last told of them would be drawn again; and as
+    completions are told of at once when they end, long ones would be given a second chance to be short.
+    """
+
+    def add_request(self: InputBatch, request: Any) -> int:
+        if (generator := request.generator) is not None and generator not in _BEGINS:
+            sampler = TopKTopPSampler("processed_logprobs")  # draws as the engine's own does
+            for _ in range((request.sampling_params.extra_args or {}).pop(DRAWN, 0)):
+                sampler(torch.zeros(1, self.vocab_size, device=generator.device), {0: generator}, None, None)
+            _BEGINS[generator] = generator.get_state()
+        return add(self, request)
+
+    return add_request
+
+
 class CpuGenerators(dict[int, torch.Generator]):
     """Those of seeded requests in a batch. vLLM takes back the draw of a prefill that goes on by an offset, which a
     generator of the CPU has not: the engine would die. It is set back to its begin, where the first draw is still to come.
@@ -193,8 +219,8 @@ class CpuGenerators(dict[int, torch.Generator]):
     def get(self, index: int, default: Any = None) -> Any:
         if (generator := super().get(index)) is None:
             return default
-        begin = generator.initial_seed()
-        return SimpleNamespace(get_offset=lambda: 0, set_offset=lambda _: generator.manual_seed(begin))
+        begin = _BEGINS[generator]
+        return SimpleNamespace(get_offset=lambda: 0, set_offset=lambda _: generator.set_state(begin))
 
 
 def rewind_on_cpu(make: Any) -> Any:
@@ -207,6 +233,7 @@ def rewind_on_cpu(make: Any) -> Any:
     return initialize
 
 
+InputBatch.add_request = drawing_on(InputBatch.add_request)
 if current_platform.is_cpu():
     InputBatch.__init__ = rewind_on_cpu(InputBatch.__init__)
 for _name, _engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):

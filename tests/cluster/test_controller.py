@@ -15,11 +15,11 @@ from registry_load import outstanding
 from async_grpo.cluster import worker_program
 from async_grpo.cluster.controller import RunController
 from async_grpo.config.run import WorkerConfig
-from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.errors import ConfigurationError, PromptSetAside, WorkerLost
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
 from async_grpo.testing import completion
-from async_grpo.types import GREEDY, Completion, Prompt, WorkerInfo
+from async_grpo.types import GREEDY, Completion, Prompt, Tokens, WorkerInfo
 from async_grpo.weights.package import SELF_TEST
 
 MODEL = Path(__file__).resolve().parents[2] / "sample-data" / "tiny-model"
@@ -35,6 +35,7 @@ class Link:
     """`WorkerLink` to a worker whose completions do not end before `completing` is set."""
 
     silent_s, is_closed, is_dying = 0.0, False, False  # a dying one is lost at its third completion
+    tells = ()  # of what members have, before it
 
     def __init__(self, handle, name, on_lost):
         self.name, self.lose, self.completing = name, on_lost, asyncio.Event()
@@ -43,9 +44,11 @@ class Link:
         await asyncio.sleep(self.silent_s)
         return {"token_timeline": [], "paused_s": 1.0, "busy": []}
 
-    async def stream(self, method, token_ids, seeds, sampling):
-        ASKED.append((self.name, seeds, sampling))
+    async def stream(self, method, token_ids, seeds, sampling, *begun):
+        ASKED.append((self.name, seeds, sampling, *begun))
         await self.completing.wait()
+        for part in self.tells:
+            yield part
         for number, member in enumerate(seeds):
             if number == 2 and self.is_dying:
                 raise WorkerLost("killed in a test")
@@ -226,6 +229,31 @@ async def test_what_a_lost_worker_still_owed_is_generated_by_another_and_the_los
     assert outstanding(workers.registry) == (0, 0) and await synced_to(controller) == {"g1"}
     await generate(controller, 1, sampling=GREEDY)
     assert ASKED[-1] == (other.name, {0: seeds[0]}, GREEDY)
+
+
+async def test_another_worker_goes_on_from_the_tokens_that_a_lost_one_told_of(controller):
+    await at_work(controller, "g0", "g1")
+    dying, other = link_to(controller, "g0"), link_to(controller, "g1")
+    told = ((4, (0, 6)), (5, (3, 6)))
+    parts = [{m: Tokens(*completion(m + 1, version).arrays) for m in members} for version, members in told]
+    dying.is_dying, dying.tells = True, parts
+    dying.completing.set()
+    other.completing.set()
+    assert len(await generate(controller)) == 8
+    (*_, begun), asked = ASKED[-1], ASKED[-2]
+    assert len(asked) == 3 and begun.keys() == {3, 6}, "member 0 was done"
+    assert begun[6].versions.tolist() == [4] * 7 + [5] * 7 and begun[3].versions.tolist() == [5] * 4
+
+
+async def test_a_prompt_that_costs_worker_after_worker_is_set_aside(controller, monkeypatch):
+    monkeypatch.setattr("async_grpo.cluster.registered_workers.ATTEMPTS", 2)
+    names = "g0", "g1", "g2"
+    await at_work(controller, *names)
+    for name in names:
+        link_to(controller, name).is_dying = True
+        link_to(controller, name).completing.set()
+    with pytest.raises(PromptSetAside, match="2 workers were lost over prompt 0: killed in a test"):
+        await generate(controller)
 
 
 async def test_a_silent_engine_s_statistics_come_a_step_later_and_hold_up_nobody(controller, monkeypatch):

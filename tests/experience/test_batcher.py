@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from async_grpo.errors import DeadlineExceeded, RunFailed
+from async_grpo.errors import DeadlineExceeded, PromptSetAside, RunFailed
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
@@ -281,6 +281,28 @@ async def test_a_question_whose_group_reaches_the_mean_reward_is_drawn_no_more(b
     steps = await train(batcher_of(engine(), reward, **settings), 16)
     assert steps[-1][1].stats["questions_retired"] == retired
     assert len(answers) == 32 and list(answers.values()).count("3") == (1 if retired else 4)
+
+
+@pytest.mark.parametrize("bad, fails", [((1, 2, 6), False), ((1, 2, 3), True)])
+async def test_a_prompt_that_costs_engines_gives_its_place_to_the_next_unless_all_are_such(bad, fails):
+    class Killing(FakeGeneration):
+        async def generate(self, prompt, count, sampling=None):
+            if prompt.ordinal in bad:
+                raise PromptSetAside(f"4 workers were lost over prompt {prompt.ordinal}: killed")
+            async for one in super().generate(prompt, count):
+                yield one
+
+    generation = Killing(length=lambda ordinal, member: 1 + member)
+    training = train(batcher_of(generation, num_training_batches=4, max_staleness=0), 4)
+    if fails:
+        with pytest.raises(RunFailed, match="4 workers were lost over prompt 3"):
+            await training
+        return
+    steps = await training
+    aside = [entry for _, end in steps for entry in end.stats["prompts_set_aside"]]
+    assert [(entry["prompt"], entry["row"]["answer"] != "") for entry in aside] == [(n, True) for n in bad]
+    trained = {int(i) for batches, _ in steps for batch in batches for i in batch.group_ids}
+    assert not trained & set(bad) and len(trained) == sum(end.num_groups for _, end in steps)
 
 
 async def test_remax_also_generates_and_scores_one_greedy_completion_per_prompt():

@@ -1,6 +1,7 @@
 """`GenerationWorker` around a scripted vLLM engine: whose salt a request carries, what the engine is started with."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from vllm.logprobs import FlatLogprobs
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
-from async_grpo.generation.generation_worker import GenerationWorker, TokenTimeline
+from async_grpo.generation.generation_worker import GenerationWorker
+from async_grpo.generation.requests import TokenTimeline
 from async_grpo.weights.config import TRANSPORTS
 
 MODEL = Path(__file__).resolve().parents[2] / "async_grpo" / "data" / "tiny-model"
@@ -46,7 +48,7 @@ class ScriptedLLM:
         yield SimpleNamespace(outputs=[output])
 
     async def collective_rpc(self, method):
-        return [{}]
+        return [({}, {})] if method == "fingerprints" else [{}]
 
     async def pause_generation(self, mode, clear_cache):
         self.running.clear()
@@ -65,7 +67,7 @@ class ScriptedLLM:
 
 def worker(fails: str = "") -> GenerationWorker:
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
-    return GenerationWorker(ScriptedLLM(fails), tokenizer, SETTINGS, TokenTimeline())
+    return GenerationWorker(ScriptedLLM(fails), tokenizer, SETTINGS, TokenTimeline(), stall_s=0.2)
 
 
 async def one(worker: GenerationWorker):
@@ -123,6 +125,31 @@ async def test_an_engine_whose_transfer_did_not_finish_resumes_only_to_refuse():
     await engine.pause(3)
     await engine.resume(3)
     with pytest.raises(WorkerLost, match="its update to policy version 3 did not finish"):
+        await one(engine)
+
+
+async def test_an_engine_that_makes_no_token_though_it_should_is_given_up_unless_its_weights_are_on_their_way():
+    engine = worker()
+    failure = asyncio.ensure_future(engine.until_failure(0.01))
+    await one(engine)
+    await asyncio.sleep(0.3)  # without work
+    engine.engine.running.clear()
+    begun = time.monotonic()
+    request = asyncio.ensure_future(one(engine))
+    await asyncio.sleep(0.1)
+    await engine.pause(3)
+    await asyncio.sleep(0.3)
+    await engine.finish_weight_update()
+    assert not failure.done()
+    await engine.resume(3)
+    await request
+    engine.engine.running.clear()
+    request = asyncio.ensure_future(one(engine))
+    reason = await asyncio.wait_for(failure, 5)
+    assert "made no token for 0 s (--engine-stall-s 0.2), with 1 requests" in reason
+    assert time.monotonic() - begun > 0.55
+    request.cancel()
+    with pytest.raises(WorkerLost, match="made no token"):
         await one(engine)
 
 

@@ -1,7 +1,9 @@
 """`GenerationWorker` on a real vLLM engine: log-probs, versions, updates in flight, and the proof that they land."""
 
 import asyncio
+import functools
 import itertools
+import operator
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
@@ -29,7 +31,7 @@ from async_grpo.modeling.load import (
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, answer_canary
 from async_grpo.training.sharding import canary_logprobs
-from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, SharedRunSettings
+from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, SharedRunSettings, Tokens
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher
@@ -178,32 +180,72 @@ def test_a_healthy_engine_passes_the_self_test_and_each_single_tensor_that_it_lo
 
 
 def test_tokens_carry_the_version_that_made_them_across_an_update_in_flight(engine, model):
-    stopless = engine.worker._sampling_params(4, Sampling(), 0)
+    from async_grpo.generation.requests import Request, tokens_of
+
+    stopless = Request.of(SETTINGS, CANARY[:4], 0, 0).params
     stopless.stop_token_ids, stopless.ignore_eos = [], True
 
     async def generate_across_an_update() -> tuple[np.ndarray, int]:
-        from async_grpo.generation.generation_worker import _versions
-
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
-        request = asyncio.ensure_future(engine.worker._last_output(prompt, stopless))
+        request = asyncio.ensure_future(engine.worker._last_output(prompt, stopless, "across"))
         await asyncio.sleep(0.15)
         await engine.worker.update(11, [memoryview(save(weights(model)))])
-        output = (await request).outputs[0]
-        return _versions(output), len(output.token_ids)
+        tokens = tokens_of((await request).outputs[0])
+        return tokens.versions, len(tokens)
 
     engine.run(engine.worker.update(10, [memoryview(save(weights(model)))]))
     versions, length = engine.run(generate_across_an_update())
     assert length == 200 and set(versions) == {10, 11} and list(versions) == sorted(versions)
 
 
+def test_what_an_unfinished_completion_has_is_told_and_another_engine_goes_on_as_this_one_would_have(
+    engine, model, monkeypatch
+):
+    """With the same draws: the completion is the same, token by token, though its prefix now is part of the prompt."""
+    from async_grpo.generation import generation_worker
+
+    monkeypatch.setattr(generation_worker, "PARTS_EVERY_S", 0.02)
+    prompt, seeds = CANARY[:8], {member: 100 + member for member in range(6)}
+
+    async def all_of(begun=None) -> tuple[dict[int, Completion], dict[int, list[Tokens]]]:
+        completions, parts = {}, {member: [] for member in seeds}
+        async for one in engine.worker.complete(prompt, seeds, Sampling(max_tokens=120), begun):
+            if isinstance(one, Completion):
+                completions[one.member] = one
+            else:
+                for member, tokens in one.items():
+                    parts[member].append(tokens)
+        return completions, parts
+
+    send(engine, weights(model), 30)
+    whole, parts = engine.run(all_of())
+    assert sum(len(several) > 1 for several in parts.values()) > 2, "too quick to be told of"
+    begun = {
+        m: functools.reduce(operator.add, several[:-1]) for m, several in parts.items() if len(several) > 1
+    }
+    send(engine, weights(model), 31)
+    continued, _ = engine.run(all_of(begun))
+    for member, first in begun.items():
+        then, length = continued[member], len(first)
+        assert then.token_ids.tolist() == whole[member].token_ids.tolist() and then.text == whole[member].text
+        assert then.versions.tolist() == [30] * length + [31] * (len(then) - length)
+        assert then.char_ends[-1] == len(then.text) and then.finish_reason is whole[member].finish_reason
+        expected = hf_logprobs(model, np.concatenate([prompt, then.token_ids]), temperature=0.7)[
+            len(prompt) :
+        ]
+        assert np.abs(then.logprobs - expected).max() < 1e-4
+
+
 def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
+    from async_grpo.generation.requests import Request
+
     ids = SETTINGS.stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
     for stop in ids:
-        params = engine.worker._sampling_params(4, Sampling(), 0)
+        params = Request.of(SETTINGS, CANARY[:4], 0, 0).params
         params.allowed_token_ids = [stop]
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
-        output = engine.run(engine.worker._last_output(prompt, params)).outputs[0]
+        output = engine.run(engine.worker._last_output(prompt, params, f"stop-{stop}")).outputs[0]
         completion = engine.worker._completion(output, 0)
         assert completion.token_ids.tolist() == [stop] and completion.finish_reason is FinishReason.STOP
         assert completion.text == ""  # the end token is no part of the answer
