@@ -13,13 +13,19 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_grpo.checkpoints.folder import checkpoints_of, set_aside_newer
 from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.controller import RunController
 from async_grpo.cluster.make_trainer import make_trainer
-from async_grpo.cluster.ray_session import CONTROLLER, answer, connect, find_controller, zero_cpu_actor
+from async_grpo.cluster.ray_session import (
+    CONTROLLER,
+    answer,
+    connect,
+    find_controller,
+    on_this_node,
+    zero_cpu_actor,
+)
 from async_grpo.cluster.remote_experience import RemoteExperience, start_batcher
 from async_grpo.cluster.weight_sync import RayEngines
 from async_grpo.config.preflight import Prepared
@@ -126,9 +132,8 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
 
     ConfigurationError: a run of this name is open already.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
-        actor = zero_cpu_actor(RunController, scheduling_strategy=here, name=CONTROLLER)
+        actor = zero_cpu_actor(RunController, name=CONTROLLER, **on_this_node())
         return actor.remote(settings, config.worker_grace_s, Channel, absolute(config.scheduling))
     except ValueError as error:
         raise ConfigurationError(

@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.cluster.ray_session import (
@@ -20,6 +19,7 @@ from async_grpo.cluster.ray_session import (
     connect,
     find_controller,
     forwarded_environment,
+    on_this_node,
     zero_cpu_actor,
 )
 from async_grpo.config.run import WorkerConfig
@@ -142,10 +142,7 @@ def _make_actor(config: WorkerConfig) -> Any:
     actor = zero_cpu_actor(
         GenerationActor if generates else LogprobActor,
         num_gpus=gpus if has_gpus else 0,
-        # Model and --engine FILE.py:NAME are read from a node's own disk
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
-        if config.node == "here"
-        else "DEFAULT",
+        **(on_this_node() if config.node == "here" else {}),  # model and engine are read from its disk
         runtime_env={"env_vars": {**ENGINE_ENVIRONMENT, **forwarded_environment()}},
     ).remote()
     actor.warm_up.remote(config)  # if it fails, `start` does so again, and is heard

@@ -132,32 +132,24 @@ def test_a_worker_of_another_version_of_the_library_is_refused_and_told_both():
 
 
 @pytest.mark.parametrize(
-    ("node", "gpus", "pinned"),
+    ("node", "gpus", "needed"),
     [("here", [0, 8], 0), ("here", [8, 0], 2), ("any", [0, 8], 2), ("any", [0, 0], 0), ("gpu", [0, 0], 2)],
 )
-def test_a_worker_runs_on_its_dispatcher_s_node_unless_told_otherwise(monkeypatch, node, gpus, pinned):
+def test_a_worker_runs_on_its_dispatcher_s_node_unless_told_otherwise(monkeypatch, node, gpus, needed):
     """With the GPUs of that node (the first one), whatever others have; `gpu` waits for a node that has some."""
-    asked = {}
-    nodes = [
-        {"NodeID": f"{n:056x}", "Alive": True, "Resources": {"GPU": count} if count else {}}
-        for n, count in enumerate(gpus)
-    ]
-    monkeypatch.setattr(worker_program.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(
-        worker_program.ray, "get_runtime_context", lambda: Mock(get_node_id=lambda: nodes[0]["NodeID"])
-    )
-    monkeypatch.setattr(
-        worker_program, "zero_cpu_actor", lambda kind, **options: asked.update(options) or Mock()
-    )
-    told = WorkerConfig(
-        mode="generation", engine="fake", model_path=str(MODEL), tensor_parallel_size=2, node=node
-    )
-    worker_program._make_actor(told)
-    where = asked["scheduling_strategy"]
-    assert asked["num_gpus"] == pinned
-    assert (
-        where == "DEFAULT" if node != "here" else (where.node_id, where.soft) == (nodes[0]["NodeID"], False)
-    )
+    asked: dict[str, Any] = {}
+    nodes = [{"NodeID": str(n), "Alive": True, "Resources": {"GPU": count}} for n, count in enumerate(gpus)]
+    pin = {"resources": {"node:first": 0.0001}}
+    for name, stand_in in {
+        "ray": Mock(nodes=lambda: nodes, get_runtime_context=lambda: Mock(get_node_id=lambda: "0")),
+        "on_this_node": lambda: pin,
+        "zero_cpu_actor": lambda _, **options: asked.update(options) or Mock(),
+    }.items():
+        monkeypatch.setattr(worker_program, name, stand_in)
+    told = {"mode": "generation", "engine": "fake", "model_path": str(MODEL), "tensor_parallel_size": 2}
+    worker_program._make_actor(WorkerConfig(**told, node=node))
+    assert asked["num_gpus"] == needed
+    assert (pin.items() <= asked.items()) == (node == "here")
 
 
 async def test_a_late_worker_asks_for_a_sync_of_its_own_and_works_once_that_has_landed(controller):
