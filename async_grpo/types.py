@@ -6,17 +6,12 @@ S sequences and N tokens of one packed micro-batch (N = sum of the sequence leng
     Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (one per rank) ... StepEnd
 """
 
-import hashlib
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from async_grpo import __version__
 
 PROMPT_TOKEN = -1  # `versions` of a token that no policy generated
 GENERATION = "generation"  # the kind of worker that every run needs
@@ -268,14 +263,6 @@ class SaveRequested:
 Message = MicroBatch | StepEnd | WorkersJoined | SaveRequested
 
 
-@cache
-def library_version() -> str:
-    """The version, and a digest of the sources that this process found: a checkout changes under one version."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    return f"{__version__} ({digest.hexdigest()[:8]})"
-
-
 @dataclass(frozen=True)
 class SharedRunSettings:
     """The settings that every worker must share, published by the trainer: typed once, never twice."""
@@ -298,7 +285,7 @@ class SharedRunSettings:
     samples_in_flight: int = 0  # admitted and not yet part of the live weights, at most; 0: not known
     checkpoint: str = ""  # that the ranks resume from
     trains: bool = True  # else engines work with the weights that they start with
-    library: str = field(default_factory=library_version)  # the trainer's
+    library: str = ""  # version of the trainer's
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNotLand, WorkerLost
 from async_grpo.generation.config import UNLIMITED, engine_class
 from async_grpo.options.command_line import log_to_own_file
+from async_grpo.options.source_file import library_version
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
-from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo, library_version
+from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
 
 log = logging.getLogger(__name__)
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these

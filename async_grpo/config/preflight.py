@@ -24,7 +24,7 @@ from async_grpo.modeling.load import (
     model_fingerprint,
     stop_token_ids,
 )
-from async_grpo.options.source_file import absolute
+from async_grpo.options.source_file import absolute, library_version
 from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import TRANSPORTS, get_transport
 
@@ -120,6 +120,7 @@ def prepare(config: RunConfig) -> Prepared:
         group_size=config.samples_per_question,
         samples_in_flight=config.samples_in_flight,
         checkpoint=str(folder.absolute()) if folder else "",
+        library=library_version(),
     )
     return Prepared(config, settings, questions, eval_questions, rewards, manifest)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+from async_grpo import __version__
 from async_grpo.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
@@ -93,6 +94,13 @@ def read_source(path: Path) -> str:
 def text_digest(text: str) -> str:
     """SHA-256, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def library_version() -> str:
+    """The version, and a digest of the sources that this process found: a checkout changes under one version."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return f"{__version__} ({text_digest(''.join(map(read_source, sources)))[:8]})"
 
 
 def is_file(name: str) -> bool:

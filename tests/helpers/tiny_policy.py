@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.options.source_file import library_version
 from async_grpo.types import MicroBatch, SharedRunSettings
 
 VOCAB = 100
@@ -23,6 +24,7 @@ SETTINGS = SharedRunSettings(
     transport="object_store",
     logprob_roles=(),
     seed=0,
+    library=library_version(),
 )
 
 

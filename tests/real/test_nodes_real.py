@@ -15,7 +15,7 @@ NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--mount
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict]:
     """What was seen, by its words."""
-    allowed = subprocess.run([*NAMESPACES, "ip", "link", "add", "b", "type", "bridge"], capture_output=True)
+    allowed = subprocess.run([*NAMESPACES, *"ip link add bridge type bridge".split()], capture_output=True)
     if allowed.returncode:
         pytest.skip(f"no namespaces of one's own here: {allowed.stderr.decode().strip()}")
     command = [sys.executable, "-m", "benchmarks.nodes", "--short"]
