@@ -55,8 +55,9 @@ class RegisteredWorkers:
     async def register(self, info: WorkerInfo, handle: Any) -> bool:
         """Let a worker in; it takes part in the next sync. True: it is late, and needs one of its own before."""
         await self._settled.wait()
-        self.registry.register(info)
         worker_id, is_late = info.worker_id, self._is_live
+        self.deregister(worker_id, "it registered again")  # or the loss of its old link would fence it
+        self.registry.register(info)
         name = f"{self.kind} worker {worker_id}"
         link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
         self.by_id[worker_id] = _Worker(info, handle, link, is_late)
@@ -69,6 +70,8 @@ class RegisteredWorkers:
         self.registry.deregister(worker_id, reason)
         if worker := self.by_id.pop(worker_id, None):
             worker.link.close()
+            if worker.progress:  # nobody asks any more, and asyncio would log the error that nobody read
+                worker.progress.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
 
     def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles: the
@@ -96,12 +99,14 @@ class RegisteredWorkers:
         """The next worker that takes `count` sequences at once; `WorkerLost` in the block fences it, and is not raised."""
         with waiting("place", who, f"a place in a {self.kind} worker"):
             lease = await self.registry.acquire(count, tokens_each)
+        worker = self.by_id[lease.worker_id]
         try:
             with waiting("worker", who, f"{self.kind} worker {lease.worker_id}"):
-                yield self.by_id[lease.worker_id].link, lease
+                yield worker.link, lease
         except WorkerLost as lost:
             self._last_lost = lost
-            self.deregister(lease.worker_id, str(lost))
+            if self.by_id.get(lease.worker_id) is worker:  # or it has registered again since
+                self.deregister(lease.worker_id, str(lost))
         finally:
             self.registry.release(lease, lease.sequences)
 
@@ -155,6 +160,8 @@ class GenerationWorkers(RegisteredWorkers):
         answers, spans = [], list(self._syncs)
         self._syncs.clear()
         for one in done:
+            if asked[one].progress is not one:
+                continue  # the end of another step has counted it
             asked[one].progress = None
             if not isinstance(one.exception(), WorkerLost):
                 answers.append(one.result())
