@@ -11,6 +11,7 @@ lies in the checkout is not touched.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,12 +90,19 @@ def is_caught(copy: Path, fault: Fault) -> bool:
         told = run_tests(copy, fault.tests)
     finally:
         path.write_text(text)
-    print(f"{time.monotonic() - started:6.1f} s  {'caught' if told else 'MISSED'}  {fault.name}", flush=True)
-    return told
+    word = "MISSED" if told is None else "caught"
+    print(f"{time.monotonic() - started:6.1f} s  {word}  {fault.name}{of_schedule(told or '')}", flush=True)
+    return told is not None
 
 
-def run_tests(copy: Path, tests: str) -> bool:
-    """Whether a test fails. Raises RuntimeError if none was run."""
+def of_schedule(told: str) -> str:
+    """By which of the random schedules, which are run in the order of their seeds, if it was one."""
+    seed = re.search(r"by Schedule\(seed=(\d+)", told)
+    return f" (by schedule {seed[1]}, the {int(seed[1]) + 1}th)" if seed else ""
+
+
+def run_tests(copy: Path, tests: str) -> str | None:
+    """What is said when a test fails; None: none does. Raises RuntimeError if none was run."""
     command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {tests}"
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -102,10 +110,10 @@ def run_tests(copy: Path, tests: str) -> bool:
             command, shell=True, cwd=copy, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
-        return True  # the fault made them wait for what does not come
+        return "they waited for what does not come"
     if done.returncode not in (0, 1):
         raise RuntimeError(f"the tests did not run: {command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 1
+    return done.stdout if done.returncode else None
 
 
 if __name__ == "__main__":
