@@ -24,7 +24,7 @@ class Generation(Protocol):
 
     async def take_stats(self) -> dict[str, Any]:
         """Of `Engine.progress`, for all engines since the last call, `wait_generation_weights_s`, and where they are known
-        their `spans` (`metrics.spans`)."""
+        their `spans` (`metrics.spans`) and the `workers_lost`, in words."""
 
 
 class Verification(Protocol):

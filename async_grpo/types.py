@@ -66,8 +66,7 @@ class Tokens:
 
     def __add__(self, more: "Tokens") -> "Tokens":
         """These tokens, and after them `more`."""
-        pairs = zip(self.arrays, more.arrays, strict=True)
-        return Tokens(*(np.concatenate(pair) for pair in pairs))
+        return Tokens(*map(np.concatenate, zip(self.arrays, more.arrays, strict=True)))
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
-    dispatchers   settings, register, deregister, refuse, closed
+    dispatchers   settings, register, until_gone, deregister, expect, refuse, closed
     the sync      begin_sync, end_sync, fail
     rank 0        lacks, start_batcher, start, situation, evaluate, request_save, save_experience, stop, close
     every rank    settings, next_message
@@ -66,6 +66,14 @@ class RunController:
     async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced."""
         self._workers[kind].deregister(worker_id, reason)
+
+    async def until_gone(self, kind: str, worker_id: str) -> str:
+        """Waits until that worker is lost, or fenced; returns why."""
+        return await self._workers[kind].until_gone(worker_id)
+
+    async def expect(self, kind: str, for_s: float) -> None:
+        """A worker that died is started again: until then, the run waits for it."""
+        self._workers[kind].registry.expect(for_s)
 
     async def refuse(self, reason: str) -> None:
         """A worker found that it cannot work for this run."""

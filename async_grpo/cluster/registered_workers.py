@@ -34,6 +34,7 @@ class _Worker:
     handle: Any
     link: WorkerLink
     is_late: bool  # it joined a run under way, and has not proven the current weights yet: no other sync may cross it
+    gone: asyncio.Future[str]  # why it is no member any more
     progress: asyncio.Future[dict[str, Any]] | None = None  # asked for, and not yet taken
 
 
@@ -49,6 +50,7 @@ class RegisteredWorkers:
         self._sync_begun = 0.0  # when the one under way did, in Unix seconds; 0: none is
         self._syncs: deque[Span] = deque(maxlen=MOST)
         self._last_lost: WorkerLost | None = None
+        self._lost: list[str] = []  # since they were last asked for
         self._settled = asyncio.Event()  # cleared while weights are being sent
         self._settled.set()
 
@@ -60,7 +62,8 @@ class RegisteredWorkers:
         self.registry.register(info)
         name = f"{self.kind} worker {worker_id}"
         link = self._connect(handle, name, lambda lost: self.deregister(worker_id, str(lost)))
-        self.by_id[worker_id] = _Worker(info, handle, link, is_late)
+        gone = asyncio.get_running_loop().create_future()
+        self.by_id[worker_id] = _Worker(info, handle, link, is_late, gone)
         if self.is_frozen:
             self.registry.activate(worker_id)
         return is_late
@@ -72,6 +75,18 @@ class RegisteredWorkers:
             worker.link.close()
             if worker.progress:  # nobody asks any more, and asyncio would log the error that nobody read
                 worker.progress.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+            worker.gone.set_result(reason)
+            self._lost.append(f"{self.kind} worker {worker_id} was lost: {reason}")
+
+    def take_lost(self) -> list[str]:
+        """The workers lost since the last call, and why."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    async def until_gone(self, worker_id: str) -> str:
+        """Waits until a worker is no member any more; returns why."""
+        worker = self.by_id.get(worker_id)
+        return await asyncio.shield(worker.gone) if worker else "it is no member"
 
     def begin_sync(self, for_late: bool = False) -> list[tuple[WorkerInfo, Any]]:
         """Weights are about to be sent: no worker joins meanwhile. Returns those that get them, with their handles: the
@@ -172,6 +187,7 @@ class GenerationWorkers(RegisteredWorkers):
             "wait_generation_weights_s": sum(answer["paused_s"] for answer in answers),
             "busy": [interval for answer in answers for interval in answer["busy"]],
             "spans": condensed(spans),
+            "workers_lost": self.take_lost(),
         }
 
 

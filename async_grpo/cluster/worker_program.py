@@ -6,9 +6,11 @@ import dataclasses
 import logging
 import os
 import socket
+import time
 import uuid
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -27,10 +29,13 @@ from async_grpo.errors import ConfigurationError, DeadlineExceeded, WeightsDidNo
 from async_grpo.generation.config import UNLIMITED, engine_class
 from async_grpo.options.command_line import log_to_own_file
 from async_grpo.options.source_file import library_version
+from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
 from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
 
 log = logging.getLogger(__name__)
+RESTART_PAUSE_S = 5.0  # before the first restart; its square before the second, and so on
+HEALTHY_S = 600.0  # a worker that lived for so long has its restarts again
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine pins itself to the same core
@@ -76,6 +81,10 @@ class WorkerActor(ChannelServer):
             self._version = package.version
             return manifest, await answer_canary(self._engine, package.canary_texts)
 
+    async def processes(self) -> list[int]:
+        """The ids of this one and of all below it."""
+        return [os.getpid(), *descendants(os.getpid())]
+
     async def until_failure(self) -> str:
         return await self._engine.until_failure()
 
@@ -105,11 +114,11 @@ class LogprobActor(WorkerActor):
 
 
 def dispatch(config: WorkerConfig) -> None:
-    """Run one worker until the run is over.
+    """Run one worker until the run is over; one that dies is started again, `--engine-restarts` times.
 
     ConfigurationError: the worker's model is not the trainer's, or there is no cluster.
     DeadlineExceeded: no trainer opened the run.
-    WorkerLost: the worker, or the trainer, died.
+    WorkerLost: the worker died too often, or the trainer did.
     """
     connect(config.run_name, config.logging_level)
     config = dataclasses.replace(config, model_path=os.path.abspath(config.model_path))
@@ -124,7 +133,24 @@ def dispatch(config: WorkerConfig) -> None:
                 f"the loss of run {settings.run_name!r} uses no {kind} log-probs (a reference is used with --kl-coef "
                 "above 0, a proximal one with --old-policy proximal)"
             )
-        _work(config, settings, kind, actor, controller, closed)
+        restarts = 0
+        while True:
+            begun = time.monotonic()
+            try:
+                _work(config, settings, kind, actor, controller, closed)
+            except _WorkerDied as died:
+                if closed in ray.wait([closed], timeout=1)[0]:  # with the run
+                    _unless_closed(closed, closed, 0)
+                restarts = restarts + 1 if time.monotonic() - begun < HEALTHY_S else 1
+                if restarts > config.engine_restarts:
+                    raise
+                pause_s = RESTART_PAUSE_S**restarts
+                again = f"{restarts} of --engine-restarts {config.engine_restarts}"
+                log.error("%s; it is started again in %.0f s (%s)", died, pause_s, again)
+                expected_s = min(config.start_timeout_s, pause_s + 2 * died.loading_s + 30)
+                _unless_closed(controller.expect.remote(kind, expected_s), closed, CONTROL_TIMEOUT_S)
+                ray.wait([closed], timeout=pause_s)
+            actor = _make_actor(config)
     except _RunIsOver as over:
         log.info("the run is over: %s", over)
     finally:
@@ -183,9 +209,10 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
 def _work(
     config: WorkerConfig, settings: SharedRunSettings, kind: str, actor: Any, controller: Any, closed: Any
 ) -> None:
-    """Load a worker, let it join, and wait for the end of the run or for a death."""
+    """Load a worker, let it join, and wait for the end of the run or for a death. Nothing of it is left then."""
     worker_id, doing, reason = f"{kind}-{uuid.uuid4().hex[:6]}", "could not start", "the run is over"
     log.info("starting worker %s on %s", worker_id, config.model_path)
+    begun, loading_s, processes = time.monotonic(), 0.0, list[psutil.Process]()
     try:
         starting = actor.start.remote(config, settings)
         try:
@@ -194,30 +221,49 @@ def _work(
             told = str(getattr(refusal, "cause", refusal))  # without Ray's wrapping
             _unless_closed(controller.refuse.remote(told), closed, CONTROL_TIMEOUT_S)
             raise ConfigurationError(told) from None
+        loading_s = time.monotonic() - begun
+        if config.node == "here":
+            processes = list(
+                map(psutil.Process, ray.get(actor.processes.remote(), timeout=CONTROL_TIMEOUT_S))
+            )
         info = WorkerInfo(worker_id, kind, places, max_tokens, config.tensor_parallel_size, config.reward_fns)
         _unless_closed(controller.register.remote(info, actor), closed, config.start_timeout_s)
         log.info("worker %s has joined, with up to %d sequences at once", worker_id, places)
+        gone = controller.until_gone.remote(kind, worker_id)
         doing = "died"
-        reason = str(_unless_closed(actor.until_failure.remote(), closed, None))
-        raise WorkerLost(f"worker {worker_id} died: {reason}")
+        reason = str(_unless_closed(gone, closed, None, actor.until_failure.remote()))
+        raise _WorkerDied(f"worker {worker_id} died: {reason}", loading_s)
     except (RayError, DeadlineExceeded) as error:
         reason = cause_of(error)
-        raise WorkerLost(f"worker {worker_id} {doing}: {reason}") from error
+        raise _WorkerDied(f"worker {worker_id} {doing}: {reason}", loading_s) from error
     finally:
         # Also where it failed while it joined: else it would count as a member for ever. It may be gone already.
         with contextlib.suppress(RayError):
             ray.get(controller.deregister.remote(kind, worker_id, reason), timeout=CONTROL_TIMEOUT_S)
         with contextlib.suppress(RayError):  # one that still loads answers nothing
             ray.get(actor.close.remote(), timeout=20 if doing == "died" else 0)
+        ray.kill(actor)
+        for process in processes:  # an engine's own, stopped or stuck, would keep its GPU
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+class _WorkerDied(WorkerLost):
+    """The worker did, not the run; `loading_s`: how long it took to load, 0 if it did not get so far."""
+
+    def __init__(self, message: str, loading_s: float) -> None:
+        super().__init__(message)
+        self.loading_s = loading_s
 
 
 class _RunIsOver(Exception):
     """The run ended in order; carries its reason."""
 
 
-def _unless_closed(answer: Any, closed: Any, timeout_s: float | None) -> Any:
-    """`answer`, unless the run ends first (_RunIsOver), or its trainer and with it the controller dies (WorkerLost)."""
-    ready, _ = ray.wait([answer, closed], timeout=timeout_s)
+def _unless_closed(answer: Any, closed: Any, timeout_s: float | None, other: Any = None) -> Any:
+    """`answer`, or the `other` if that comes first, unless the run ends before (_RunIsOver), or its trainer and with it
+    the controller dies (WorkerLost)."""
+    ready, _ = ray.wait([answer, closed, *([other] if other else [])], timeout=timeout_s)
     if not ready:
         raise DeadlineExceeded(f"it was not ready within {timeout_s:.0f} s (--start-timeout-s)")
     try:
@@ -225,4 +271,4 @@ def _unless_closed(answer: Any, closed: Any, timeout_s: float | None) -> Any:
             raise _RunIsOver(ray.get(closed))
     except RayActorError as error:
         raise WorkerLost("the trainer is gone: the run's controller died without closing the run") from error
-    return ray.get(answer)
+    return ray.get(ready[0])

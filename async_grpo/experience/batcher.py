@@ -229,6 +229,7 @@ class ExperienceBatcher:
     async def _step_end(self, closed: StepComplete) -> StepEnd:
         self._samples_done += sum(len(group.samples) for group in closed.groups)
         generation = await self.generation.take_stats()
+        lost = generation.pop("workers_lost", [])
         verification = await self.verification.take_stats()
         stats = {
             **step_stats(closed.step, closed.groups, self._samples_done, self.config.steps_per_batch),
@@ -238,7 +239,7 @@ class ExperienceBatcher:
             **self.utilization.take(generation.pop("busy")),
             **generation,
             **verification,
-            "alarms": self._alarms.of_step(closed.groups, verification.get("verifiers", {})),
+            "alarms": lost + self._alarms.of_step(closed.groups, verification.get("verifiers", {})),
             "prompts_set_aside": self._prompts_set_aside,
         }
         self._prompts_set_aside = []

@@ -80,6 +80,7 @@ class WorkerRegistry:
         self._changed = asyncio.Event()  # for it: its wait may have ended
         self._last_loss = "none has registered yet"
         self._empty_since = time.monotonic()  # if there are no members
+        self._expected_until = 0.0
         self._members_changed()
 
     def _members_changed(self) -> None:
@@ -114,6 +115,10 @@ class WorkerRegistry:
             self._last_loss, self._empty_since = f"{worker_id}: {reason}", time.monotonic()
             self._members_changed()
 
+    def expect(self, for_s: float) -> None:
+        """A worker is on its way: for so long `acquire` waits without any, at least."""
+        self._expected_until = time.monotonic() + for_s
+
     def members(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values()]
 
@@ -128,7 +133,7 @@ class WorkerRegistry:
                 self._refuse_in_vain(sequences)
                 self._wanted = sequences
                 self._changed.clear()
-                left_s = None if self._members else self._empty_since + self.grace_s - time.monotonic()
+                left_s = None if self._members else self._given_up_at - time.monotonic()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
                         await self._changed.wait()
@@ -159,14 +164,19 @@ class WorkerRegistry:
         best = int(loads.argmin())
         return self._active[best] if shares[0, best] <= 1 else None
 
+    @property
+    def _given_up_at(self) -> float:
+        return max(self._empty_since + self.grace_s, self._expected_until)
+
     def _refuse_in_vain(self, sequences: int) -> None:
         refuse(
             bool(self._members) and sequences > self._largest,
             f"{sequences} sequences at once fit no {self.kind} worker: the largest takes {self._largest} "
             "(--max_num_seqs + --overhead_seqs). Raise these, or lower --samples-per-question",
         )
-        if not self._members and time.monotonic() - self._empty_since >= self.grace_s:
+        if not self._members and time.monotonic() >= self._given_up_at:
+            waited_s = time.monotonic() - self._empty_since
             raise WorkerLost(
-                f"no {self.kind} worker for {self.grace_s:.0f} s (last: {self._last_loss}). Start one: "
+                f"no {self.kind} worker for {waited_s:.0f} s (last: {self._last_loss}). Start one: "
                 f"python worker_dispatcher.py --mode {self.kind} ..."
             )

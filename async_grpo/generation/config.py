@@ -92,6 +92,9 @@ class EngineOptions(Section):
     engine_stall_s: float = _engine(
         120.0, "An engine that has work and makes no token for so long is given up.", range=POSITIVE
     )
+    engine_restarts: int = _engine(
+        3, "How often a worker that died is started again, after 5, 25, 125 s.", range=NOT_NEGATIVE
+    )
     engine_options: str = _engine("", "Further arguments of vLLM's engine: kv_cache_dtype=fp8,block_size=32.")
 
     def __post_init__(self) -> None:

@@ -201,6 +201,16 @@ async def test_a_worker_that_dies_while_it_joins_is_no_member_any_more(controlle
     assert await synced_to(controller, for_late=True) == {"late"}
 
 
+async def test_a_dispatcher_hears_of_the_end_of_its_worker_whoever_finds_it(controller):
+    await at_work(controller, "g0")
+    gone = asyncio.ensure_future(controller.until_gone("generation", "g0"))
+    assert await is_waiting(gone)
+    link_to(controller, "g0").lose(WorkerLost("g0 did not answer for 40 s"))
+    assert await gone == "g0 did not answer for 40 s"
+    assert await controller.until_gone("generation", "g0") == "it is no member"
+    assert controller._generation.take_lost() == ["generation worker g0 was lost: g0 did not answer for 40 s"]
+
+
 async def generate(controller: RunController, count: int = 8, **options: Any) -> list[Completion]:
     prompt = Prompt(0, np.array([1, 2]), {})
     return [c async for c in controller._generation.generate(prompt, count, **options)]

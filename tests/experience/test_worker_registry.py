@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +78,16 @@ async def test_without_any_worker_the_wait_ends_and_names_the_last_one():
     registry.deregister("a", "killed by signal 9")
     with pytest.raises(WorkerLost, match="no generation worker.*killed by signal 9"):
         await asyncio.wait_for(registry.acquire(1, 10), 5)
+
+
+async def test_a_worker_that_is_being_started_again_is_waited_for_beyond_the_grace():
+    registry = registry_of(info("a"), grace_s=0.05)
+    registry.deregister("a", "killed")
+    registry.expect(0.3)
+    begun = time.monotonic()
+    with pytest.raises(WorkerLost, match="no generation worker for 0 s \\(last: a: killed"):
+        await registry.acquire(1, 1)
+    assert 0.25 < time.monotonic() - begun < 2
 
 
 async def test_the_grace_begins_again_with_every_worker_that_is_lost():
