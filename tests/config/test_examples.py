@@ -25,7 +25,8 @@ from async_grpo.rewards.judges import JudgeAddresses
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-CLUSTER = EXAMPLES / "cluster"
+SLURM, MANIFESTS = EXAMPLES / "slurm", EXAMPLES / "kubernetes" / "kuberay.yaml"
+SCRIPTS = [*sorted(SLURM.iterdir()), MANIFESTS]
 EIGHT = "0,1,2,3,4,5,6,7"
 RUNS = {  # and the GPUs that each needs, by CUDA_VISIBLE_DEVICES
     "countdown_laptop": "",
@@ -140,34 +141,42 @@ def test_the_essay_judge_reads_a_row_and_has_no_address_of_its_own(monkeypatch):
 def commands_of(text: str) -> list[tuple[str, set[str]]]:
     """Every command of ours and of Ray's in a script, with its options."""
     joined = text.replace("\\\n", " ")
-    found = re.findall(r"\b((?:async-grpo|ray) [a-z]+)( [^\n;|`']*)?", joined)
+    found = re.findall(r"\b((?:async-grpo|ray) [a-z]+|torchrun)\b( [^\n;|`']*)?", joined)
     return [(command, set(re.findall(r" --([a-z][a-z-]*)", rest))) for command, rest in found]
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's own modules
-@pytest.mark.parametrize("script", ["slurm.sh", "kuberay.yaml"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_the_scripts_name_options_that_there_are(script):
     from ray.scripts import scripts as ray_commands
+    from torch.distributed.run import get_args_parser
 
-    known = {f"ray {name}": getattr(ray_commands, name).params for name in ("start", "status")}
-    options = {name: {o.removeprefix("--") for p in params for o in p.opts} for name, params in known.items()}
-    ours = [field.name.replace("_", "-") for field in dataclasses.fields(config_class("run"))]
-    options["async-grpo run"] = {*ours}
-    lines = [
-        line for line in (CLUSTER / script).read_text().splitlines() if not line.lstrip().startswith("#")
-    ]
-    found = commands_of("\n".join(lines))
-    assert {command for command, _ in found} == set(options)
-    for command, given in found:
-        assert given <= options[command], command
+    lines = [line for line in script.read_text().splitlines() if not line.lstrip().startswith("#")]
+    for command, given in commands_of("\n".join(lines)):
+        program, _, name = command.partition(" ")
+        if program == "ray":
+            known = {o.removeprefix("--") for p in getattr(ray_commands, name).params for o in p.opts}
+        elif program == "torchrun":
+            known = {o.removeprefix("--") for o in get_args_parser()._option_string_actions} | {"config"}
+        else:
+            fields = dataclasses.fields(config_class(name))
+            known = {"config", *(field.name.replace("_", "-") for field in fields)}
+        assert given and given <= known, (command, given - known)
+
+
+@pytest.mark.parametrize("script", sorted(SLURM.iterdir()), ids=lambda path: path.name)
+def test_a_script_of_slurm_is_bash(script):
+    assert subprocess.run(["bash", "-n", str(script)], timeout=10).returncode == 0
+    assert os.access(script, os.X_OK)
 
 
 STUBS = {
     "hostname": 'echo "10.0.0.1 192.168.0.1"',
-    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    "ray": 'echo "ray $*" >>"$LOG"; [ "$1" != status ] || echo " 0.0/${GPUS:-8.0} GPU"',
-    "scontrol": 'echo "scontrol $*" >>"$LOG"',
+    "srun": 'echo "srun $*" >>"$LOG"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "ray": 'echo "ray $*" >>"$LOG"',
+    "scontrol": '[ "$1" != show ] || printf "n%d\\n" 1 2 3 4; echo "scontrol $*" >>"$LOG"',
     "python": f'exec "{sys.executable}" "$@"',
+    "torchrun": 'echo "torchrun $*" >>"$LOG"; trap \'exit "$END"\' TERM; echo up >>"$LOG"; while :; do sleep 0.05; done',
     "async-grpo": 'echo "async-grpo $* ${#RAY_AUTH_TOKEN}" >>"$LOG"; [ "$CODE" != waits ] || '
     """{ trap 'exit "$END"' TERM; echo up >>"$LOG"; while :; do sleep 0.05; done; }; exit "$CODE\"""",
 }
@@ -182,15 +191,16 @@ def job(tmp_path):
         stub.chmod(0o755)
     log, started = tmp_path / "log", []
 
-    def start(code: str, **more: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def start(code: str, script: str = "run.sh", **more: str) -> tuple[subprocess.Popen[bytes], Path]:
         environment = {
             "PATH": f"{tmp_path}:/usr/bin:/bin",
             "LOG": str(log),
             "CODE": code,
             "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n[1-4]",
         }
         environment |= {"SLURMD_NODENAME": "n1", **more}
-        command = ["bash", str(CLUSTER / "slurm.sh"), "examples/own.toml", "--batch-size=8"]
+        command = ["bash", str(SLURM / script), "examples/own.toml", "--batch-size=8"]
         started.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return started[-1], log
 
@@ -208,15 +218,17 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def rays(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if line.startswith("ray start")]
+
+
 @pytest.mark.parametrize(("code", "ended"), [("0", 0), ("1", 1), ("2", 2), (str(EXIT_INTERRUPTED), 0)])
 def test_the_slurm_job_is_queued_again_after_code_75_and_after_no_other(job, code, ended):
     process, log = job(code)
     assert process.wait(60) == ended
-    until(
-        lambda: log.read_text().count("ray start") == 2
-    )  # the second node's is not waited for by the script
+    until(lambda: len(rays(log)) == 2)  # the second node's is not waited for by the script
     lines = log.read_text().splitlines()
-    both = [line for line in lines if line.startswith("ray start")]
+    both = rays(log)
     assert any("--head" in one and "--num-gpus=0" in one for one in both)
     assert any("--address=10.0.0.1:6379" in one and "--block" in one for one in both)
     assert "async-grpo run examples/own.toml --ray-address=10.0.0.1:6379 --batch-size=8 64" in lines
@@ -232,13 +244,25 @@ def test_the_signal_before_the_time_is_up_reaches_the_run_which_may_save(job, en
     assert ("scontrol requeue 7" in log.read_text()) == requeued
 
 
-def test_a_second_node_that_does_not_come_ends_the_job_before_an_engine_lands_on_a_cpu(job):
-    process, log = job("0", GPUS="0.0", GPU_WAIT_S="1")
-    assert process.wait(30) == 1 and "async-grpo" not in log.read_text()
+def test_trainers_on_two_nodes_are_one_torchrun_and_every_gpu_of_the_others_has_an_engine(job):
+    """Of four nodes with two GPUs each; told to end, all of torchrun is, and the job is queued again."""
+    process, log = job("waits", "many_trainers.sh", END="1", SLURM_GPUS_ON_NODE="2")
+    until(lambda: log.exists() and "up\n" in log.read_text() and len(rays(log)) == 3)
+    until(lambda: log.read_text().count("--mode=generation") == 4)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    lines = log.read_text().splitlines()
+    (torchrun,) = [line for line in lines if line.startswith("torchrun")]
+    assert "--nnodes=2 --nproc-per-node=2" in torchrun and "--rdzv-endpoint=10.0.0.1:29500" in torchrun
+    assert [line for line in lines if "srun" in line and "torchrun" in line and "--nodelist=n1,n2 " in line]
+    assert [
+        line for line in lines if "srun" in line and "--num-gpus=2" in line and "--nodelist=n3,n4 " in line
+    ]
+    assert "scontrol requeue 7" in lines
 
 
 def test_the_manifests_are_a_cluster_and_a_job_that_fit_each_other_and_the_run():
-    text = (CLUSTER / "kuberay.yaml").read_text()
+    text = MANIFESTS.read_text()
     cluster, job = yaml.safe_load_all(text)
     run = tomllib.loads((EXAMPLES / "maths_2x8.toml").read_text())
     name, spec = cluster["metadata"]["name"], cluster["spec"]
@@ -255,7 +279,7 @@ def test_the_manifests_are_a_cluster_and_a_job_that_fit_each_other_and_the_run()
     assert pod["terminationGracePeriodSeconds"] > LocalConfig.__dataclass_fields__["grace_s"].default
     (script,) = trainer["args"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=10).returncode == 0
-    assert script.count(f"{name}-head-svc:6379") == 3 and script.count(f'"/{gpus:.1f} GPU"') == 1
+    assert script.count(f"{name}-head-svc:6379") == 2
     token = next(one for one in trainer["env"] if one["name"] == "RAY_AUTH_TOKEN")
     assert token["valueFrom"]["secretKeyRef"] == {"name": name, "key": "auth_token"}
     codes = {
@@ -265,8 +289,3 @@ def test_the_manifests_are_a_cluster_and_a_job_that_fit_each_other_and_the_run()
     }
     assert codes == {"FailJob": [EXIT_USAGE], "Ignore": [EXIT_INTERRUPTED]}
     assert (EXAMPLES / Path(re.search(r"run (examples/\S+)", script)[1]).name).exists()
-
-
-def test_the_slurm_script_is_bash():
-    assert subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], timeout=10).returncode == 0
-    assert os.access(CLUSTER / "slurm.sh", os.X_OK)

@@ -68,3 +68,10 @@ async def test_the_process_reward_pays_its_sentences():
     finally:
         await worker.close()
     assert result.steps == ((14, 0.1), (25, 0.0), (31, 0.1)) and result.reward == pytest.approx(0.2)
+
+
+def test_the_memory_of_a_cluster_is_what_the_formulas_say():
+    from benchmarks.memory_table import table
+
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    assert f"\n{table()}\n" in page, "python -m benchmarks.memory_table makes the table of docs/clusters.md"

@@ -1,7 +1,7 @@
 #!/bin/bash
-# A run on two nodes with 8 GPUs each: the first one trains, the second one generates.
-#     sbatch examples/cluster/slurm.sh [RUN.toml] [further options of `async-grpo run`]
-# Submit it from the checkout, with its environment active, in a folder that both nodes see: model, data and runs/ lie there.
+# A run on several nodes with 8 GPUs each: the first one trains, the others generate.
+#     sbatch [--nodes=N] examples/slurm/run.sh [RUN.toml] [further options of `async-grpo run`]
+# Submit it from the checkout, with its environment active, in a folder that all nodes see: model, data and runs/ lie there.
 # Before its time is up, or when it is preempted, the job saves and is queued again; then it goes on where it was.
 #SBATCH --job-name=async-grpo
 #SBATCH --nodes=2
@@ -16,23 +16,20 @@
 set -euo pipefail
 config=${1:-examples/maths_2x8.toml}
 
-# The password of this job's Ray: it reaches both nodes by the environment, and stands in no file
+# The password of this job's Ray: it reaches all nodes by the environment, and stands in no file
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_worker_niceness=0
 address=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}:6379
 
+export RAY_health_check_timeout_ms=5000 RAY_health_check_failure_threshold=3 # of a silent node: docs/clusters.md
+
 # This script runs on the first node, whose GPUs are the trainer's: Ray gets none of them
 ray start --head --node-ip-address="${address%:*}" --port=6379 --num-gpus=0 --disable-usage-stats
-srun --overlap --nodes=1 --ntasks=1 --exclude="$SLURMD_NODENAME" \
+others=$((${SLURM_NNODES:-2} - 1))
+srun --overlap --nodes="$others" --ntasks="$others" --exclude="$SLURMD_NODENAME" \
     ray start --address="$address" --disable-usage-stats --block &
 
-# An engine that starts before its GPUs are known would be put on a CPU
-export address
-timeout "${GPU_WAIT_S:-300}" bash -c 'until ray status --address="$address" | grep -q "/8.0 GPU"; do sleep 2; done' || {
-    echo "error: the GPUs of the second node did not join Ray" >&2
-    exit 1
-}
-
+# Engines wait for the GPUs of the other nodes, at most --start-timeout-s
 run= told=
 trap 'told=yes; [ -z "$run" ] || kill -TERM "$run"' TERM
 async-grpo run "$config" --ray-address="$address" "${@:2}" &
