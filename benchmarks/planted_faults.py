@@ -1,7 +1,7 @@
 """Plants small faults in a copy of the checkout, one at a time, and says which the tests catch.
 
     python -m benchmarks.planted_faults                 all of them, which takes some minutes
-    python -m benchmarks.planted_faults gspo "rloo"     those whose names hold one of these texts
+    python -m benchmarks.planted_faults gspo schedules  those whose names or tests hold one of these texts
     python -m benchmarks.planted_faults --check         only whether each still has its place in the source
 
 The faults stand in `planted_faults.toml`. One is caught if one of its tests fails with it; that they pass without it is
@@ -45,11 +45,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="only faults whose names hold one of these texts")
+    parser.add_argument("names", nargs="*", help="only faults whose names or tests hold one of these texts")
     parser.add_argument("--check", action="store_true", help="only look whether each fault has its place")
     arguments = parser.parse_args()
     chosen = [
-        fault for fault in FAULTS if not arguments.names or any(n in fault.name for n in arguments.names)
+        fault for fault in FAULTS if any(n in f"{fault.name} {fault.tests}" for n in arguments.names or [""])
     ]
     misplaced = [fault.name for fault in chosen if source_of(ROOT, fault).read_text().count(fault.old) != 1]
     if misplaced:
@@ -98,7 +98,7 @@ def is_caught(copy: Path, fault: Fault) -> bool:
 def of_schedule(told: str) -> str:
     """By which of the random schedules, which are run in the order of their seeds, if it was one."""
     seed = re.search(r"by Schedule\(seed=(\d+)", told)
-    return f" (by schedule {seed[1]}, the {int(seed[1]) + 1}th)" if seed else ""
+    return f" (schedule {seed[1]}, after {int(seed[1])} that held)" if seed else ""
 
 
 def run_tests(copy: Path, tests: str) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 # what happens -> how often; see the method of `SimulatedRun` of that name
 EVENTS = {
     "die": 5,  # a worker, at whatever it awaits
+    "fail": 2,  # a worker's engine refuses every request, until its process ends after `lasts` seconds
     "join": 3,  # another worker
     "again": 1,  # a worker registers again, without having signed off
     "leave": 2,  # a worker signs off, its work unfinished

@@ -84,6 +84,15 @@ class SimulatedFleet:
         self._lose(worker)
         self.spawn(self._sign_off(worker, lasts))  # its dispatcher tells, too
 
+    def _fail(self, worker: SimulatedWorker, lasts: float) -> None:
+        worker.is_broken = True
+
+        async def end() -> None:
+            await asyncio.sleep(lasts)
+            self._lose(worker)
+
+        self.spawn(end())
+
     def _again(self, worker: SimulatedWorker, lasts: float) -> None:
         self.happened["workers lost"] += 1
         worker.die()
@@ -122,7 +131,8 @@ class SimulatedFleet:
                 self.happened["proofs failed"] += len(refusing)
             for worker in sent:
                 if worker.info.worker_id in took:
-                    worker.has_proven = version == self.version
+                    worker.was_tested |= version == SELF_TEST
+                    worker.has_proven = worker.was_tested and version == self.version
                 else:
                     self._lose(worker)
                     await self._sign_off(worker)
@@ -138,7 +148,7 @@ class SimulatedFleet:
             for _ in range(event.passes):
                 await asyncio.sleep(0)
             among = self.alive()
-            if event.what in ("die", "again", "leave", "stall", "refuse"):
+            if event.what in ("die", "fail", "again", "leave", "stall", "refuse"):
                 if among:
                     getattr(self, f"_{event.what}")(among[event.who % len(among)], event.lasts)
                     self.happened[event.what] += 1

@@ -17,12 +17,12 @@ ITEM, END = "item", "end"
 
 
 class SimulatedWorker:
-    """What an actor does: it answers, holds weights, stalls and dies. `has_proven`: the weights that it holds."""
+    """What an actor does: it answers, holds weights, stalls, fails and dies. `has_proven`: the weights that it holds."""
 
     def __init__(self, info: WorkerInfo, draw: random.Random) -> None:
         self.info, self._draw = info, draw
         self.version = 0 if info.kind == "reference" else -2
-        self.is_dead = self.will_refuse = self.has_proven = False
+        self.is_dead = self.is_broken = self.will_refuse = self.was_tested = self.has_proven = False
         self.links: list[SimulatedLink] = []
         self.answering: set[asyncio.Task[None]] = set()
         self._until = 0.0  # it stalls, or is paused
@@ -64,7 +64,9 @@ class SimulatedWorker:
         self.version = version
 
     async def answer(self, method: str, args: tuple[Any, ...], tell: Callable[[str, Any], None]) -> None:
-        if method == "complete":
+        if self.is_broken and method != "progress":
+            tell(ITEM, WorkerLost(f"{self.info.worker_id} takes no more requests"))
+        elif method == "complete":
             await self._complete(*args, tell=tell)
         elif method == "progress":
             await self.works(self._draw.choice((0.0, 0.1, 3.0)))
