@@ -124,8 +124,8 @@ class ObjectStoreEngine(Receipts, WeightTransferEngine[WeightTransferInitInfo, O
 
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         with safe_open(update_info.path, framework="pt") as image:
-            # Copies: the layerwise reload keeps tensors beyond the life of the shared memory.
-            self.model.load_weights((name, image.get_tensor(name).clone()) for name in list(image.keys()))
+            # The layerwise reload may keep tensors for longer: they are mapped, whoever made the image lets go of it
+            self.model.load_weights((name, image.get_tensor(name)) for name in list(image.keys()))
 
     def shutdown(self) -> None:
         pass
