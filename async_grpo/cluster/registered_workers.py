@@ -23,7 +23,9 @@ from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Tokens, W
 from async_grpo.weights.package import SELF_TEST
 
 PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
-ATTEMPTS = 4  # of one group: when so many workers were lost over it, it looks like the group's own fault
+# Of one group: when so many workers were lost over it that brought it no further, it looks like the group's own fault. Were
+# all losses counted, it would be mostly long completions that are set aside; some end it has all the same
+ATTEMPTS, MOST_ATTEMPTS = 4, 16
 
 
 @dataclass
@@ -144,7 +146,9 @@ class GenerationWorkers(RegisteredWorkers):
         # Those of a lost worker, too: other draws would be short more often than the long ones that they replace
         owed = {member: request_seed(self._seed, prompt.ordinal, member) for member in range(count)}
         begun = dict[int, Tokens]()  # what unfinished members have, as far as their worker told
-        for _ in range(ATTEMPTS):
+        in_vain = 0
+        for _ in range(MOST_ATTEMPTS):
+            had = len(owed), sum(map(len, begun.values()))
             tokens_each = (
                 len(prompt.token_ids) + int(self._mean_length) + max(map(len, begun.values()), default=0)
             )
@@ -164,7 +168,12 @@ class GenerationWorkers(RegisteredWorkers):
                         yield completion
             if not owed:
                 return
-        raise PromptSetAside(f"{ATTEMPTS} workers were lost over prompt {prompt.ordinal}: {self._last_lost}")
+            in_vain = in_vain + 1 if had == (len(owed), sum(map(len, begun.values()))) else 0
+            if in_vain == ATTEMPTS:
+                break
+        raise PromptSetAside(
+            f"worker after worker was lost over prompt {prompt.ordinal}, the last: {self._last_lost}"
+        )
 
     async def take_stats(self) -> dict[str, Any]:
         """See `Generation`; an engine that does not answer at once is counted in a later step."""

@@ -152,7 +152,7 @@ class SimulatedRun(SimulatedFleet):
     def _explain(self, error: BaseException) -> None:
         """The only error that may end a run is a group over which too many workers were lost."""
         deaths = sum(self.happened[what] for what in ("workers lost", "proofs failed"))
-        if not (isinstance(error, RunFailed) and "were lost over" in str(error) and deaths >= ATTEMPTS):
+        if not (isinstance(error, RunFailed) and "lost over" in str(error) and deaths >= ATTEMPTS):
             raise error
 
     def _unread(self, loop: Any, context: dict[str, Any]) -> None:
