@@ -7,7 +7,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class GenerationWorker:
         self._unreadable: set[str] | None = (
             None  # places of the weights (`read_back`); None before the first update
         )
+        self._inner_work = 0  # updates by packages and canaries under way
         self._begun: dict[str, float] = {}  # unfinished request -> since when
         self._busy: list[tuple[float, float]] = []  # the intervals of the others
 
@@ -163,16 +165,28 @@ class GenerationWorker:
 
         After a failure the engine holds a mixture of two policies: it refuses every further request.
         """
-        await self.pause(version)
+        with self._at_work():
+            await self.pause(version)
+            try:
+                await self.start_weight_update()
+                for number, chunk in enumerate(chunks):
+                    with shared_bytes(chunk, f"weights-{version}-{number}") as path:
+                        await self.receive_weights({"path": path})
+                    self.timeline.last_progress = time.monotonic()
+                await self.finish_weight_update()
+            finally:
+                await self.resume(version)
+            return await self._manifest()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What the block awaits of the engine is work as requests are: `--engine-stall-s` counts."""
+        self._inner_work += 1
+        self.timeline.last_progress = time.monotonic()
         try:
-            await self.start_weight_update()
-            for number, chunk in enumerate(chunks):
-                with shared_bytes(chunk, f"weights-{version}-{number}") as path:
-                    await self.receive_weights({"path": path})
-            await self.finish_weight_update()
+            yield
         finally:
-            await self.resume(version)
-        return await self._manifest()
+            self._inner_work -= 1
 
     # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `Engines`.
 
@@ -244,7 +258,8 @@ class GenerationWorker:
         params = SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )
-        final = await self._last_output(tokens_input(token_ids.tolist()), params, new_name())
+        with self._at_work():
+            final = await self._last_output(tokens_input(token_ids.tolist()), params, new_name())
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)
         return np.asarray([0.0, *(step[token].logprob for step, token in steps)], np.float32)
 
@@ -253,7 +268,8 @@ class GenerationWorker:
         while not self.engine.errored:
             await asyncio.sleep(every_s)
             still_s = time.monotonic() - self.timeline.last_progress
-            if self._begun and not self._updating.locked() and still_s > self.stall_s:
+            waits_for_trainer = self._updating.locked() and not self._inner_work
+            if (self._begun or self._inner_work) and not waits_for_trainer and still_s > self.stall_s:
                 self._broken_reason = (
                     f"it made no token for {still_s:.0f} s (--engine-stall-s {self.stall_s:g}), with {len(self._begun)} "
                     "requests under way"

@@ -327,12 +327,18 @@ def test_without_the_fix_for_tied_heads_the_proof_refuses(environment):
         SelfTest(broken, MODEL, "float32").run()
 
 
-def test_on_the_cpu_an_engine_has_one_process_whose_death_is_noticed(environment):
+def test_on_the_cpu_an_engine_has_one_process_whose_standstill_and_death_are_noticed(environment):
     """vLLM would run the model in a further process: a second import of everything, and a queue that is polled."""
     before = psutil.Process().children(recursive=True)
     with closing(EngineThread()) as thread:
         own = [process for process in psutil.Process().children(recursive=True) if process not in before]
         (core,) = [process for process in own if "resource_tracker" not in " ".join(process.cmdline())]
+        core.suspend()
+        thread.worker.stall_s = 1.0
+        asking = asyncio.run_coroutine_threadsafe(thread.worker.canary(CANARY), thread.loop)
+        assert "made no token for" in thread.run(thread.worker.until_failure(0.1))
+        asking.cancel()
+        core.resume()
         core.kill()
         assert thread.run(thread.worker.until_failure(0.1)) == "the vLLM engine's processes died"
         with pytest.raises(WorkerLost):
