@@ -232,7 +232,8 @@ def _work(
         gone = controller.until_gone.remote(kind, worker_id)
         doing = "died"
         reason = str(_unless_closed(gone, closed, None, actor.until_failure.remote()))
-        raise _WorkerDied(f"worker {worker_id} died: {reason}", loading_s)
+        doing = "was lost" if ray.wait([gone], timeout=0)[0] else doing  # then it answers nothing any more
+        raise _WorkerDied(f"worker {worker_id} {doing}: {reason}", loading_s)
     except (RayError, DeadlineExceeded) as error:
         reason = cause_of(error)
         raise _WorkerDied(f"worker {worker_id} {doing}: {reason}", loading_s) from error
