@@ -27,7 +27,7 @@ from async_grpo.cluster.ray_session import (
     zero_cpu_actor,
 )
 from async_grpo.cluster.remote_experience import RemoteExperience, start_batcher
-from async_grpo.cluster.weight_sync import RayEngines
+from async_grpo.cluster.weight_sync import RayEngines, check_object_store
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.resume import as_options, inputs
 from async_grpo.config.run import RunConfig, write_params
@@ -36,10 +36,13 @@ from async_grpo.metrics.console import waiting
 from async_grpo.metrics.trackers import parse_trackers, trackers_of
 from async_grpo.metrics.watchdog import Watchdog
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, rewind
+from async_grpo.modeling.load import torch_dtype
+from async_grpo.modeling.policy import named_weights
 from async_grpo.options.source_file import absolute, digests
 from async_grpo.processes.end_on_signal import end_in_order
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.types import SharedRunSettings
+from async_grpo.weights.config import get_transport
 
 log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -86,6 +89,9 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     engines = RayEngines(controller, config.sync_timeout_s)
     made = config, prepared.settings, ranks, experience, engines, experience.after_step
     trainer = make_trainer(*made, save_experience, inputs(config))
+    if get_transport(prepared.settings.transport).sends_packages:
+        itemsize = torch_dtype(prepared.settings.dtype).itemsize
+        check_object_store(itemsize * sum(weight.numel() for _, weight in named_weights(trainer.policy)))
     answer(starting, config.start_timeout_s)  # engines and rewards have been loading beside the model
     await_workers(controller, config)
     watchdog = Watchdog(config.output_path, lambda: trainer.version, config.stall_s, experience.situation)

@@ -11,12 +11,26 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.cluster.ray_session import answer, cause_of
 from async_grpo.errors import WorkerLost
+from async_grpo.options.fields import refuse
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Receipt, WeightPackage
 from async_grpo.types import GENERATION, WorkerInfo
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
+
+
+def check_object_store(num_bytes: int) -> None:
+    """ConfigurationError: on some node Ray's object store does not hold a version of the weights, and the begin of the next.
+    Ray would write the rest to a disk, at every sync."""
+    needed = int(1.3 * num_bytes)
+    for node in ray.nodes():
+        room = int(node["Resources"].get("object_store_memory", needed))
+        refuse(
+            node["Alive"] and room < needed,
+            f"Ray's object store on {node['NodeManagerAddress']} has {room / 1e9:.2f} GB, weights on their way need "
+            f"{needed / 1e9:.2f}: start Ray there with a larger --object-store-memory (and /dev/shm: docker run --shm-size)",
+        )
 
 
 @dataclass

@@ -28,7 +28,7 @@ ray = pytest.importorskip("ray")
 from async_grpo.cluster import trainer_rank, worker_program  # noqa: E402 - after the check that ray is there
 from async_grpo.cluster.channel import ChannelServer  # noqa: E402
 from async_grpo.cluster.ray_session import answer, zero_cpu_actor  # noqa: E402
-from async_grpo.cluster.weight_sync import RayEngines  # noqa: E402
+from async_grpo.cluster.weight_sync import RayEngines, check_object_store  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("ray_cluster")]
 
@@ -98,6 +98,14 @@ def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle)
     while members() and time.monotonic() < give_up:
         time.sleep(0.1)
     assert members() == []
+
+
+def test_an_object_store_too_small_for_the_weights_is_refused_with_the_way_out(run):
+    check_object_store(1 << 20)
+    with pytest.raises(
+        ConfigurationError, match=r"has \d.\d\d GB, weights on their way need 1300.00: .* --object-store"
+    ):
+        check_object_store(10**12)
 
 
 def test_a_worker_that_joins_late_passes_the_self_test_with_the_weights_that_are_live(run):
