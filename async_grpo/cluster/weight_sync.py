@@ -29,7 +29,7 @@ def check_object_store(num_bytes: int) -> None:
         refuse(
             node["Alive"] and room < needed,
             f"Ray's object store on {node['NodeManagerAddress']} has {room / 1e9:.2f} GB, weights on their way need "
-            f"{needed / 1e9:.2f}: start Ray there with a larger --object-store-memory (and /dev/shm: docker run --shm-size)",
+            f"{needed / 1e9:.2f}: start Ray there with a larger --object-store-memory (and /dev/shm: docker --shm-size)",
         )
 
 
