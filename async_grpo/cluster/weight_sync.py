@@ -21,8 +21,8 @@ LOST = (RayActorError, RayTaskError, GetTimeoutError)
 
 
 def check_object_store(num_bytes: int) -> None:
-    """ConfigurationError: on some node Ray's object store does not hold a version of the weights, and the begin of the next.
-    Ray would write the rest to a disk, at every sync."""
+    """ConfigurationError: on some node Ray's object store does not hold a version of the weights, and the begin of the
+    next: Ray would write the rest to a disk, at every sync."""
     needed = int(1.3 * num_bytes)
     for node in ray.nodes():
         room = int(node["Resources"].get("object_store_memory", needed))
