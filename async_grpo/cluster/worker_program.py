@@ -114,7 +114,7 @@ class LogprobActor(WorkerActor):
 
 
 def dispatch(config: WorkerConfig) -> None:
-    """Run one worker until the run is over; one that dies is started again, `--engine-restarts` times.
+    """Run one worker until the run is over; one that has joined and dies is started again, `--engine-restarts` times.
 
     ConfigurationError: the worker's model is not the trainer's, or there is no cluster.
     DeadlineExceeded: no trainer opened the run.
@@ -142,8 +142,8 @@ def dispatch(config: WorkerConfig) -> None:
                 if closed in ray.wait([closed], timeout=1)[0]:  # with the run
                     _unless_closed(closed, closed, 0)
                 restarts = restarts + 1 if time.monotonic() - begun < HEALTHY_S else 1
-                if restarts > config.engine_restarts:
-                    raise
+                if restarts > config.engine_restarts or (restarts == 1 and not died.loading_s):
+                    raise  # also if it never worked, as on a node that lacks something
                 pause_s = RESTART_PAUSE_S**restarts
                 again = f"{restarts} of --engine-restarts {config.engine_restarts}"
                 log.error("%s; it is started again in %.0f s (%s)", died, pause_s, again)

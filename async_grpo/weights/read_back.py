@@ -5,6 +5,8 @@ whatever packed or fused copy serves requests. Columns are compared by a sum ove
 nor the number of tensors counts: an engine may have fused, split over processes or padded what it received.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ _TINY = 1e-30  # below: some kernels flush these to zero
 _MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)  # of splitmix64: odd multiplier, shift
 
 
+@cache
 def sampled_columns(width: int) -> Tensor:
     """(at most COLUMNS,) int64, ascending: which columns of a matrix of that width are compared; always the same."""
     chosen = torch.randperm(width, generator=torch.Generator().manual_seed(width))[:COLUMNS]
