@@ -1,5 +1,6 @@
 """Ready runs: every file is a configuration that a run accepts, every command in a script one that exists."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -206,9 +207,9 @@ def job(tmp_path):
 
     yield start
     for process in started:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # also what a script that has ended left behind
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+        process.wait(10)
 
 
 def until(condition: Callable[[], bool]) -> None:
