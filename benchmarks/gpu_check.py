@@ -3,6 +3,7 @@
     scripts/gpu_check                            # all rows, under 10 minutes on one GPU
     scripts/gpu_check --only head --only step    # these
     scripts/gpu_check --tiny                     # in small, also on a CPU: shows that the rows work
+    scripts/gpu_check --ranks 8                  # on 8 GPUs: the rows above on one, then those of several ranks
 
 Random weights in the shapes of Qwen2.5, no network; neither vLLM nor Ray is imported. Writes `gpu_check.json` and
 `gpu_check.md` after every row. Exit code 1: a row failed or broke, 0: all that ran passed. What is not installed is named.
@@ -11,10 +12,13 @@ Random weights in the shapes of Qwen2.5, no network; neither vLLM nor Ray is imp
 import gc
 import importlib.metadata
 import json
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,25 +28,31 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import typer
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.modeling import packed
+from async_grpo.modeling import local_shard, packed
+from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS, PolicyModel
 from async_grpo.training.distributed import Ranks, distributed_run
+from async_grpo.training.export import ModelExporter
 from async_grpo.training.objective import Objective
-from async_grpo.training.sharding import canary_logprobs, shard_policy
+from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
 from async_grpo.types import MicroBatch
 from async_grpo.weights.package import rms, tensor_digest
 from async_grpo.weights.publisher import CANARY_TOKENS, MAX_ROUNDING, MIN_TOLERANCE, ROUNDINGS, Canary
 from async_grpo.weights.self_test import perturbed, self_test_groups
 from benchmarks import gpu_step
 
-OPTIONAL = ("vllm", "ray", "flash_attn", "trl")
+OPTIONAL = ("vllm", "ray", "flash_attn", "trl", "torchao")
 HALF_B = gpu_step.QWEN_05B
 ONE_B = HALF_B | {
     "hidden_size": 1536,
@@ -322,19 +332,35 @@ def profile(bench: Bench, policy: PolicyModel, batch: MicroBatch) -> dict[str, f
 def canary(bench: Bench) -> Figures:
     """6. The self-test in bfloat16, trainer packed and engine eager: no false refusal, each lost tensor seen."""
     shapes = {"28 x 1536": ONE_B, "28 x 3584": SEVEN_B | {"vocab_size": 32_768}}
+    shapes = bench.of(shapes, {"tiny": gpu_step.TINY})
+    shapes |= {f"{name}, outliers": shape for name, shape in list(shapes.items())[:1]}
     figures: Figures = {}
-    for name, shape in bench.of(shapes, {"tiny": gpu_step.TINY}).items():
+    for name, shape in shapes.items():
         with fits(figures, name):
-            figures[name] = self_test(bench, shape)
+            figures[name] = self_test(bench, shape, "outliers" in name)
     ran = [found for found in figures.values() if isinstance(found, dict)]
     passed = bool(ran) and not any(found["refused"] or found["unseen"] for found in ran)
     return figures | {"passed": passed}
 
 
-def self_test(bench: Bench, shape: dict[str, Any]) -> Figures:
+@torch.no_grad()
+def with_outliers(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
+    """Four channels of the residual stream 50 times larger and damped by the norms, as trained models have them."""
+    channels = torch.arange(0, model.config.hidden_size, model.config.hidden_size // 4)
+    for name, weight in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight[channels] *= 50
+        elif "layernorm" in name:
+            weight[channels] *= 0.1
+    return model
+
+
+def self_test(bench: Bench, shape: dict[str, Any], outliers: bool = False) -> Figures:
     """The rounds of `Publisher`, with an engine that is transformers' own forward of the same bfloat16 weights."""
     ids = Canary.text(shape["vocab_size"], bench.of(CANARY_TOKENS[1], 64))
     engine, trained = (bench.model(shape, torch.bfloat16).eval() for _ in range(2))
+    if outliers:
+        engine, trained = with_outliers(engine), with_outliers(trained)
     policy = PolicyModel(trained).eval()
     ours, theirs = dict(trained.named_parameters()), dict(engine.named_parameters())
     unchanged = canary_logprobs(policy, ids)
@@ -367,7 +393,10 @@ def self_test(bench: Bench, shape: dict[str, Any]) -> Figures:
 
 
 def sync(bench: Bench) -> Figures:
-    """7. What a sync does with the weights, seconds per GB of bfloat16, against a copy on the device and to the host."""
+    """7. What a sync does with the weights, seconds per GB of bfloat16, against a copy on the device and to the host.
+
+    Of several ranks also the gathering of shards and a broadcast, which is what NCCL does with them.
+    """
     number = bench.of(1 << 29, 1 << 20)
     master = torch.randn(number, device=bench.device)
     wire = master.bfloat16()
@@ -379,6 +408,11 @@ def sync(bench: Bench) -> Figures:
         "to the host": lambda: host.copy_(wire),
         "digest on the host": lambda: tensor_digest(host[: number // 8]),
     }
+    if bench.ranks.world_size > 1:
+        mesh = init_device_mesh(bench.device.type, (bench.ranks.world_size,))
+        shard = DTensor.from_local(wire.chunk(bench.ranks.world_size)[bench.ranks.rank], mesh, [Shard(0)])
+        spread = wire.clone()
+        work |= {"gather": lambda: shard.full_tensor(), "broadcast": lambda: dist.broadcast(spread, 0)}
     share = {"digest on the host": 8}
     found = {
         name: bench.seconds(call, 3) / wire.nbytes * GB * share.get(name, 1) for name, call in work.items()
@@ -421,6 +455,88 @@ def against_transformers(bench: Bench) -> Figures:
         "trl": installed("trl"),
         "passed": not bench.on_gpu or ratio >= 1.3,
     }
+
+
+def memory(bench: Bench) -> Figures:
+    """10. Offloading, copies of the shards (several ranks) and 8-bit moments: the same gradient, and what they take."""
+    shape, (ranks, world_size) = bench.of(HALF_B, gpu_step.TINY), (bench.ranks, bench.ranks.world_size)
+    layouts: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}}
+    if world_size > 1:
+        layouts["copies"] = {"fsdp_size": world_size // 2 if world_size % 2 == 0 else 1}
+    tokens, longest = bench.of((8192, 1024), (128, 32))
+    batches = [bench.micro_batch(shape["vocab_size"], tokens + longest * ranks.rank, longest)]
+    figures, plain, passed = dict[str, Any](), {}, True
+    for name, options in layouts.items():
+        gradients = gpu_step.packed_gradients(bench.policy(shape, **options), bench.objective(), batches)
+        plain = plain or gradients
+        figures[name] = gpu_step.compare(gradients, plain) | training_cost(bench, shape, batches, **options)
+        passed = passed and figures[name]["gradient_cosine"] > 0.9999
+    figures["8-bit moments"] = "torchao is not installed"
+    if installed("torchao") != "not installed":
+        figures["8-bit moments"] = training_cost(bench, shape, batches, "adamw_8bit")
+    return figures | {"passed": passed}
+
+
+def training_cost(
+    bench: Bench, shape: dict[str, Any], batches: list[MicroBatch], optimizer: str = "adamw", **options: Any
+) -> Figures:
+    clear()
+    policy = bench.policy(shape, gradient_checkpointing=True, **options)
+    steps = gpu_step.timed_steps(policy, bench.objective(), bench.ranks, batches, bench.of(3, 1), optimizer)
+    return {name: steps[name] for name in ("tokens_per_second", "peak_memory_GB")}
+
+
+def loading(bench: Bench) -> Figures:
+    """11. A rank reads its own rows of the weights, and the model is exported as it was: memory at the peaks, seconds."""
+    shape, figures = bench.of(ONE_B, gpu_step.TINY), dict[str, Any]()
+    with tempfile.TemporaryDirectory() if bench.ranks.is_main else nullcontext("") as scratch:
+        folders: list[Any] = [scratch]
+        if bench.ranks.world_size > 1:
+            dist.broadcast_object_list(folders, 0)
+        folder = Path(folders[0])
+        if bench.ranks.is_main:
+            bench.model(shape, torch.bfloat16).save_pretrained(folder / "model", max_shard_size="1GB")
+        bench.ranks.max([0.0])  # until it is written
+        made: list[PolicyModel] = []
+
+        def load() -> None:
+            made.append(PolicyModel(empty_causal_lm(folder / "model")))
+            shard_policy(made[0], bench.ranks, dtype="bfloat16")
+            load_shards(made[0], folder / "model", bench.device)
+
+        figures["loading"] = peaks(bench, load)
+        largest = 4 * max(p.numel() for p in made[0].parameters()) / GB
+        held = sum(local_shard(p).nbytes for p in made[0].parameters()) / GB
+        exporter = ModelExporter(folder, folder / "model", bench.ranks)
+        figures["export"] = peaks(bench, lambda: exporter.save(made[0], 1))
+        figures |= {"shard_GB": held, "largest_tensor_GB": largest}
+        taken = figures["loading"]["device_GB" if bench.on_gpu else "host_GB"]
+        passed = taken <= held + largest + 0.5
+        if bench.ranks.is_main:
+            both = [folder / "model", folder / "hf_format" / "samples_1"]
+            before, after = ([load_file(f) for f in sorted(path.glob("*.safetensors"))] for path in both)
+            then, now = ({n: t for file in files for n, t in file.items()} for files in (before, after))
+            passed = passed and all(torch.equal(now[name], tensor) for name, tensor in then.items())
+        bench.ranks.max([0.0])
+    return figures | {"passed": passed}
+
+
+def peaks(bench: Bench, call: Callable[[], Any]) -> Figures:
+    """Memory that a call adds at its peak, on the device and of this process, and its seconds."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the process
+    before, begun = host_peak_GB(), time.perf_counter()
+    device = bench.peak_GB(call) if bench.on_gpu else call()
+    return {
+        "device_GB": device if bench.on_gpu else None,
+        "host_GB": host_peak_GB() - before,
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def host_peak_GB() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / GB
 
 
 def compiled(bench: Bench) -> Figures:
@@ -466,7 +582,10 @@ ROWS: dict[str, Callable[[Bench], Figures]] = {
     "sync": sync,
     "transformers": against_transformers,
     "compile": compiled,
+    "memory": memory,
+    "loading": loading,
 }
+OF_RANKS = ("sync", "memory", "loading")  # the rows that several ranks compute together
 
 
 def installed(name: str) -> str:
@@ -505,9 +624,33 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("outputs"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     limit_s: Annotated[float, typer.Option(help="No row is begun after so many seconds.")] = 540.0,
+    ranks: Annotated[int, typer.Option(help=f"Then again with so many ranks: {', '.join(OF_RANKS)}.")] = 1,
 ) -> None:
     if unknown := set(only or ()) - ROWS.keys():
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    failed = check_rows(tiny, only, output_dir, device, limit_s)
+    if ranks > 1 and (rows := [row for row in OF_RANKS if row in (only or OF_RANKS)]):
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            "--standalone",
+        ]
+        given = [
+            f"--output-dir={output_dir / f'{ranks}_ranks'}",
+            f"--device={device}",
+            f"--limit-s={limit_s}",
+        ]
+        given += [*(f"--only={row}" for row in rows), *(["--tiny"] if tiny else [])]
+        done = subprocess.run([*torchrun, "-m", "benchmarks.gpu_check", *given], check=False)
+        failed = failed or done.returncode != 0
+    if failed:
+        raise typer.Exit(1)
+
+
+def check_rows(tiny: bool, only: list[str] | None, output_dir: Path, device: str, limit_s: float) -> bool:
+    """Whether one of them failed."""
     begun = time.perf_counter()
     output_dir.mkdir(parents=True, exist_ok=True)
     with distributed_run(device) as ranks:
@@ -519,12 +662,16 @@ def main(
                 report["rows"][name] = {"outcome": "not run: out of time"}
             else:
                 report["rows"][name] = checked(ROWS[name], bench)
-                print(f"{name}: {report['rows'][name]['outcome']}", flush=True)
+            if not ranks.is_main:
+                continue
+            print(f"{name}: {report['rows'][name]['outcome']}", flush=True)
             (output_dir / "gpu_check.json").write_text(json.dumps(report, indent=2, default=str))
             (output_dir / "gpu_check.md").write_text(table(report))
-    print(table(report))
-    if any(figures["outcome"] != "passed" for figures in report["rows"].values()):
-        raise typer.Exit(1)
+        failed = any(figures["outcome"] != "passed" for figures in report["rows"].values())
+        failed = bool(ranks.max([float(failed)])[0])  # of any rank
+        if ranks.is_main:
+            print(table(report))
+    return failed
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.algorithm.config import AlgorithmConfig
-from async_grpo.modeling import packed
+from async_grpo.modeling import full_tensor, packed
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.config import OptimizerConfig
@@ -139,7 +139,7 @@ def packed_gradients(
 ) -> dict[str, Tensor]:
     for batch in micro_batches:
         backward(policy, objective, batch)
-    gradients = {name: p.grad.full_tensor().cpu() for name, p in policy.model.named_parameters()}
+    gradients = {name: full_tensor(p.grad).cpu() for name, p in policy.model.named_parameters()}
     policy.zero_grad(set_to_none=True)
     return gradients
 
@@ -172,11 +172,15 @@ def compare(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 
 
 def timed_steps(
-    policy: PolicyModel, objective: Objective, ranks: Ranks, micro_batches: list[MicroBatch], steps: int
+    policy: PolicyModel,
+    objective: Objective,
+    ranks: Ranks,
+    micro_batches: list[MicroBatch],
+    steps: int,
+    optimizer: str = "adamw",
 ) -> dict[str, Any]:
-    optimizer, scheduler = build_policy_optimizer(
-        policy, OptimizerConfig(learning_rate=1e-6, lr_scheduler="constant")
-    )
+    config = OptimizerConfig(learning_rate=1e-6, lr_scheduler="constant", optimizer=optimizer)
+    optimizer, scheduler = build_policy_optimizer(policy, config)
     accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks)
     seconds = []
     for _ in range(steps + 1):

@@ -22,6 +22,7 @@ import resource, sys
 from pathlib import Path
 from async_grpo.cluster import make_trainer
 from async_grpo.config.run import RunConfig
+from async_grpo.modeling import local_shard
 from async_grpo.training.distributed import distributed_run
 from async_grpo.types import SharedRunSettings
 folder, whole = sys.argv[1], sys.argv[2] == "whole"
@@ -32,7 +33,7 @@ with distributed_run("cpu", timeout_s=300) as ranks:
     config = RunConfig(model_name_or_path=folder, data_path="x", reward_fns="format")
     policy = make_trainer._policy(config, settings, ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    shard = sum(parameter.to_local().nbytes for parameter in policy.parameters())
+    shard = sum(local_shard(parameter).nbytes for parameter in policy.parameters())
     Path(sys.argv[3], f"{ranks.rank}").write_text(f"{peak} {shard}")
 import os; os._exit(0)
 """

@@ -4,6 +4,8 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
@@ -99,7 +101,7 @@ def _exporter(config: RunConfig, settings: SharedRunSettings, ranks: Ranks, samp
 
 def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> PolicyModel:
     path, model = config.model_name_or_path, None
-    if ranks.world_size > 1 and (saved := weight_names(path)):
+    if saved := weight_names(path):
         model = empty_causal_lm(path)
         # Each rank reads its shard alone, if the weights have the names there that they have in the model
         if not all(name in saved for name, _ in model.named_parameters()):
@@ -116,10 +118,12 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         ranks,
         dtype=settings.dtype,
         gradient_checkpointing=config.gradient_checkpointing,
+        cpu_offload=config.cpu_offload,
+        fsdp_size=config.fsdp_size,
         torch_compile=config.torch_compile,
     )
     if model is not None:
-        load_shards(policy, path, ranks.device)
+        load_shards(policy, path, torch.device("cpu") if config.cpu_offload else ranks.device)
     return policy
 
 

@@ -27,6 +27,7 @@ FIXED = {
     "temperature": "the groups that are finished have log-probs at that temperature",
     "max_generation_tokens": "the groups that are finished ended by that length",
     "reward_fns": "the groups that are finished have been scored by these",
+    "optimizer": "the moments in the checkpoint are of that kind",
     "advantage_estimator": "optimizer and finished groups have what that estimator needs",
     "logprob_roles": "the groups that are finished have these and no others",
 }

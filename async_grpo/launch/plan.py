@@ -131,21 +131,23 @@ def roles(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[t
     if config.gradient_checkpointing:
         kept = layers * b * width + kept // layers
     head = 4 * settings.vocab_size * (3 * min(config.logprob_chunk_size, tokens) + width)
-    state = (20 if config.update_stats else 16) * total / ranks
-    yield "trainer rank", ranks, 1, state + tokens * kept + head
+    moments = 2 if config.optimizer == "adamw_8bit" else 8
+    state = (8 + moments + 4 * config.update_stats) * total / (config.fsdp_size or ranks)
+    offloaded = state if config.cpu_offload else 0.0
+    yield "trainer rank", ranks, 1, state - offloaded + tokens * kept + head
     alive = math.ceil(settings.samples_in_flight / config.generation_workers)
     held = min(config.max_num_seqs or 1024, alive) * settings.max_total_tokens * cache
     engine = b * total + (held if gpus() else cpu_kv_cache())
     yield "engine", config.generation_workers, config.tensor_parallel_size, engine
     for name in config.logprob_roles:
         yield f"{name} worker", 1, 1, b * total + head
-    yield "rank 0's machine", 1, 0, (2 * b + 12) * total
+    yield "rank 0's machine", 1, 0, (2 * b + 12) * total + ranks * offloaded
 
 
 def memory(config: "LocalConfig", prepared: "Prepared", total: int) -> Iterator[Finding]:
     """Each role against what is there. Never an error: it is an estimate."""
     free, rest, card = psutil.virtual_memory().available, 0, 0
-    cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, or more ranks or engines"
+    cure = "lower --max-tokens-per-gpu, --gradient-checkpointing, --cpu-offload, or more ranks or engines"
     try:
         card = min(int(mib) << 20 for _, mib, *_ in cards()) if gpus() else 0
     except NO_CARDS as error:

@@ -1,5 +1,7 @@
 """The policy as a network: loading a Hugging Face causal LM, its packed forward, its log-probs, its sharded weights."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -12,5 +14,18 @@ def local_shard(weight: Tensor) -> Tensor:
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of a weight, in that dtype: of a sharded one it is gathered (a collective), cast before it travels."""
-    shard = weight.detach().to(dtype or weight.dtype)
+    shard = weight.detach().to(compute_device(weight), dtype or weight.dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+
+def compute_device(weight: Tensor) -> torch.device:
+    """Where a (possibly sharded) weight is computed with: it may be kept in main memory, which NCCL cannot reach."""
+    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
+
+
+def copies(weight: Tensor) -> int:
+    """How many ranks hold the same part of a (possibly sharded) weight."""
+    if not isinstance(weight, DTensor):
+        return 1
+    mesh, placements = weight.device_mesh, weight.placements
+    return prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_replicate())

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.modeling import full_tensor
+from async_grpo.modeling import compute_device, full_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing, check_packable
 
@@ -91,7 +91,8 @@ class PolicyModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """Of the inputs and of the computation."""
+        return compute_device(next(self.parameters()))
 
 
 def named_weights(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from async_grpo.algorithm.off_policy import mismatch_report
 from async_grpo.algorithm.process_advantages import explained_variance
 from async_grpo.errors import NonFiniteGradient
-from async_grpo.modeling import local_shard
+from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
@@ -44,6 +44,7 @@ class GradientAccumulator:
     def __post_init__(self) -> None:
         self._left_out = 0  # steps, in a row so far
         self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        self._copies = copies(self._parameters[0])  # of each part, whose squares all ranks add up
         self._waiting: list[BatchTensors] = []  # for the end of their step
         self._totals: dict[str, Tensor] = {}  # of this step, on the device
 
@@ -94,7 +95,7 @@ class GradientAccumulator:
         """This step's totals, with the gradient's square and the memory, and histogram, over all ranks; forgets them."""
         totals, self._totals = self._totals, {}
         histogram = totals.pop("histogram")
-        totals["gradient_square"] = _squares(gradients).sum().to(histogram.device)
+        totals["gradient_square"] = _squares(gradients).sum().to(histogram.device) / self._copies
         totals["memory_max"] = histogram.new_tensor(self._peak_memory_GB())
         maxima = [name for name in totals if name.endswith("_max")]
         sums = [name for name in totals if name not in maxima]
@@ -135,7 +136,7 @@ class GradientAccumulator:
         """
         squares = _squares(before)
         torch._foreach_sub_(before, after)
-        both = torch.cat([squares, _squares(before)])
+        both = torch.cat([squares, _squares(before)]) / self._copies
         model_norms, delta_norms = self.ranks.sum_and_max(both, both[:0])[0].sqrt().chunk(2)
         moved = model_norms > 0  # a value head begins at zero: nothing to compare its first update with
         quantiles = torch.linspace(0, 1, 5, dtype=torch.float64)

@@ -23,8 +23,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.checkpoints.folder import Manifest, complete, discard_partial, partial_folder, prune, versions
 from async_grpo.errors import AsyncGrpoError, CheckpointBroken, DeadlineExceeded
+from async_grpo.modeling import local_shard
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
+from async_grpo.training.optimizer import begun
 
 FILES, FILE_BYTES = 16, 64 << 20  # of a rank, at most, and from which size on there are several
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
@@ -112,8 +114,9 @@ class Checkpointer:
 
     def _files(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Which file of a rank each tensor goes into, by name, of all ranks: a file is made in memory, beside the copy."""
-        ranks = range(self.ranks.world_size)
-        names = [*tensors, *(f"random.{kind}.{rank}" for kind in ("cpu", "cuda") for rank in ranks)]
+        ranks, own = range(self.ranks.world_size), f".{self.ranks.rank}"
+        others = [f"{n.removesuffix(own)}.{rank}" for n in tensors if n.endswith(own) for rank in ranks]
+        names = list(dict.fromkeys([*tensors, *others]))
         sizes = [tensors[name].nbytes if name in tensors else 0 for name in names]
         count = max(1, min(FILES, sum(sizes) // FILE_BYTES))
         ends = itertools.accumulate(sizes)
@@ -169,15 +172,16 @@ class Checkpointer:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What belongs to a checkpoint, by name: the live tensors, of a sharded policy their shards."""
-        state = self.scheduler.optimizer.state
         for name, parameter in self.policy.named_parameters():
-            moments = state[parameter]
-            if not moments:  # before the first step: as AdamW would begin
-                moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                moments |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            moments = begun(self.scheduler.optimizer, parameter)
             yield f"weights.{name}", parameter.detach()
-            yield f"exp_avg.{name}", moments["exp_avg"]
-            yield f"exp_avg_sq.{name}", moments["exp_avg_sq"]
+            for which in ("exp_avg", "exp_avg_sq"):
+                shard: Any = local_shard(moments[which])
+                if hasattr(shard, "codes"):  # of 8 bits: codes and scales, of this rank's rows alone
+                    yield f"{which}.{name}.codes.{self.ranks.rank}", shard.codes
+                    yield f"{which}.{name}.scale.{self.ranks.rank}", shard.scale
+                else:
+                    yield f"{which}.{name}", moments[which]
             yield f"updates.{name}", moments["step"].reshape(1)
         yield f"random.cpu.{self.ranks.rank}", torch.get_rng_state()
         if self.ranks.device.type == "cuda":

@@ -42,7 +42,23 @@ class OptimizerConfig(Section):
         choices=("auto", "float32", "bfloat16"),
         everyday=True,
     )
-    gradient_checkpointing: bool = _optimizer(False, "Recompute activations: less memory, a third more time.")
+    optimizer: str = _optimizer(
+        "adamw",
+        "adamw_8bit keeps AdamW's moments in 8 bits: a quarter of their memory; needs the extra adamw-8bit.",
+        choices=("adamw", "adamw_8bit"),
+    )
+    gradient_checkpointing: bool = _optimizer(
+        False, "Recompute the activations of each layer: less memory, a third more time."
+    )
+    cpu_offload: bool = _optimizer(
+        False,
+        "Keep the trainer's weights, gradients and moments in main memory: less GPU memory, slower steps.",
+    )
+    fsdp_size: int = _optimizer(
+        0,
+        "Ranks that share one copy of the weights, those of a node, say: only gradients cross nodes; 0: all ranks.",
+        range=NOT_NEGATIVE,
+    )
     torch_compile: bool = _optimizer(
         False, "Compile the layers: quicker steps, a slower first one; needs a C++ compiler on CPUs."
     )

@@ -1,12 +1,17 @@
 """AdamW and the learning-rate schedules. A step is an optimizer step; step 0 is the first."""
 
+import importlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.config import OptimizerConfig
 
@@ -38,6 +43,27 @@ LR_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
 }
 
 
+def _adamw_8bit() -> Callable[..., Optimizer]:
+    try:
+        return importlib.import_module("torchao.optim").AdamW8bit
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--optimizer adamw_8bit: {error}; pip install 'async-grpo[adamw-8bit]', or choose adamw"
+        ) from error
+
+
+def begun(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The `step`, `exp_avg` and `exp_avg_sq` of a parameter; before the first step as AdamW begins."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        empty: Any = getattr(
+            optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like)
+        )  # torchao's
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state |= {"exp_avg": empty(parameter, True), "exp_avg_sq": empty(parameter, False)}
+    return state
+
+
 def build_policy_optimizer(
     policy: PolicyModel, config: OptimizerConfig, total_steps: int = 0
 ) -> tuple[Optimizer, LambdaLR]:
@@ -48,13 +74,13 @@ def build_policy_optimizer(
     groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
     if policy.value_head is not None:
         groups.append({"params": list(policy.value_head.parameters()), "lr": config.critic_learning_rate})
-    optimizer = AdamW(
+    make = _adamw_8bit() if config.optimizer == "adamw_8bit" else partial(AdamW, fused=True)
+    optimizer = make(
         groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
-        fused=True,
     )
     schedule, warmup_steps = LR_SCHEDULES[config.lr_scheduler], config.num_warmup_steps
     return optimizer, LambdaLR(optimizer, lambda step: schedule(step, warmup_steps, total_steps))

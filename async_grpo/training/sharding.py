@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
@@ -28,13 +34,17 @@ def shard_policy(
     *,
     dtype: str | torch.dtype = "float32",
     gradient_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    fsdp_size: int = 0,
     torch_compile: bool = False,
 ) -> PolicyModel:
-    """Shard `policy`, its weights in float32, in place over all ranks and return it, in training mode.
+    """Shard `policy`, its weights in float32, in place over the ranks and return it, in training mode.
 
     One rank that computes in float32 has nothing to shard or cast: its policy stays as it is. dtype: the compute dtype,
     float32 or bfloat16; gradients are reduced in float32 all the same. torch_compile: the layers, all but their attention.
-    ConfigurationError: the model does not say what its decoder layers are.
+    cpu_offload: what is not computed with lies in main memory. fsdp_size: so many ranks share one copy of the weights, the
+    others hold more copies (HSDP, Zhao et al. 2023, 3.2.2); 0: all. ConfigurationError: the ranks cannot be divided so, or
+    the model does not say what its decoder layers are.
     """
     names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.model.modules() if type(module).__name__ in names]
@@ -44,14 +54,28 @@ def shard_policy(
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if torch_compile:
         compile_around_attention(layers)
-    compute = torch_dtype(dtype)
-    if ranks.world_size == 1 and compute is torch.float32:
+    compute, device = torch_dtype(dtype), ranks.device.type
+    if ranks.world_size == 1 and compute is torch.float32 and not cpu_offload:
         return policy.train()  # FSDP's hooks and copies would cost a small model a tenth of its step
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    options: dict[str, Any] = {
+        "mesh": _mesh(ranks, fsdp_size or ranks.world_size),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
+    }
     for module in (*layers, policy):
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, **options)
     return policy.train()
+
+
+def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
+    groups, left_over = divmod(ranks.world_size, fsdp_size)
+    if left_over:
+        raise ConfigurationError(
+            f"--fsdp-size {fsdp_size} does not divide the {ranks.world_size} ranks of the trainer"
+        )
+    if groups == 1:
+        return init_device_mesh(ranks.device.type, (fsdp_size,))
+    return init_device_mesh(ranks.device.type, (groups, fsdp_size), mesh_dim_names=("copy", "shard"))
 
 
 def weight_names(path: str | Path) -> Collection[str]:
@@ -61,11 +85,14 @@ def weight_names(path: str | Path) -> Collection[str]:
 
 @torch.no_grad()
 def load_shards(policy: PolicyModel, path: str | Path, device: torch.device) -> None:
-    """Give a sharded policy, made of an empty model, the weights in that folder: a rank reads its own rows of each."""
+    """Give a policy made of an empty model the weights in that folder, on `device`; of a sharded one a rank reads its own
+    rows of each."""
     loaded: dict[str, Any] = {n: torch.empty_like(w, device=device) for n, w in named_weights(policy)}
     state_dict_loader.load(loaded, storage_reader=HuggingFaceStorageReader(str(model_folder(path))))
     policy.model.load_state_dict(loaded, strict=False, assign=True)
     policy.model.tie_weights()
+    if not isinstance(policy, FSDPModule):
+        policy.to(device)  # the buffers
 
 
 def release_gathered(policy: PolicyModel) -> None:
