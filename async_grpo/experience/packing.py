@@ -1,5 +1,7 @@
 """Packing: samples become padding-free micro-batches, one per rank, whole sequences only, within the token budget."""
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -24,17 +26,18 @@ class Packer:
         self._even_at = 12 * hidden_size  # tokens of a sequence whose attention costs as much as its matrices
         # Samples of about one length keep together by groups: in one micro-batch their prompt is computed once
         self._same_length = max(1, max_tokens // 64)
-        self._waiting: list[Sample] = []
+        # In order: negated class of length, ordinal of the prompt, negated length, number, and the sample
+        self._waiting: list[tuple[int, int, int, int, Sample]] = []
+        self._numbers = itertools.count()
         self._tokens = 0  # that wait
 
     def add(self, sample: Sample) -> None:
         """Keep a sample for a round; ConfigurationError: it alone exceeds the token budget of a rank."""
-        limit = f"--max-tokens-per-gpu {self.max_tokens}"
-        refuse(
-            sample.num_tokens > self.max_tokens, f"a sample of {sample.num_tokens} tokens cannot fit {limit}"
-        )
-        self._waiting.append(sample)
-        self._tokens += sample.num_tokens
+        limit, length = f"--max-tokens-per-gpu {self.max_tokens}", sample.num_tokens
+        refuse(length > self.max_tokens, f"a sample of {length} tokens cannot fit {limit}")
+        order = -length // self._same_length, sample.prompt.ordinal, -length, next(self._numbers)
+        bisect.insort(self._waiting, (*order, sample))
+        self._tokens += length
 
     def full_round(self) -> list[MicroBatch] | None:
         """A round, if what waits would fill the budget of every rank."""
@@ -50,23 +53,28 @@ class Packer:
     def _round(self) -> list[MicroBatch]:
         """First-fit decreasing, to the rank of least cost; a group stays on its rank up to a sixteenth of the budget."""
         ranks: list[list[Sample]] = [[] for _ in range(self.num_ranks)]
-        tokens, costs, left, last = [0] * self.num_ranks, [0.0] * self.num_ranks, [], (0, -1)
-        for sample in sorted(self._waiting, key=self._order):
-            room = self.max_tokens - (length := sample.num_tokens)
+        tokens, costs, waiting = [0] * self.num_ranks, [0.0] * self.num_ranks, self._waiting
+        left, last, place = waiting[:0], (0, -1), 0
+        while place < len(waiting):
+            _, ordinal, negated, _, sample = waiting[place]
+            room = self.max_tokens - (length := -negated)
             if not (fitting := [rank for rank, taken in enumerate(tokens) if taken <= room]):
-                left.append(sample)
+                # On to the next that is short enough, quickly: tens of thousands may wait
+                most = min(tokens) - self.max_tokens  # the largest room, negated as lengths are
+                start = max(place + 1, bisect.bisect_left(waiting, (most // self._same_length,)))
+                those = range(start, len(waiting))
+                beyond = next((other for other in those if waiting[other][2] >= most), len(waiting))
+                left += waiting[place:beyond]
+                place = beyond
                 continue
-            ahead = [self.max_tokens / 16 * (last == (rank, sample.prompt.ordinal)) for rank in fitting]
+            ahead = [self.max_tokens / 16 * (last == (rank, ordinal)) for rank in fitting]
             rank = min(zip(fitting, ahead, strict=True), key=lambda one: costs[one[0]] - one[1])[0]
-            last = rank, sample.prompt.ordinal
+            last, place = (rank, ordinal), place + 1
             ranks[rank].append(sample)
             tokens[rank] += length
             costs[rank] += length * (1 + length / self._even_at)
         self._waiting, self._tokens = left, self._tokens - sum(tokens)
         return [pack(samples) if samples else dummy_micro_batch(0) for samples in ranks]
-
-    def _order(self, sample: Sample) -> tuple[int, int, int]:
-        return -sample.num_tokens // self._same_length, sample.prompt.ordinal, -sample.num_tokens
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
