@@ -182,6 +182,10 @@ class Engine(Protocol):
     async def until_failure(self) -> str:
         """Wait until the engine dies, or makes no progress though it should; returns how that was noticed."""
 
+    async def begin_anew(self) -> bool:
+        """The trainer died and was started again; the next weights come from version 0, or from a checkpoint. Returns
+        whether the engine can serve it; one without this method, or that cannot, is loaded again."""
+
     def close(self) -> None:
         """Stop the engine and its processes."""
 

@@ -27,7 +27,7 @@ import ray
 
 from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.ray_session import forwarded_environment, zero_cpu_actor
-from async_grpo.cluster.worker_program import ENGINE_ENVIRONMENT, GenerationActor
+from async_grpo.cluster.worker_actors import ENGINE_ENVIRONMENT, GenerationActor
 from async_grpo.config.run import WorkerConfig
 from async_grpo.modeling.load import model_fingerprint, stop_token_ids
 from async_grpo.types import SharedRunSettings

@@ -73,7 +73,7 @@ class Engines:
     """Two real engines, registered with a controller, and the publisher that feeds them."""
 
     def __init__(self, folder: Path, vocabulary: int, count: int) -> None:
-        from async_grpo.cluster import worker_program
+        from async_grpo.cluster import worker_actors
         from async_grpo.cluster.channel import Channel
         from async_grpo.cluster.controller import RunController
         from async_grpo.cluster.ray_session import zero_cpu_actor
@@ -96,11 +96,11 @@ class Engines:
         self.controller = make.remote(settings, 60.0, Channel, "least_loaded")
         config = WorkerConfig(mode="generation", model_path=str(folder), enforce_eager=True, max_num_seqs=16)
         environment = {
-            "env_vars": worker_program.ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            "env_vars": worker_actors.ENGINE_ENVIRONMENT | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         }
         self.actors = []
         for number in range(count):
-            actor = zero_cpu_actor(worker_program.GenerationActor, runtime_env=environment).remote()
+            actor = zero_cpu_actor(worker_actors.GenerationActor, runtime_env=environment).remote()
             ray.get(actor.start.remote(config, settings), timeout=300)
             info = WorkerInfo(f"g{number}", "generation", 16, 1000)
             ray.get(self.controller.register.remote(info, actor), timeout=60)
@@ -130,12 +130,12 @@ class Engines:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    from async_grpo.cluster import worker_program
+    from async_grpo.cluster import worker_actors
 
     async def paused(self: Any) -> float:
         return self._engine.progress()["paused_s"]
 
-    worker_program.GenerationActor.paused = paused
+    worker_actors.GenerationActor.paused = paused
     engines = Engines(folder, options.vocabulary, options.engines)
     size = sum(weight.numel() * 2 for weight in engines.policy.parameters())
     engines.sync(0)

@@ -85,6 +85,12 @@ class ChannelServer:
         if caller := self._callers.pop(caller_id, None):
             caller.cancel()
 
+    def forget_callers(self) -> None:
+        """All of them are gone."""
+        for caller in filter(None, self._callers.values()):
+            caller.cancel()
+        self._callers = {}
+
     async def _answer(self, caller: "_Caller", call_id: int, method: str, args: tuple[Any, ...]) -> None:
         try:
             pending = self._handlers[method](*args)

@@ -1,6 +1,6 @@
 """`RunController`: the one control process of a run. It holds the registries, the verifiers and the batcher.
 
-    dispatchers   settings, register, until_gone, deregister, expect, refuse, closed
+    dispatchers   settings, register, until_gone, drain, deregister, expect, refuse, closed
     the sync      begin_sync, end_sync, fail
     rank 0        lacks, start_batcher, start, situation, evaluate, request_save, save_experience, stop, close
     every rank    settings, next_message
@@ -66,6 +66,10 @@ class RunController:
     async def deregister(self, kind: str, worker_id: str, reason: str) -> None:
         """A worker is gone, or fenced."""
         self._workers[kind].deregister(worker_id, reason)
+
+    async def drain(self, kind: str, worker_id: str, within_s: float) -> None:
+        """A worker is told to end: no more work for it; what it has not done `within_s` goes on elsewhere."""
+        await self._workers[kind].drain(worker_id, within_s)
 
     async def until_gone(self, kind: str, worker_id: str) -> str:
         """Waits until that worker is lost, or fenced; returns why."""

@@ -80,6 +80,15 @@ class RegisteredWorkers:
             worker.gone.set_result(reason)
             self._lost.append(f"{self.kind} worker {worker_id} was lost: {reason}")
 
+    async def drain(self, worker_id: str, within_s: float) -> None:
+        """No more work for a worker; when it has done what it has, or `within_s`, it is a member no more."""
+        give_up = time.monotonic() + within_s
+        self.registry.retire(worker_id)
+        while self.registry.outstanding(worker_id) and time.monotonic() < give_up:
+            await asyncio.sleep(0.1)
+        left = self.registry.outstanding(worker_id)
+        self.deregister(worker_id, f"it was told to end, {left} sequences go on elsewhere")
+
     def take_lost(self) -> list[str]:
         """The workers lost since the last call, and why."""
         lost, self._lost = self._lost, []

@@ -124,6 +124,16 @@ class WorkerConfig(EngineConfig, LogprobConfig, MemberConfig):
 
     mode: str = required("What it does for the run.", choices=("generation", "logprob"), everyday=True)
     reward_fns: str = option("", "Comma list of rewards of the run (generation mode).", everyday=True)
+    drain_s: float = _cluster(
+        30.0,
+        "On SIGTERM, time for what the worker has begun; the rest goes on elsewhere.",
+        range=NOT_NEGATIVE,
+    )
+    rejoin_s: float = _cluster(
+        300.0,
+        "How long a worker whose trainer died waits, its model loaded, for it to be started again; 0: not at all.",
+        range=NOT_NEGATIVE,
+    )
     node: str = _cluster(
         "here",
         "Where the worker runs: on this node; on any; or on any with free GPUs, also one that joins later.",

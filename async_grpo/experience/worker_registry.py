@@ -23,6 +23,7 @@ class Member:
 
     info: WorkerInfo
     active: bool = False  # gets work; False until it holds the current weights
+    is_leaving: bool = False  # never again
     sequences: int = 0  # outstanding
     tokens: int = 0  # outstanding, as estimated when admitted
     column: int = -1  # among the active ones
@@ -104,9 +105,20 @@ class WorkerRegistry:
         self._members_changed()
 
     def activate(self, worker_id: str) -> None:
-        """The worker holds the current weights: it may be given work."""
-        self._members[worker_id].active = True
+        """The worker holds the current weights: it may be given work, unless it is leaving."""
+        member = self._members[worker_id]
+        member.active = not member.is_leaving
         self._members_changed()
+
+    def retire(self, worker_id: str) -> None:
+        """No more work for a worker that is leaving; it keeps what it has. Unknown ids are ignored."""
+        if (member := self._members.get(worker_id)) is not None:
+            member.active, member.is_leaving = False, True
+            self._members_changed()
+
+    def outstanding(self, worker_id: str) -> int:
+        """The sequences that a worker has; 0 if it is no member."""
+        return self._members[worker_id].sequences if worker_id in self._members else 0
 
     def deregister(self, worker_id: str, reason: str) -> None:
         """Fence a worker: no more work for it, its leases are void. Unknown ids are ignored (it may be told twice)."""

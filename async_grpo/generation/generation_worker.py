@@ -50,7 +50,7 @@ class GenerationWorker:
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.timeline = engine, tokenizer, settings, timeline
         self.stall_s = stall_s
-        self.policy_version = UNSYNCED
+        self.policy_version, self._starts = UNSYNCED, 0
         self.paused_s = 0.0
         self._updating = asyncio.Lock()
         self._paused_at, self._update_finished = 0.0, True
@@ -120,7 +120,7 @@ class GenerationWorker:
         # No request may hit a prefix computed by other weights: their version is the salt; while it changes, wait. vLLM
         # takes other forms of prompts through a thread, and a pause could come between.
         async with self._updating:
-            prompt = tokens_input(asked.token_ids, cache_salt=str(self.policy_version))
+            prompt = tokens_input(asked.token_ids, cache_salt=f"{self._starts}/{self.policy_version}")
         if not self._begun:  # it was idle
             self.timeline.last_progress = time.monotonic()
         self._begun[asked.name] = time.time()
@@ -187,6 +187,13 @@ class GenerationWorker:
             yield
         finally:
             self._inner_work -= 1
+
+    async def begin_anew(self) -> bool:
+        """See `Engine`. The versions of the next start are other weights: nothing that was computed may be found again."""
+        if self._broken_reason or self.engine.errored or self._updating.locked():
+            return False
+        self.policy_version, self._starts = UNSYNCED, self._starts + 1
+        return True
 
     # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `Engines`.
 

@@ -97,6 +97,10 @@ class LogprobWorker:
         (answer,) = await asyncio.wrap_future(self._thread.submit(self._forward, [request], 1.0))
         return np.concatenate([np.zeros(1, np.float32), answer])
 
+    async def begin_anew(self) -> bool:
+        """See `Engine`."""
+        return True
+
     async def until_failure(self) -> str:
         """Never: its failures are answers to requests."""
         return await asyncio.get_running_loop().create_future()

@@ -84,6 +84,10 @@ class FakeEngine:
             self._progress["paused_s"] += time.monotonic() - paused_at
         return manifest
 
+    async def begin_anew(self) -> bool:
+        """See `Engine`."""
+        return True
+
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`: of the weights that it holds."""
         return await self._model.canary(token_ids)

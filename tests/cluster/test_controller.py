@@ -12,7 +12,7 @@ import pytest
 import tiny_policy
 from registry_load import outstanding
 
-from async_grpo.cluster import worker_program
+from async_grpo.cluster import worker_actors, worker_program
 from async_grpo.cluster.controller import RunController
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, PromptSetAside, WorkerLost
@@ -117,20 +117,20 @@ async def test_another_model_or_one_whose_context_is_too_short_is_refused_on_bot
         text = path.read_bytes()
         (tmp_path / path.name).write_bytes(text.replace(b'"hidden_size": 128', b'"hidden_size": 64'))
     with pytest.raises(ConfigurationError, match="another architecture or vocabulary") as refusal:
-        worker_program.check_model(str(tmp_path), SETTINGS)
+        worker_actors.check_model(str(tmp_path), SETTINGS)
     await controller.refuse(str(refusal.value))
     with pytest.raises(ConfigurationError, match="another architecture or vocabulary"):
         await lacking(controller)
     with pytest.raises(ConfigurationError, match="the run needs 100000"):
-        worker_program.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
+        worker_actors.check_model(str(MODEL), replace(SETTINGS, max_total_tokens=100_000))
 
 
 def test_a_worker_of_another_version_of_the_library_is_refused_and_told_both():
-    worker_program.check_library(SETTINGS)
+    worker_actors.check_library(SETTINGS)
     with pytest.raises(
         ConfigurationError, match=r"has version .* of async-grpo, the trainer of run .* 0\.0\.9 \(abc\)"
     ):
-        worker_program.check_library(replace(SETTINGS, library="0.0.9 (abc)"))
+        worker_actors.check_library(replace(SETTINGS, library="0.0.9 (abc)"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.publisher import Canary, Publisher
 
 ray = pytest.importorskip("ray")
-from async_grpo.cluster import trainer_rank, worker_program  # noqa: E402 - after the check that ray is there
+from async_grpo.cluster import trainer_rank, worker_actors, worker_program  # noqa: E402 - after the check that ray is there
 from async_grpo.cluster.channel import ChannelServer  # noqa: E402
 from async_grpo.cluster.ray_session import answer, zero_cpu_actor  # noqa: E402
 from async_grpo.cluster.weight_sync import RayEngines, check_object_store  # noqa: E402
@@ -112,7 +112,7 @@ def test_a_worker_that_joins_late_passes_the_self_test_with_the_weights_that_are
     settings = replace(SETTINGS, vocab_size=266)
 
     def join(name: str) -> Any:
-        actor = zero_cpu_actor(worker_program.GenerationActor).remote()
+        actor = zero_cpu_actor(worker_actors.GenerationActor).remote()
         call(
             actor.start.remote(
                 WorkerConfig(mode="generation", model_path=str(MODEL), engine="fake"), settings
@@ -146,26 +146,26 @@ def test_the_word_that_a_run_is_over_reaches_the_waiting_dispatchers(run, handle
     call(run.deregister.remote("generation", "g0", "the run is over"))
     closing.join(10)
     assert not closing.is_alive()
-    with pytest.raises(worker_program._RunIsOver, match="all steps are done"):  # one that is still loading
-        worker_program._unless_closed(handle.exchange.remote("x", [], True), run.closed.remote(), 30)
+    with pytest.raises(worker_program._Ended, match="all steps are done"):  # one that is still loading
+        worker_program.Run(run, "generation").unless_closed(handle.exchange.remote("x", [], True), 30)
 
 
 def test_the_controller_s_death_is_named(run, handle):
-    closed = run.closed.remote()
+    told = worker_program.Run(run, "generation")
     ray.kill(run)
     with pytest.raises(WorkerLost, match="the run's controller died"):
         answer(run.settings.remote())
     with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
-        worker_program._unless_closed(handle.exchange.remote("x", [], True), closed, 30)
+        told.unless_closed(handle.exchange.remote("x", [], True), 30)
 
 
 def test_a_worker_with_another_model_is_refused_by_its_actor_and_the_trainer_hears_of_it(run):
-    settings = replace(SETTINGS, model_fingerprint="of another model")
-    told = WorkerConfig(mode="generation", engine="fake", model_path=str(MODEL))
-    actor = worker_program._make_actor(told)
+    told = worker_program.Worker(WorkerConfig(mode="generation", engine="fake", model_path=str(MODEL)))
+    opened = worker_program.Run(run, "generation")
+    opened.settings = replace(SETTINGS, model_fingerprint="of another model")
     refusal = "has another architecture or vocabulary than the model"
     with pytest.raises(ConfigurationError, match=f"^--model_path .* {refusal}"):
-        worker_program._work(told, settings, "generation", actor, run, run.closed.remote())
+        worker_program._be_member(opened, told)
     with pytest.raises(ConfigurationError, match=refusal):
         trainer_rank.await_workers(run, config())
-    ray.kill(actor)
+    told.end()

@@ -43,7 +43,7 @@ class ScriptedLLM:
             token_ids=[1],
             finish_reason="stop",
             logprobs=FlatLogprobs([0], [1], [1], [-0.5], [1], [None]),
-            weight_versions=[SimpleNamespace(version=prompt["cache_salt"], start=0, end=1)],
+            weight_versions=[SimpleNamespace(version=prompt["cache_salt"].split("/")[1], start=0, end=1)],
         )
         yield SimpleNamespace(outputs=[output])
 
@@ -105,10 +105,24 @@ async def test_a_request_of_the_time_of_a_transfer_carries_the_salt_of_the_weigh
         await update(engine, version, ask)
     await one(engine)
     completions = await asyncio.gather(*asked)
-    assert engine.engine.salts == ["4", "5", "5"]
+    assert engine.engine.salts == ["0/4", "0/5", "0/5"]
     assert [completion.versions.tolist() for completion in completions] == [[4], [5]]
     assert 0.02 <= engine.progress()["paused_s"] < 1.0
     assert engine.progress()["paused_s"] == 0.0  # of the time since the last call
+
+
+async def test_after_another_start_of_the_trainer_no_prefix_of_the_same_version_is_found_again():
+    engine = worker()
+    await engine.update(4, [])
+    await one(engine)
+    assert await engine.begin_anew()
+    await engine.update(4, [])  # trained again from a checkpoint before it: other weights
+    await one(engine)
+    assert engine.engine.salts == ["0/4", "1/4"]
+    await engine.pause(5)
+    assert not await engine.begin_anew()  # the trainer died in the middle of an update
+    await engine.resume(5)
+    assert not await engine.begin_anew()
 
 
 async def test_an_engine_whose_update_failed_refuses_every_request():

@@ -11,6 +11,7 @@ EVENTS = {
     "join": 3,  # another worker
     "again": 1,  # a worker registers again, without having signed off
     "leave": 2,  # a worker signs off, its work unfinished
+    "drain": 2,  # a worker is told to end, and has `lasts` seconds for its work
     "stall": 3,  # a worker does nothing for `lasts` seconds
     "refuse": 2,  # the next proof of a worker fails
     "evaluate": 2,  # beside the training

@@ -47,6 +47,7 @@ class SimulatedFleet:
             return
         name, is_frozen = worker.info.worker_id, worker.info.kind == "reference"
         assert not link.is_closed, f"{name} is asked after it was fenced"
+        assert not worker.is_leaving, f"{name} is asked while it drains"
         assert worker.has_proven or is_frozen, f"{name} is asked before its weights were proven"
         current = self.version - 1 <= worker.version <= self.version
         assert current or is_frozen, f"{name} with version {worker.version} is asked at {self.version}"
@@ -102,6 +103,15 @@ class SimulatedFleet:
         self.spawn(self._sign_off(worker))
         self._lose(worker)
 
+    def _drain(self, worker: SimulatedWorker, lasts: float) -> None:
+        async def end() -> None:
+            worker.is_leaving = True
+            await self.controller.drain(worker.info.kind, worker.info.worker_id, lasts)
+            self._lose(worker)
+            await self._sign_off(worker)
+
+        self.spawn(end())
+
     def _stall(self, worker: SimulatedWorker, lasts: float) -> None:
         worker.stall(lasts)
         if lasts > SILENCE_S:
@@ -148,7 +158,7 @@ class SimulatedFleet:
             for _ in range(event.passes):
                 await asyncio.sleep(0)
             among = self.alive()
-            if event.what in ("die", "fail", "again", "leave", "stall", "refuse"):
+            if event.what in ("die", "fail", "again", "leave", "drain", "stall", "refuse"):
                 if among:
                     getattr(self, f"_{event.what}")(among[event.who % len(among)], event.lasts)
                     self.happened[event.what] += 1

@@ -23,6 +23,7 @@ class SimulatedWorker:
         self.info, self._draw = info, draw
         self.version = 0 if info.kind == "reference" else -2
         self.is_dead = self.is_broken = self.will_refuse = self.was_tested = self.has_proven = False
+        self.is_leaving = False
         self.links: list[SimulatedLink] = []
         self.answering: set[asyncio.Task[None]] = set()
         self._until = 0.0  # it stalls, or is paused
