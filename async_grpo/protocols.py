@@ -102,7 +102,9 @@ class WeightPackage:
 
     version: int
     manifest: Manifest  # every tensor as sent (a self-test changes a few at a time and leaves the others)
-    chunks: list[Any]  # references to safetensors images, uint8; empty where weights travel elsewhere
+    chunks: list[
+        Any
+    ]  # references to safetensors images, uint8, or paths; empty where weights travel elsewhere
     canary_texts: Sequence[np.ndarray]  # each (L,) int32, fixed; N tokens in all
     canary_logprobs: np.ndarray  # (N,) float32, the trainer's, of these texts under these weights, end to end
     tolerance: float  # root mean square of canary differences that rounding explains, nats

@@ -89,7 +89,7 @@ def _train_as_head(prepared: Prepared, ranks: Ranks) -> None:
     engines = RayEngines(controller, config.sync_timeout_s)
     made = config, prepared.settings, ranks, experience, engines, experience.after_step
     trainer = make_trainer(*made, save_experience, inputs(config))
-    if get_transport(prepared.settings.transport).sends_packages:
+    if get_transport(prepared.settings.transport).fills_object_store:
         itemsize = torch_dtype(prepared.settings.dtype).itemsize
         check_object_store(itemsize * sum(weight.numel() for _, weight in named_weights(trainer.policy)))
     answer(starting, config.start_timeout_s)  # engines and rewards have been loading beside the model

@@ -4,7 +4,10 @@ import asyncio
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from async_grpo.cluster.channel import ChannelServer
 from async_grpo.config.run import WorkerConfig
@@ -58,7 +61,7 @@ class WorkerActor(ChannelServer):
         async with self._loading:
             if self._version is not None and 0 <= package.version < self._version:
                 raise WeightsDidNotLand(f"version {package.version} came after {self._version}")
-            chunks = [(await chunk).data for chunk in package.chunks]
+            chunks = [_mapped(one) if isinstance(one, Path) else (await one).data for one in package.chunks]
             manifest = await self._engine.update(package.version, chunks)
             self._version = package.version
             return manifest, await answer_canary(self._engine, package.canary_texts)
@@ -138,3 +141,13 @@ def check_model(model_path: str, settings: SharedRunSettings) -> None:
         )
     if (reach := context_length(model_path)) < (needed := settings.max_total_tokens):
         raise ConfigurationError(f"--model_path {model_path} reaches {reach} tokens, the run needs {needed}")
+
+
+def _mapped(path: Path) -> memoryview:
+    """The bytes of a chunk, read as they are needed; WeightsDidNotLand: this node does not see the file."""
+    try:
+        return np.memmap(path, np.uint8, "r").data
+    except OSError as error:
+        raise WeightsDidNotLand(
+            f"{path} cannot be read on this node ({error.strerror}): --weight-folder must be a folder that all nodes share"
+        ) from error

@@ -146,6 +146,9 @@ def _broken_methods(c: "RunConfig") -> Broken:
     if c.lr_scheduler in DECAYS_TO_ZERO and c.num_steps <= c.num_warmup_steps:
         why = f"the schedule decays until the run's end at step {c.num_steps}, which must lie beyond the warm-up"
         yield "lr_scheduler num_warmup_steps num_training_batches", f"do not fit: {why}"
+    if (c.weight_transport == "shared_files") != bool(c.weight_folder):
+        why = "belong together: shared_files writes the weights into that folder, which all nodes must share"
+        yield "weight_transport weight_folder", why
     if c.needs_proximal and not get_transport(c.weight_transport).sends_packages:
         why = "proximal logprob workers need a --weight-transport that sends packages (object_store)"
         yield "weight_transport old_policy policy_loss", f"do not go together: {why}"

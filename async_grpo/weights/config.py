@@ -20,6 +20,7 @@ class Transport:
     engine_backend: str = "async_grpo_object_store"  # of vLLM's weight transfer; see `vllm_engine`
     needs_gpu: bool = False
     sends_packages: bool = True  # else proximal workers cannot be given the weights
+    fills_object_store: bool = True
 
 
 def _imported(name: str) -> MakePublisher:
@@ -29,8 +30,13 @@ def _imported(name: str) -> MakePublisher:
 TRANSPORTS = {
     "object_store": Transport(_imported("publisher:Publisher")),
     "nccl": Transport(
-        _imported("nccl:NCCLPublisher"), "async_grpo_nccl", needs_gpu=True, sends_packages=False
+        _imported("nccl:NCCLPublisher"),
+        "async_grpo_nccl",
+        needs_gpu=True,
+        sends_packages=False,
+        fills_object_store=False,
     ),
+    "shared_files": Transport(_imported("shared_files:SharedFilesPublisher"), fills_object_store=False),
 }
 
 
@@ -41,7 +47,7 @@ def get_transport(name: str) -> Transport:
 
     >>> get_transport("carrier_pigeon")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    async_grpo.errors.ConfigurationError: --weight-transport 'carrier_pigeon' is unknown; known: object_store, nccl; ...
+    async_grpo.errors.ConfigurationError: --weight-transport 'carrier_pigeon' is unknown; known: object_store, nccl, ...
     """
     return find_entry(name, TRANSPORTS, Transport, "weight-transport")
 
@@ -56,6 +62,11 @@ class WeightConfig(Section):
         "Cluster",
         choices="async_grpo.weights.config:TRANSPORTS",
         own=True,
+    )
+    weight_folder: str = option(
+        "",
+        "For --weight-transport shared_files: a folder that all nodes share, with room for the weights.",
+        "Cluster",
     )
     sync_timeout_s: float = option(600.0, "Longest weight update of an engine.", "Cluster", range=POSITIVE)
     canary_tolerance: float | None = option(

@@ -62,7 +62,7 @@ class Canary:
 class Publisher:
     """`WeightPublisher` that sends packages: a self-test first if asked for, then the weights, each with its proof.
 
-    Other transports change `_send`.
+    Other transports change `_store`, or `_send`.
     """
 
     engines: Engines | None  # on rank 0 alone
@@ -203,11 +203,15 @@ class Publisher:
             stored = []
             while packed:  # each is let go of once it is stored
                 manifest |= {name: record(tensor) for name, tensor in packed[0][1].items()}
-                stored.append(engines.put(packed.pop(0)[0]))
+                stored.append(self._store(engines, packed.pop(0)[0]))
             package = replace(draft, manifest=manifest, chunks=stored)
             return package, engines.deliver(package)
 
         return deliver
+
+    def _store(self, engines: Engines, image: np.ndarray) -> Any:
+        """Put one chunk where every engine can read it; returns its reference, for the package."""
+        return engines.put(image)
 
 
 def in_thread(call: Callable[[], Any], name: str, limit_s: float, silent: str) -> Callable[[], Any]:

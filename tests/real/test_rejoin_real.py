@@ -49,6 +49,7 @@ def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp
             "checkpoint-every-s": 1,
             "worker-grace-s": 100,
         }
+        own |= {"weight-transport": "shared_files", "weight-folder": tmp_path / "weights"}
         options = {name: value for name, value in (OPTIONS | own).items() if name != "nproc-per-node"}
         return start(
             "trainer", *program("trainer"), *(f"--{name}={value}" for name, value in options.items())

@@ -1,0 +1,70 @@
+"""Weights as files of a folder that all nodes share: whole files under new names, gone once they are loaded."""
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_weights import FakeLink, TwoLayers, publisher
+
+from async_grpo.cluster.worker_actors import _mapped
+from async_grpo.errors import WeightsDidNotLand, WorkerLost
+from async_grpo.weights.config import WeightConfig
+from async_grpo.weights.shared_files import SharedFilesPublisher
+
+
+class Reader(FakeLink):
+    """Its engine reads the chunks as a worker does."""
+
+    def deliver(self, package):
+        assert all(path.suffix == ".safetensors" for path in package.chunks)
+        self.log.append([path.name for path in package.chunks])
+        return super().deliver(replace(package, chunks=[_mapped(path) for path in package.chunks]))
+
+
+def sender(link, folder: Path) -> SharedFilesPublisher:
+    config = WeightConfig(weight_transport="shared_files", weight_folder=str(folder))
+    return publisher(link, kind=SharedFilesPublisher, config=config)
+
+
+def test_weights_land_through_files_whose_names_are_new_and_which_are_gone_afterwards(tmp_path):
+    link, model = Reader(), TwoLayers()
+    sending = sender(link, tmp_path / "weights")
+    sending.publish(model, 0, self_test=True)()
+    with torch.no_grad():
+        model.first.weight.add_(0.5)
+    sending.publish(model, 1)()
+    assert torch.equal(link.engine.first.weight, model.first.weight)
+    names = [name for entry in link.log if isinstance(entry, list) for name in entry]
+    assert len(set(names)) == len(names) == 4  # self-test: as they are, then changed; versions 0 and 1
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_files_do_not_stay_when_their_delivery_fails_and_a_worker_that_does_not_see_them_says_so(tmp_path):
+    class Blind(Reader):
+        def deliver(self, package):
+            raise WorkerLost("gone")
+
+    with pytest.raises(WorkerLost, match="gone"):
+        sender(Blind(), tmp_path).publish(TwoLayers(), 0)()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        WeightsDidNotLand, match="nowhere.safetensors cannot be read on this node .* that all nodes share"
+    ):
+        _mapped(tmp_path / "nowhere.safetensors")
+
+
+def test_a_full_disk_is_named_with_what_is_free_and_nothing_half_written_stays(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sending = sender(Reader(), tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(
+            WeightsDidNotLand,
+            match=r"cannot be written \(.*; 0.00 GB, .* GB are free\): give --weight-folder",
+        ):
+            sending.publish(TwoLayers(), 0)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
