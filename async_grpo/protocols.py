@@ -114,11 +114,15 @@ class WeightPackage:
 class Engines(Protocol):
     """The way from the trainer's rank 0 to all engines.
 
-    `begin`, `each` and `address` are for transports whose own engine drives each step instead of delivering packages:
-    under NCCL this must be vLLM's `VLLMWeightSyncClient`, too.
+    `begin`, `each`, `together`, `members` and `address` are for transports whose own engine drives each step instead of
+    delivering packages.
     """
 
     address: str  # of this node, as the engines reach it
+
+    @property
+    def members(self) -> Mapping[str, int]:
+        """Of the sync that has begun: worker id -> processes that hold its weights. Who is fenced leaves."""
 
     def put(self, chunk: np.ndarray) -> Any:
         """Store one chunk where every engine can read it; returns its reference."""
@@ -135,11 +139,15 @@ class Engines(Protocol):
     def abort(self, error: BaseException) -> None:
         """The sync failed: every rank that waits for experience must hear of it, as the run is over."""
 
-    def begin(self, for_late: bool) -> Mapping[str, int]:
-        """Nobody joins until `commit`; returns worker id -> processes that hold its weights, of those it is for."""
+    def begin(self, for_late: bool) -> None:
+        """Nobody joins until `commit`; the sync is for `members`."""
 
     def each(self, method: str, *args: Any) -> Mapping[str, Any]:
-        """One step of all engines, by name (`pause`, `resume` or `receipt`); returns the answers by worker."""
+        """One step of every member (`pause`, `resume` or `receipt`); returns the answers by worker. Who does not answer
+        is fenced."""
+
+    def together(self, method: str, *args: Any) -> None:
+        """One step that the members can only take together; WorkerLost: one was lost over it, and is fenced."""
 
 
 class Engine(Protocol):

@@ -2,6 +2,7 @@
 driven step by step by vLLM's trainer engine."""
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from async_grpo.types import GENERATION, WorkerInfo
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)
+OTHERS_S = 10.0  # after an engine was lost: who does not answer either by then waits for it
 
 
 def check_object_store(num_bytes: int) -> None:
@@ -67,7 +69,7 @@ class RayEngines:
         if loading:
             with waiting("weights", f"policy version {package.version}", ", ".join(self._members)):
                 ray.wait(loading, num_returns=len(loading), timeout=self.timeout_s)
-        for (worker_id, (info, _)), receipt in zip(self._members.items(), loading, strict=True):
+        for (worker_id, (info, _)), receipt in zip(tuple(self._members.items()), loading, strict=True):
             try:
                 receipts[worker_id] = ray.get(receipt, timeout=0)
                 generates |= info.kind == GENERATION
@@ -79,40 +81,49 @@ class RayEngines:
         return receipts
 
     def fence(self, worker_id: str, error: Exception) -> None:
-        info, handle = self._members[worker_id]
+        info, handle = self._members.pop(worker_id)
         ray.kill(handle)  # its open requests fail now, and its dispatcher notices
         log.error("worker %s did not take the weights and is fenced: %s", worker_id, cause_of(error))
         answer(self.controller.deregister.remote(info.kind, worker_id, cause_of(error)))
 
-    def begin(self, for_late: bool) -> dict[str, int]:
+    def begin(self, for_late: bool) -> None:
         members = answer(self.controller.begin_sync.remote(for_late), self.timeout_s)
         self._members = {info.worker_id: (info, handle) for info, handle in members}
+
+    @property
+    def members(self) -> dict[str, int]:
         return {worker_id: info.world_size for worker_id, (info, _) in self._members.items()}
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Every engine joins the group after the ones before it: rank 0 is the trainer."""
-        joining, own = [], dict(init_info)
-        for info, handle in self._members.values():
-            joining.append(handle.transfer.remote("init_weight_transfer", dict(own)))
-            own["rank_offset"] += info.world_size
-        self._get(joining)
-
-    def start_weight_update(self) -> None:
-        self.each("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.each("receive_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.each("finish_weight_update")
-
     def each(self, method: str, *args: Any) -> dict[str, Any]:
-        answers = self._get([handle.transfer.remote(method, *args) for _, handle in self._members.values()])
-        return dict(zip(self._members, answers, strict=True))
+        return self._ask(method, dict.fromkeys(self._members, args), self.timeout_s)
 
-    def _get(self, references: list[Any]) -> list[Any]:
-        try:
-            with waiting("weights", "a policy (NCCL)", ", ".join(self._members)):
-                return ray.get(references, timeout=self.timeout_s)
-        except LOST as error:
-            raise WorkerLost(f"an engine was lost in an NCCL weight sync: {cause_of(error)}") from error
+    def together(self, method: str, *args: Any) -> None:
+        """`init_weight_transfer` tells each engine its place in the group: rank 0 is the trainer."""
+        of_each = dict.fromkeys(self._members, args)
+        if method == "init_weight_transfer":
+            place = args[0]["rank_offset"]
+            for worker_id, size in self.members.items():
+                of_each[worker_id] = ({**args[0], "rank_offset": place},)
+                place += size
+        if lost := of_each.keys() - self._ask(method, of_each, OTHERS_S).keys():
+            raise WorkerLost(f"{', '.join(sorted(lost))} was lost in an NCCL weight sync, by {method}")
+
+    def _ask(self, method: str, of_each: dict[str, tuple[Any, ...]], others_s: float) -> dict[str, Any]:
+        """The answers by worker. Who has none is fenced: by its own death, after `--sync-timeout-s`, or when so many
+        seconds have passed since another was lost."""
+        asked = {
+            self._members[name][1].transfer.remote(method, *args): name for name, args in of_each.items()
+        }
+        answers, waiting_for, give_up = dict[str, Any](), list(asked), time.monotonic() + self.timeout_s
+        with waiting("weights", f"a policy (NCCL: {method})", ", ".join(of_each)):
+            while waiting_for:
+                ready, waiting_for = ray.wait(waiting_for, timeout=max(0.0, give_up - time.monotonic()))
+                late = [] if ready else waiting_for
+                for reference in ready or late:
+                    try:
+                        answers[asked[reference]] = ray.get(reference, timeout=0)
+                    except LOST as error:
+                        give_up = min(give_up, time.monotonic() + others_s)
+                        self.fence(asked[reference], error)
+                waiting_for = [] if late else waiting_for
+        return answers

@@ -198,6 +198,8 @@ class GenerationWorker:
     # The steps of an update, which the trainer's own transfer engine (NCCL) asks for one by one: `Engines`.
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Join a group; the engine would leave an earlier one open."""
+        await self.engine.shutdown_weight_transfer_engine()
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
     async def pause(self, version: int) -> None:

@@ -81,7 +81,8 @@ def test_a_missing_worker_is_named_and_so_is_a_second_run_and_the_rewards_are_th
     assert trainer_rank.await_workers(run, config()) == "countdown"
     with pytest.raises(ConfigurationError, match="a run named 'default' is open on this cluster"):
         trainer_rank.open_run(config(), SETTINGS)
-    assert RayEngines(run, 30).begin(for_late=False) == {
+    (engines := RayEngines(run, 30)).begin(for_late=False)
+    assert engines.members == {
         "g0": 1,
         "g1": 1,
     }  # whom an NCCL sync begins with, and their sizes

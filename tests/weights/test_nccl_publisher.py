@@ -1,7 +1,9 @@
 """The NCCL transaction's order, group changes and ends, with vLLM's trainer engine played by a script (no GPU here)."""
 
+import inspect
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -9,27 +11,40 @@ import pytest
 import torch
 from test_weights import TwoLayers, logprobs, named, publisher
 
-from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand
+from async_grpo.errors import DeadlineExceeded, WeightsDidNotLand, WorkerLost
+from async_grpo.weights import nccl
 from async_grpo.weights.config import WeightConfig
-from async_grpo.weights.nccl import NCCLPublisher, RecordingSource
+from async_grpo.weights.nccl import AbortingClient, NCCLPublisher, RecordingSource
 from async_grpo.weights.package import SELF_TEST
 
 
 class Control:
-    """`Engines`: engines that receive what the scripted trainer sends; a log of what they were told."""
+    """`Engines`: engines that receive what the scripted trainer sends; a log of what they were told. `dies`: the step over
+    which `g1` is lost."""
 
-    def __init__(self, members, loses=None):
-        self.members, self.loses, self.log = members, loses, []
+    def __init__(self, members, loses=None, dies=None):
+        self.members, self.loses, self.dies, self.log = dict(members), loses, dies, []
         self.model, self.received = TwoLayers(), {}
 
     def begin(self, for_late):
         self.begun_for_late = for_late
-        return self.members
 
     def each(self, method, argument):
+        if method == self.dies and "g1" in self.members:
+            self.fence("g1", WorkerLost("g1 died"))
         if method == "receipt":
             return dict.fromkeys(self.members, (self.received, logprobs(self.model, *argument)))
         self.log.append(f"{method} {argument}")
+        return dict.fromkeys(self.members)
+
+    def together(self, method, *arguments):
+        if method == self.dies and "g1" in self.members:
+            self.fence("g1", WorkerLost("g1 died"))
+            raise WorkerLost(f"g1 was lost in an NCCL weight sync, by {method}")
+
+    def fence(self, worker_id, error):
+        del self.members[worker_id]
+        self.log.append(f"fence {worker_id}")
 
     def commit(self, package, landed):
         self.log.append(f"commit {package.version} {','.join(landed)}")
@@ -39,22 +54,34 @@ class Control:
 
 
 class Scripted(NCCLPublisher):
-    """In place of vLLM's trainer engine it is one itself."""
+    """In place of vLLM's trainer engine it is one itself. A broadcast to a peer that is gone ends when it is aborted."""
 
     def make_engine(self, world_size: int):
         if self.engines:
             self.engines.log.append(f"group of {world_size}")
+            self.client, self.is_aborted = AbortingClient(self.engines, self._leave_group), threading.Event()
+            self.client.init_weight_transfer_engine({"rank_offset": 1})
         return self
 
     def send_weights(self):
-        tensors, control = dict(self._source), self.engines
-        if control:
-            control.log.append("send")
-            arrived = {name: tensor for name, tensor in tensors.items() if name != control.loses}
-            control.received = {name: self._source.sent[name] for name in arrived}
-            control.model.load_state_dict(arrived, strict=False)
+        control = self.engines
+        self.client.start_weight_update()
+        tensors = {}
+        try:
+            self.client.update_weights({})
+        except WorkerLost as lost:  # vLLM's broadcast ends with an error of NCCL; it has gathered a part
+            assert self.is_aborted.wait(5)
+            next(iter(self._source))
+            raise RuntimeError("NCCL error: unhandled system error") from lost
+        tensors = dict(self._source)
+        control.log.append("send")
+        arrived = {name: tensor for name, tensor in tensors.items() if name != control.loses}
+        control.received = {name: self._source.sent[name] for name in arrived}
+        control.model.load_state_dict(arrived, strict=False)
+        self.client.finish_weight_update()
 
     def shutdown(self):
+        self.is_aborted.set()
         self.engines.log.append("shutdown")
 
 
@@ -63,7 +90,7 @@ def test_engines_pause_load_and_resume_before_the_proof_and_commit_after_it():
     publisher(control, kind=Scripted).publish(TwoLayers(), 0, self_test=True)()
     a_test = [f"pause {SELF_TEST}", "send", f"resume {SELF_TEST}", f"commit {SELF_TEST} g0,g1"]
     weights = ["pause 0", "send", "resume 0", "commit 0 g0,g1"]
-    assert control.log == ["group of 4", *a_test, *a_test, *weights]
+    assert control.log == [a_test[0], "group of 4", *a_test[1:], *a_test, *weights]
 
 
 def test_the_group_is_built_anew_when_its_membership_has_changed():
@@ -94,25 +121,77 @@ def test_late_workers_make_a_group_of_their_own_and_when_they_are_gone_again_not
     assert control.begun_for_late and control.log[-1] == "commit 0 late"
     control.members, control.log = {}, []
     sender.publish(model, 0, self_test=True)()
-    assert control.log == ["commit -2 ", "commit -2 ", "commit 0 "]
+    assert [entry for entry in control.log if not entry.startswith(("pause", "resume"))] == [
+        *("commit -2 ", "commit -2 ", "commit 0 ")
+    ]
 
 
-def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline():
+@pytest.mark.parametrize("step", ["pause", "resume", "receipt", "init_weight_transfer"])
+def test_an_engine_that_is_lost_before_or_after_the_transfer_costs_only_itself(step):
+    control = Control({"g0": 1, "g1": 2}, dies=step)
+    sender = publisher(control, kind=Scripted)
+    sender.publish(TwoLayers(), 5)()
+    groups = [entry for entry in control.log if entry.startswith("group")]
+    assert groups == {"pause": ["group of 2"], "init_weight_transfer": ["group of 4", "group of 2"]}.get(
+        step, ["group of 4"]
+    )
+    assert control.log[-1] == "commit 5 g0"
+    control.dies = None
+    sender.publish(TwoLayers(), 6)()
+    assert control.log[-1] == "commit 6 g0"  # in a group of 2, if it was one of 4
+    assert [entry for entry in control.log if entry.startswith("group")][-1] == "group of 2"
+
+
+@pytest.mark.parametrize("step", ["start_weight_update", "receive_weights", "finish_weight_update"])
+def test_an_engine_that_is_lost_in_the_transfer_takes_its_group_and_the_run_waits_for_their_successors(
+    step, caplog
+):
+    control = Control({"g0": 1, "g1": 1})
+    sender, model = publisher(control, kind=Scripted), TwoLayers()
+    sender.publish(model, 0, self_test=True)()
+    control.log, control.dies = [], step
+    assert sender.publish(model, 1)()["canary_error"] == 0.0
+    assert control.log[-5:] == ["fence g1", *control.log[-4:-2], "resume 1", "commit 1 "]
+    assert sorted(control.log[-4:-2]) == ["fence g0", "shutdown"]
+    assert len(sender._source.sent) == 4  # all was gathered, as on the other ranks
+    control.members, control.dies = {"late": 1}, None
+    sender.publish(model, 1, self_test=True)()
+    assert control.begun_for_late and control.log[-1] == "commit 1 late"
+
+
+def test_at_the_start_an_engine_is_needed():
+    with pytest.raises(WorkerLost, match="no engine took the weights of version 0"):
+        publisher(Control({"g1": 1}, dies="receive_weights"), kind=Scripted).publish(TwoLayers(), 0)()
+
+
+def test_a_fault_that_is_no_engine_s_ends_the_run():
+    class Faulty(Scripted):
+        def send_weights(self):
+            raise RuntimeError("CUDA error")
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        publisher(Control({"g0": 1}), kind=Faulty).publish(TwoLayers(), 0)()
+
+
+def test_a_transfer_whose_peer_is_gone_ends_by_the_deadline(monkeypatch):
     class Stuck(Scripted):
         def send_weights(self):
             time.sleep(1.0)
 
+    monkeypatch.setattr(nccl, "ABORT_S", 0.0)
     control = Control({"g0": 1})
     with pytest.raises(DeadlineExceeded, match="NCCL transfer did not end within 0 s"):
         publisher(control, kind=Stuck, config=WeightConfig(sync_timeout_s=0.2)).publish(TwoLayers(), 0)()
-    assert control.log[-1] == "pause 0"  # nobody resumes an engine that still sits in the transfer
+    assert control.log[-1] == "group of 2"  # nobody resumes an engine that still sits in the transfer
 
 
 def test_a_transfer_that_never_ends_does_not_keep_the_process_alive():
     code = """
 import threading, torch
+from async_grpo.weights import nccl
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.nccl import NCCLPublisher
+nccl.ABORT_S = 0.0
 publisher = NCCLPublisher(None, None, None, torch.float32, 0, WeightConfig(sync_timeout_s=0.2))
 publisher._within_deadline(threading.Event().wait)
 """
@@ -126,3 +205,13 @@ def test_the_source_says_beforehand_what_it_will_yield():
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     assert np.all([tensor.is_contiguous() for _, tensor in source])
+
+
+def test_the_client_is_what_vllm_s_trainer_engine_asks_for():
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base")
+    for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+        theirs = inspect.signature(getattr(base.VLLMWeightSyncClient, name))
+        assert list(inspect.signature(getattr(AbortingClient, name)).parameters) == list(theirs.parameters)
+    trainer = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine").NCCLTrainerWeightTransferEngine
+    assert isinstance(AbortingClient(None, None), base.VLLMWeightSyncClient)
+    assert {"send_weights", "shutdown", "trainer_init"} <= set(vars(trainer))
