@@ -3,10 +3,11 @@
     python -m benchmarks.chaos                                # every victim, by both signals, at three moments: 40 minutes
     python -m benchmarks.chaos --victim core --signal SIGSTOP --moment 1
 
-Two engines, a reference worker, `--engine-stall-s 15`. Moments are a share of a step after the end of one: 0 while weights are
-on their way, then in the middle of generation and training; of a worker that joins (the successor of one that was killed) 0.5,
-4 and 8 s after its process is there. `last` is the only engine of its run. Of rank 0 and the controller the run must end by
-itself, and the same command go on. Else it must go on within a minute, or 45 s after a SIGSTOP (`--engine-stall-s` + 30).
+Two engines, a reference worker, `--engine-stall-s 15`. Moments are a share of a step after the end of one: 0 while
+weights are on their way, then in the middle of generation and training; of a worker that joins (the successor of one
+that was killed) 0.5, 4 and 8 s after its process is there. `last` is the only engine of its run. Of rank 0 and the
+controller the run must end by itself, and the same command go on. Else it must go on within a minute, or 45 s after a
+SIGSTOP (`--engine-stall-s` + 30).
 """
 
 import argparse
