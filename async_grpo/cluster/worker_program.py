@@ -186,8 +186,8 @@ def _work_for(run: Run, worker: Worker) -> None:
         try:
             _be_member(run, worker)
         except _WorkerDied as died:
+            run.check(within_s=1)  # or was it the run? What died with it may be heard of before
             worker.end()
-            run.check(within_s=1)  # did it die with the run?
             restarts = restarts + 1 if time.monotonic() - begun < HEALTHY_S else 1
             if restarts > config.engine_restarts or (restarts == 1 and not worker.loading_s):
                 raise  # also if it never worked, as on a node that lacks something
