@@ -60,7 +60,7 @@ def test_a_run_with_its_own_judge_scores_everything_and_ends_in_order(tmp_path, 
         "verifiers-per-reward": 2,
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager", *arguments]
+    command = [sys.executable, "-m", "async_grpo", "run", "--engine=fake", "--enforce-eager", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
