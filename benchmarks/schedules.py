@@ -1,7 +1,7 @@
 """Drives the run's controller, and all that it holds, through thousands of random schedules in virtual time.
 
     python -m benchmarks.schedules --schedules 10000
-    python -m benchmarks.schedules --seed 742           one of them; if it fails, the shortest that still does
+    python -m benchmarks.schedules --seed 1234          one of them; if it fails, the shortest that still does
 
 Joins, deaths at any await, stalls, weight swaps, proofs that fail, workers that come late, evaluations and those that are
 given up, resampled groups, checkpoints, another controller that goes on with them, and the end of everything at any moment.

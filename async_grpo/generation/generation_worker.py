@@ -55,9 +55,7 @@ class GenerationWorker:
         self._updating = asyncio.Lock()
         self._paused_at, self._update_finished = 0.0, True
         self._broken_reason: str | None = None
-        self._unreadable: set[str] | None = (
-            None  # places of the weights (`read_back`); None before the first update
-        )
+        self._unreadable: set[str] | None = None  # places (`read_back`); None before the first update
         self._inner_work = 0  # updates by packages and canaries under way
         self._begun: dict[str, float] = {}  # unfinished request -> since when
         self._busy: list[tuple[float, float]] = []  # the intervals of the others
@@ -91,12 +89,8 @@ class GenerationWorker:
         begun: Mapping[int, Tokens] | None = None,
     ) -> AsyncGenerator[Completion | Mapping[int, Tokens]]:
         """See `Engine`. Raises ConfigurationError for a prompt that leaves no room to answer."""
-        asked = [
-            Request.of(
-                self.settings, prompt_token_ids, member, seed, sampling, (begun or {}).get(member, NOTHING)
-            )
-            for member, seed in seeds.items()
-        ]
+        has, common = begun or {}, (self.settings, prompt_token_ids)
+        asked = [Request.of(*common, m, seed, sampling, has.get(m, NOTHING)) for m, seed in seeds.items()]
         requests = [asyncio.ensure_future(self._complete(one)) for one in asked]
         waiting, due = set(requests), time.monotonic() + PARTS_EVERY_S
         try:
@@ -257,9 +251,8 @@ class GenerationWorker:
         differing = {place for place in arrived if used[place] != arrived[place]}
         if self._unreadable is None:
             self._unreadable = differing
-            log.info(
-                "%d of %d places of the weights can be read back", len(arrived) - len(differing), len(arrived)
-            )
+            read, count = len(arrived) - len(differing), len(arrived)
+            log.info("%d of %d places of the weights can be read back", read, count)
         return differing - self._unreadable
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:

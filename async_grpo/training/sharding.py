@@ -73,9 +73,8 @@ def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
         raise ConfigurationError(
             f"--fsdp-size {fsdp_size} does not divide the {ranks.world_size} ranks of the trainer"
         )
-    if groups == 1:
-        return init_device_mesh(ranks.device.type, (fsdp_size,))
-    return init_device_mesh(ranks.device.type, (groups, fsdp_size), mesh_dim_names=("copy", "shard"))
+    shape = (groups, fsdp_size) if groups > 1 else (fsdp_size,)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
 
 
 def weight_names(path: str | Path) -> Collection[str]:

@@ -209,9 +209,16 @@ def test_the_source_says_beforehand_what_it_will_yield():
 
 def test_the_client_is_what_vllm_s_trainer_engine_asks_for():
     base = pytest.importorskip("vllm.distributed.weight_transfer.base")
-    for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+    for name in (
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+    ):
         theirs = inspect.signature(getattr(base.VLLMWeightSyncClient, name))
         assert list(inspect.signature(getattr(AbortingClient, name)).parameters) == list(theirs.parameters)
-    trainer = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine").NCCLTrainerWeightTransferEngine
+    trainer = pytest.importorskip(
+        "vllm.distributed.weight_transfer.nccl_engine"
+    ).NCCLTrainerWeightTransferEngine
     assert isinstance(AbortingClient(None, None), base.VLLMWeightSyncClient)
     assert {"send_weights", "shutdown", "trainer_init"} <= set(vars(trainer))
