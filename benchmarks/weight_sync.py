@@ -1,7 +1,7 @@
-"""What a weight sync costs: through the object store to two real engines on this machine.
+"""What a weight sync costs: through the object store, or shared files, to two real engines on this machine.
 
     python -m benchmarks.weight_sync                          # a random 0.5 B model in bfloat16, three minutes
-    python -m benchmarks.weight_sync --layers 4 --hidden 256 --vocabulary 4096
+    python -m benchmarks.weight_sync --layers 4 --hidden 256 --vocabulary 4096 --transport shared_files
 
 It prints, for each sync, how long the trainer was BLOCKED (gather, cast, pack), how long each engine PAUSED, the whole from
 the call to the proof, and a copy of the same bytes in memory, measured beside it; and the peak of memory over what the
@@ -72,7 +72,7 @@ def memcpy_s(bytes_: int) -> float:
 class Engines:
     """Two real engines, registered with a controller, and the publisher that feeds them."""
 
-    def __init__(self, folder: Path, vocabulary: int, count: int) -> None:
+    def __init__(self, folder: Path, vocabulary: int, count: int, transport: str) -> None:
         from async_grpo.cluster import worker_actors
         from async_grpo.cluster.channel import Channel
         from async_grpo.cluster.controller import RunController
@@ -84,8 +84,8 @@ class Engines:
         from async_grpo.options.source_file import library_version
         from async_grpo.training.sharding import canary_logprobs
         from async_grpo.types import SharedRunSettings, WorkerInfo
-        from async_grpo.weights.config import WeightConfig
-        from async_grpo.weights.publisher import Canary, Publisher
+        from async_grpo.weights.config import WeightConfig, get_transport
+        from async_grpo.weights.publisher import Canary
 
         fingerprint = model_fingerprint(folder)
         settings = SharedRunSettings(
@@ -108,7 +108,9 @@ class Engines:
         self.policy = PolicyModel(load_causal_lm(folder, "float32"))
         canary = Canary([Canary.text(vocabulary, 4)], canary_logprobs)
         link = RayEngines(self.controller, 300)
-        self.publisher = Publisher(link, named_weights, canary, torch.bfloat16, 0, WeightConfig())
+        config = WeightConfig(weight_transport=transport, weight_folder=str(folder / "weights"))
+        make = get_transport(transport).make_publisher
+        self.publisher = make(link, named_weights, canary, torch.bfloat16, 0, config)
 
     def sync(self, version: int) -> tuple[float, float]:
         """Seconds until the trainer may go on, and until the proof."""
@@ -136,7 +138,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         return self._engine.progress()["paused_s"]
 
     worker_actors.GenerationActor.paused = paused
-    engines = Engines(folder, options.vocabulary, options.engines)
+    engines = Engines(folder, options.vocabulary, options.engines, options.transport)
     size = sum(weight.numel() * 2 for weight in engines.policy.parameters())
     engines.sync(0)
     engines.take_paused()
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--syncs", type=int, default=3)
+    parser.add_argument("--transport", default="object_store", choices=["object_store", "shared_files"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
