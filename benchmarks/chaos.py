@@ -11,6 +11,7 @@ SIGSTOP (`--engine-stall-s` + 30).
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -59,8 +60,11 @@ class Struck:
         return subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT, **told)
 
     def targets(self, run: subprocess.Popen[Any]) -> list[psutil.Process]:
-        family = psutil.Process(run.pid).children(recursive=True)
-        return [one for one in family if VICTIMS[self.victim] in " ".join(one.cmdline())]
+        found = []
+        for one in psutil.Process(run.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += [one] if VICTIMS[self.victim] in " ".join(one.cmdline()) else []
+        return found
 
     def steps(self) -> list[dict[str, Any]]:
         from test_resume_real import lines

@@ -212,9 +212,14 @@ def _be_member(run: Run, worker: Worker) -> None:
         log.info("worker %s has joined, with up to %d sequences at once", worker_id, info.max_sequences)
         gone, doing = run.controller.until_gone.remote(run.kind, worker_id), "died"
         told = _Drain(run, worker_id, config.drain_s)
-        with handling(told.handle, signal.SIGTERM):
-            reason = str(run.unless_closed(gone, None, worker.actor.until_failure.remote()))
-        if told.came:
+        try:
+            with handling(told.handle, signal.SIGTERM):
+                reason = str(run.unless_closed(gone, None, worker.actor.until_failure.remote()))
+        except (RayError, WorkerLost) as error:
+            if not told.came:
+                raise
+            reason = cause_of(error)
+        if told.came:  # however that ended
             raise _Ended(f"worker {worker_id} has drained: {reason}")
         doing = "was lost" if ray.wait([gone], timeout=0)[0] else doing  # then it answers nothing any more
         raise _WorkerDied(f"worker {worker_id} {doing}: {reason}")
