@@ -106,7 +106,7 @@ class RayEngines:
                 of_each[worker_id] = ({**args[0], "rank_offset": place},)
                 place += size
         if lost := of_each.keys() - self._ask(method, of_each, OTHERS_S).keys():
-            raise WorkerLost(f"{', '.join(sorted(lost))} was lost in an NCCL weight sync, by {method}")
+            raise WorkerLost(f"{', '.join(sorted(lost))}: lost in an NCCL weight sync, by {method}")
 
     def _ask(self, method: str, of_each: dict[str, tuple[Any, ...]], others_s: float) -> dict[str, Any]:
         """The answers by worker. Who has none is fenced: by its own death, after `--sync-timeout-s`, or when so many

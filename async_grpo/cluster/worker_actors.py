@@ -149,5 +149,6 @@ def _mapped(path: Path) -> memoryview:
         return np.memmap(path, np.uint8, "r").data
     except OSError as error:
         raise WeightsDidNotLand(
-            f"{path} cannot be read on this node ({error.strerror}): --weight-folder must be a folder that all nodes share"
+            f"{path} cannot be read on {socket.gethostname()} ({error.strerror}): give --weight-folder a folder that all "
+            "nodes share"
         ) from error

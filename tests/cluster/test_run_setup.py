@@ -1,5 +1,6 @@
 """The run's controller as an actor of a real Ray cluster: its name, its workers' deaths, and its own."""
 
+import asyncio
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.publisher import Canary, Publisher
 
 ray = pytest.importorskip("ray")
-from async_grpo.cluster import trainer_rank, worker_actors, worker_program  # noqa: E402 - after the check that ray is there
+from async_grpo.cluster import trainer_rank, weight_sync, worker_actors, worker_program  # noqa: E402 - after the check that ray is there
 from async_grpo.cluster.channel import ChannelServer  # noqa: E402
 from async_grpo.cluster.ray_session import answer, zero_cpu_actor  # noqa: E402
 from async_grpo.cluster.weight_sync import RayEngines, check_object_store  # noqa: E402
@@ -53,6 +54,16 @@ class Worker(ChannelServer):
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def transfer(self, method: str, *args: Any) -> Any:
+        """A step of a sync: the second engine of the group dies over a broadcast, the others wait for it for ever."""
+        if method == "receive_weights":
+            if self.place == 2:
+                os._exit(1)
+            await asyncio.sleep(3600)
+        if method == "init_weight_transfer":
+            self.place = args[0]["rank_offset"]
+        return method
 
 
 @pytest.fixture
@@ -99,6 +110,24 @@ def test_a_worker_that_dies_leaves_although_nothing_was_asked_of_it(run, handle)
     while members() and time.monotonic() < give_up:
         time.sleep(0.1)
     assert members() == []
+
+
+def test_steps_of_a_sync_name_who_was_lost_and_do_not_wait_for_those_who_wait_for_it(run, monkeypatch):
+    monkeypatch.setattr(weight_sync, "OTHERS_S", 1.0)
+    actors = [zero_cpu_actor(Worker).remote() for _ in range(3)]
+    for name, actor in zip("abc", actors, strict=True):
+        call(run.register.remote(worker(name), actor))
+    ray.kill(actors[2])
+    engines = RayEngines(run, 30)
+    engines.begin(for_late=False)
+    assert engines.each("pause", 1) == {"a": "pause", "b": "pause"}
+    assert engines.members == {"a": 1, "b": 1}  # c is fenced
+    engines.together("init_weight_transfer", {"rank_offset": 1})
+    begun = time.monotonic()
+    with pytest.raises(WorkerLost, match="a, b: lost in an NCCL weight sync, by receive_weights"):
+        engines.together("receive_weights", {})
+    assert time.monotonic() - begun < 20 and engines.members == {}
+    assert call(run.begin_sync.remote()) == []
 
 
 def test_an_object_store_too_small_for_the_weights_is_refused_with_the_way_out(run):

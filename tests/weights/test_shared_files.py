@@ -50,7 +50,7 @@ def test_files_do_not_stay_when_their_delivery_fails_and_a_worker_that_does_not_
         sender(Blind(), tmp_path).publish(TwoLayers(), 0)()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(
-        WeightsDidNotLand, match="nowhere.safetensors cannot be read on this node .* that all nodes share"
+        WeightsDidNotLand, match="nowhere.safetensors cannot be read on .* that all nodes share"
     ):
         _mapped(tmp_path / "nowhere.safetensors")
 
