@@ -28,6 +28,16 @@ def said(log: Path, text: str, within_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
+def actors_of(run: Path) -> set[int]:
+    """Of this run alone: other tests run beside it."""
+    return {
+        process.pid
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "ray::GenerationActor" in str(process.info["cmdline"])
+        and (process.info["environ"] or {}).get("RUN_MARK") == str(run)
+    }
+
+
 def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp_path, tmp_path_factory):
     scratch, folder = tmp_path_factory.mktemp("ray"), tmp_path / "run"
     variables = environment.run_environment("", 1, scratch / "up", tmp_path)
@@ -68,22 +78,14 @@ def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp
         while newest(folder) is None:
             assert first.poll() is None, (tmp_path / "trainer.log").read_text()
             time.sleep(0.1)
-        actors = {
-            p.pid
-            for p in psutil.process_iter(["cmdline"])
-            if "ray::GenerationActor" in str(p.info["cmdline"])
-        }
+        actors = actors_of(tmp_path)
         first.send_signal(signal.SIGKILL)
         for number in range(2):
             said(tmp_path / f"worker{number}.log", "the worker waits 300 s for it (--rejoin-s)")
         second = trainer()
         said(tmp_path / "trainer.log", "resumed after step")
         wait_for_step(folder, len(lines(folder)) + 5, second)
-        now = {
-            p.pid
-            for p in psutil.process_iter(["cmdline"])
-            if "ray::GenerationActor" in str(p.info["cmdline"])
-        }
+        now = actors_of(tmp_path)
         assert now == actors and len(actors) == 2  # nothing was loaded again
         names = re.findall(joined, (tmp_path / "worker0.log").read_text())
         assert len(set(names)) == 2  # it joined under another name
