@@ -2,6 +2,7 @@
 
     python -m benchmarks.nodes                              fake engines
     python -m benchmarks.nodes --short                      without the loss of power, as tests/real/test_nodes_real.py
+    python -m benchmarks.nodes --short --blow SIGSTOP       its raylet is stopped, or killed (SIGKILL), not its cable pulled
     python -m benchmarks.nodes --engine vllm --reference    real engines, and a reference worker beside each
 
 Each node is a network, process and mount namespace (`unshare`, without privileges) with an address, a /dev/shm and a folder
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "sample-data"
@@ -46,6 +49,8 @@ def third(sample): return _where(sample)
 
 class Node:
     """One machine: its processes see its own network, its own processes, its own /dev/shm, /mnt and /tmp/ray."""
+
+    ray: subprocess.Popen[bytes]
 
     def __init__(self, number: int, folder: Path, environment: dict[str, str]) -> None:
         self.number, self.address, self.environment = number, f"10.9.0.{number}", environment
@@ -90,6 +95,11 @@ class Node:
         """The most that was ever used: Ray gives no page of its store back."""
         use = os.statvfs(f"/proc/{self.pid}/root/dev/shm")
         return round((use.f_blocks - use.f_bfree) * use.f_frsize / 1e6, 1)
+
+    def signal_raylet(self, blow: str) -> None:
+        """SIGSTOP or SIGKILL to Ray's own process on this node; all others run on."""
+        (raylet,) = [p for p in psutil.Process(self.ray.pid).children(recursive=True) if p.name() == "raylet"]
+        raylet.send_signal(signal.Signals[blow])
 
     def power_off(self) -> None:
         """Every process of it is gone at once, and its address."""
@@ -142,7 +152,7 @@ class Cluster:
         head = head or [f"--address=10.9.0.1:{PORT}"]
         common = [f"--node-ip-address={node.address}", "--num-cpus=4", "--object-store-memory=100000000"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *head, *common]
-        node.start(node.ray_log, *command, "--disable-usage-stats", "--block")
+        node.ray = node.start(node.ray_log, *command, "--disable-usage-stats", "--block")
 
     def join(self, *numbers: int) -> None:
         """Ray and a dispatcher (or two) on each of these nodes; node 1 has a trainer."""
@@ -228,8 +238,11 @@ class Cluster:
             "training", step=self.step(), engines=sorted(self.engines()), rewards_ran_on=self.reward_nodes()
         )
 
-        self.nodes[3].link("down")
-        self.note("node 3 is cut off", step=self.step())
+        if self.options.blow:
+            self.nodes[3].signal_raylet(self.options.blow)
+        else:
+            self.nodes[3].link("down")
+        self.note(f"node 3 is cut off ({self.options.blow or 'cable'})", step=self.step())
         took = self.more_steps(4, "steps without node 3")
         self.until(lambda: len(self.engines()) == 1, "node 3's engine to be fenced", 90)
         left = self.engines()
@@ -281,6 +294,9 @@ def main() -> None:
     parser.add_argument("--engine", default="fake", choices=("fake", "vllm"))
     parser.add_argument("--reference", action="store_true", help="also a reference worker beside each engine")
     parser.add_argument("--short", action="store_true", help="no loss of power")
+    parser.add_argument(
+        "--blow", default="", choices=("SIGSTOP", "SIGKILL"), help="to node 3's raylet; its cable stays"
+    )
     parser.add_argument(
         "--ray-defaults", action="store_true", help="silent nodes count as dead when Ray says"
     )

@@ -184,7 +184,9 @@ def test_the_controller_s_death_is_named(run, handle):
     told = worker_program.Run(run, "generation")
     ray.kill(run)
     with pytest.raises(WorkerLost, match="the run's controller died"):
-        answer(run.settings.remote())
+        for _ in range(300):  # the order takes its way
+            answer(run.settings.remote())
+            time.sleep(0.1)
     with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
         told.unless_closed(handle.exchange.remote("x", [], True), 30)
 

@@ -91,7 +91,8 @@ def test_no_metric_key_of_before_the_house_is_lost(run, lines):
 def test_training_is_one_step_off_policy_never_more_and_fresh_samples_are_on_policy(lines):
     """In step 1 engine and trainer both hold version 0: what is left between them is rounding, far below 1e-4."""
     assert lines[0]["staleness_mean"] == 0.0
-    assert all(0.5 < line["staleness_mean"] <= 1 and line["staleness_max"] <= 1 for line in lines[1:])
+    # How many tokens are of the step before, and how many were drawn since its weights landed, is a matter of time
+    assert all(0 < line["staleness_mean"] <= 1 and line["staleness_max"] == 1 for line in lines[1:])
     assert lines[0]["mismatch_kl"] < 1e-8 and abs(lines[0]["ratio_max"] - 1) < 1e-4
     assert all(line["canary_error"] < 1e-4 for line in lines)
 
