@@ -36,6 +36,7 @@ from async_grpo.rewards.adapter.decorators import (
     warmed_by,
 )
 from async_grpo.rewards.builtin import countdown as countdown_rules
+from async_grpo.rewards.builtin import environment as played
 from async_grpo.rewards.builtin import mathd as mathd_rules
 from async_grpo.rewards.builtin import text
 from async_grpo.rewards.judges import GenerativeRM, HTTPScorer, LLMJudge, RewardModelJudge
@@ -56,6 +57,8 @@ class RewardType(str, Enum):
     LENGTH = "length"
     MAJORITY = "majority"
     JSON_SCHEMA = "json_schema"
+    ENVIRONMENT = "environment"
+    ENVIRONMENT_TURNS = "environment_turns"
     LLM_JUDGE = "llm_judge"
     GENERATIVE_RM = "generative_rm"
     REWARD_MODEL = "reward_model"
@@ -162,6 +165,8 @@ REWARD_ADAPTERS: dict[RewardType, Any] = {
     RewardType.LENGTH: length,
     RewardType.MAJORITY: majority,
     RewardType.JSON_SCHEMA: json_schema,
+    RewardType.ENVIRONMENT: played.environment,  # what an --environment gives itself
+    RewardType.ENVIRONMENT_TURNS: played.environment_turns,
     # Remote judges: settings, not functions. Without a `url` they are asked where the run says: the first three by
     # --judge-urls or at the servers of --judge-model, the last one, which speaks another protocol, by --http-scorer-urls.
     RewardType.LLM_JUDGE: LLMJudge(model="judge"),

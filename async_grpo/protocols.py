@@ -11,16 +11,18 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from async_grpo.errors import WorkerLost
-from async_grpo.types import Completion, Message, Prompt, Sampling, SharedRunSettings, Tokens, Verdict
+from async_grpo.messages import Message, SharedRunSettings
+from async_grpo.types import Completion, Prompt, Sampling, Session, Tokens, Verdict
 
 
 class Generation(Protocol):
     """Completes prompts on whichever engine has room."""
 
     def generate(
-        self, prompt: Prompt, count: int, sampling: Sampling | None = None
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
-        """Yield `count` completions, each when it is finished; closing aborts the others."""
+        """Yield `count` completions, each when it is finished; closing aborts the others. `session`: the one completion is
+        the next turn of that trajectory, after the prompt's tokens."""
 
     async def take_stats(self) -> dict[str, Any]:
         """Of `Engine.progress`, for all engines since the last call, `wait_generation_weights_s`, and where they are known

@@ -1,12 +1,13 @@
 """The nouns of the library: what one sample is on its way from a data row to a gradient.
 
-Axes in names:  G members of one group (completions of one prompt),  T tokens of one completion,
-S sequences and N tokens of one packed micro-batch (N = sum of the sequence lengths, no padding).
+Axes in names:  G members of one group (completions of one prompt),  T sampled tokens of one completion,
+L tokens of its prompt, N tokens of one sequence, or of several end to end.
 
-    Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (one per rank) ... StepEnd
+    Prompt -> Completion -> Verdict -> Sample -> Group -> MicroBatch (`messages`, one per rank) ... StepEnd
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 PROMPT_TOKEN = -1  # `versions` of a token that no policy generated
 GENERATION = "generation"  # the kind of worker that every run needs
+ENVIRONMENT = "environment"  # the reward that an environment gives itself
 
 
 class FinishReason(str, Enum):
@@ -78,13 +80,44 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """So many sampled tokens of a trajectory, and what stood before them."""
+
+    before: (
+        np.ndarray
+    )  # (E,) int32, since the turn before, of an environment; of a fresh one, all that the engine saw
+    tokens: int
+    fresh: bool = False  # it begins a sequence of its own: the history was rewritten, or it is the first turn
+    said: str = ""  # `before` as text, of a fresh one what is new in it
+    text: str = ""  # what was sampled
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trajectory ended, as its program tells."""
+
+    reward: float | None = None  # the environment's own; None: it has none to give
+    failure: str = ""  # why there is nothing to be scored: it is no zero
+    turn_rewards: tuple[float, ...] = ()  # of the environment's own, one per turn; () if it gives none
+    states: tuple[
+        str, ...
+    ] = ()  # names of what each turn found, to compare equal ones (GiGPO); () if not named
+    numbers: Mapping[str, float] = field(
+        default_factory=dict
+    )  # `turns`, `tool_calls` ...: go into the metrics
+
+
+@dataclass(frozen=True)
 class Completion(Tokens):
-    """One generated sequence, token by token."""
+    """What the policy generated for one prompt, token by token: one sequence, or the `turns` of a trajectory end to end.
+    Its arrays hold sampled tokens alone, so no other ones can be trained on or counted."""
 
     finish_reason: FinishReason
-    text: str
+    text: str  # of a trajectory, that of its last turn
     char_ends: np.ndarray | None = None  # (T,) int32, characters of `text` after each token; if asked for
     member: int = 0  # its place in the group
+    turns: tuple[Turn, ...] = ()  # (): one, after the prompt
+    outcome: Outcome | None = None  # of a trajectory
 
     @property
     def truncated(self) -> bool:
@@ -93,10 +126,20 @@ class Completion(Tokens):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn that are not to be trained on. None: as the run's settings say."""
+    """How completions are drawn otherwise than the run's settings say (None); to be trained on, at their temperature."""
 
     temperature: float | None = None  # 0: the likeliest token each time
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()  # texts that end a completion, which holds them
+
+
+@dataclass
+class Session:
+    """The turns of one trajectory, as those see it that serve them: whose they are, and which worker had the last."""
+
+    member: int
+    turn: int = 0
+    worker_id: str = ""
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -162,12 +205,57 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt.token_ids) + len(self.completion)
+        return sum(len(before) for before, _ in self.pieces) + len(self.completion)
+
+    @property
+    def pieces(self) -> list[tuple[np.ndarray, slice]]:
+        """In order: tokens that were not sampled, (E,) int32, and where those that follow stand in the completion."""
+        if not (turns := self.completion.turns):
+            return [(self.prompt.token_ids, slice(None))]
+        ends = np.cumsum([turn.tokens for turn in turns]).tolist()
+        return [(turn.before, slice(end - turn.tokens, end)) for turn, end in zip(turns, ends, strict=True)]
+
+    def laid_out(self, sampled: np.ndarray, fill: np.generic | bool | None = None) -> np.ndarray:
+        """(N,) of one sequence: `sampled` (T,) in its places, between them `fill`, or the tokens that stand there."""
+        parts: list[np.ndarray] = []
+        for before, place in self.pieces:
+            parts += [before if fill is None else np.full(len(before), fill), sampled[place]]
+        return np.concatenate(parts)
+
+    def sampled(self, values: np.ndarray, begin: int = 0) -> np.ndarray:
+        """(T,): of what is said of each token of a sequence from `begin` on, that of the sampled ones."""
+        if not self.completion.turns:
+            return values
+        return values[self.laid_out(np.ones(len(self.completion), bool), False)[begin:]]
 
     @property
     def token_ids(self) -> np.ndarray:
-        """(L + T,) int32: prompt and completion."""
-        return np.concatenate([self.prompt.token_ids, self.completion.token_ids])
+        """(N,) int32, of one sequence: what the engine saw and sampled."""
+        return self.laid_out(self.completion.token_ids)
+
+    @property
+    def sequences(self) -> "list[Sample]":
+        """Itself; or, if its history was rewritten, one for each sequence that the engine saw. They share all else."""
+        turns = self.completion.turns
+        begins = [number for number, turn in enumerate(turns) if turn.fresh]
+        if len(begins) < 2:
+            return [self]
+        found, places = [], [place for _, place in self.pieces]
+        for first, beyond in zip(begins, [*begins[1:], len(turns)], strict=True):
+            own = slice(places[first].start, places[beyond - 1].stop)
+            arrays = {name: _cut(getattr(self.completion, name), own) for name in OF_A_TOKEN}
+            completion = replace(self.completion, **arrays, turns=turns[first:beyond])
+            arrays = {name: _cut(getattr(self, name), own) for name in ADDED}
+            found.append(replace(self, completion=completion, **arrays))
+        return found
+
+
+OF_A_TOKEN = ("token_ids", "logprobs", "versions", "char_ends")  # (T,) of a completion
+ADDED = ("advantages", "loss_mask", "ref_logprobs", "proximal_logprobs")  # (T,) of a sample
+
+
+def _cut(array: np.ndarray | None, place: slice) -> Any:
+    return None if array is None else array[place]
 
 
 @dataclass(frozen=True)
@@ -189,111 +277,3 @@ class Group:
     def rewards(self) -> list[float]:
         """Of the samples that have one."""
         return [sample.verdict.reward for sample in self.samples if sample.verdict.reward is not None]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Whole sequences packed end to end for one rank: no padding, at most `max_tokens_per_gpu` tokens.
-
-    Everything of axis N is aligned with the *token it speaks of*: `behaviour_logprobs[i]` is the log-prob of
-    `input_ids[i]` given the tokens before it in its own sequence. Where `loss_mask` is False the values mean nothing.
-    """
-
-    input_ids: np.ndarray  # (N,) int32
-    cu_seqlens: np.ndarray  # (S + 1,) int32, boundaries of the sequences: 0 ... N
-    loss_mask: np.ndarray  # (N,) bool, tokens that are trained on
-    behaviour_logprobs: np.ndarray  # (N,) float32, the engine's
-    advantages: np.ndarray  # (N,) float32
-    versions: np.ndarray  # (N,) int32, PROMPT_TOKEN where not generated
-    group_ids: np.ndarray  # (S,) int64, the prompt's ordinal
-    group_tokens: np.ndarray  # (S,) int64, trained tokens of the sequence's group in the whole minibatch
-    ref_logprobs: np.ndarray | None = None  # (N,) float32
-    proximal_logprobs: np.ndarray | None = None  # (N,) float32
-    is_dummy: bool = False  # nothing to learn: keeps the collectives of an idle rank aligned
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
-
-    def sequence_ids(self) -> np.ndarray:
-        """(N,) int64: the index of the sequence each token belongs to."""
-        return np.repeat(np.arange(self.num_sequences), np.diff(self.cu_seqlens))
-
-
-def dummy_micro_batch(token_id: int) -> MicroBatch:
-    """The smallest micro-batch with an empty loss mask, for a rank that has nothing while others do."""
-    zeros = np.zeros(2, np.float32)
-    return MicroBatch(
-        input_ids=np.full(2, token_id, np.int32),
-        cu_seqlens=np.array([0, 2], np.int32),
-        loss_mask=np.zeros(2, bool),
-        behaviour_logprobs=zeros,
-        advantages=zeros,
-        versions=np.full(2, PROMPT_TOKEN, np.int32),
-        group_ids=np.array([-1], np.int64),
-        group_tokens=np.array([0], np.int64),
-        is_dummy=True,
-    )
-
-
-@dataclass(frozen=True)
-class StepEnd:
-    """Closes one optimizer step on every rank, after its last micro-batch; `stats` go into the metrics line."""
-
-    step: int
-    num_groups: int
-    num_samples: int
-    stats: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class WorkersJoined:
-    """Workers wait for the current weights: all ranks publish them once more, with the self-test."""
-
-
-@dataclass(frozen=True)
-class SaveRequested:
-    """Every rank saves its part of a checkpoint, of the policy that it holds now; with a reason, the run ends there."""
-
-    end_reason: str = ""
-
-
-# What a rank is told; every rank, as many of each, in one order
-Message = MicroBatch | StepEnd | WorkersJoined | SaveRequested
-
-
-@dataclass(frozen=True)
-class SharedRunSettings:
-    """The settings that every worker must share, published by the trainer: typed once, never twice."""
-
-    run_name: str
-    model_fingerprint: str  # sha256 over the architecture part of config.json and the vocabulary
-    vocab_size: int
-    dtype: str
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    max_total_tokens: int  # prompt and completion together
-    max_completion_tokens: int
-    transport: str  # how weights travel: see `weights.config`
-    logprob_roles: tuple[str, ...]  # kinds of logprob worker that the loss needs: "reference", "proximal"
-    seed: int
-    char_ends: bool = False  # completions carry `char_ends`: for process rewards
-    float32_head: bool = False  # engines compute logits in float32
-    guaranteed_completion_tokens: int = 0  # for which even the longest prompt leaves room; 0: not known
-    group_size: int = 1  # samples that one engine must take at once
-    samples_in_flight: int = 0  # admitted and not yet part of the live weights, at most; 0: not known
-    checkpoint: str = ""  # that the ranks resume from
-    trains: bool = True  # else engines work with the weights that they start with
-    library: str = ""  # version of the trainer's
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """What a worker says of itself when it registers."""
-
-    worker_id: str
-    kind: str  # "generation", "reference" or "proximal"
-    max_sequences: int  # admitted at once: max_num_seqs + overhead_seqs
-    max_tokens: int  # tokens it can hold at once (its KV cache, or its packing budget)
-    world_size: int = 1  # GPUs or processes that hold a share of the weights
-    rewards: str = ""  # that it was started with

@@ -31,18 +31,10 @@ from async_grpo.errors import WorkerLost
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
+from async_grpo.messages import MicroBatch, StepEnd
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import completion
-from async_grpo.types import (
-    AdapterResult,
-    Completion,
-    MicroBatch,
-    Prompt,
-    RewardStatus,
-    Sampling,
-    StepEnd,
-    Verdict,
-)
+from async_grpo.types import AdapterResult, Completion, Prompt, RewardStatus, Sampling, Verdict
 
 G, L, U, M = 0.40, 0.80, 1.16, 4
 LOW, HIGH = 0.01, 0.40

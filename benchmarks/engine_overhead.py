@@ -29,8 +29,8 @@ from async_grpo.cluster.channel import Channel
 from async_grpo.cluster.ray_session import forwarded_environment, zero_cpu_actor
 from async_grpo.cluster.worker_actors import ENGINE_ENVIRONMENT, GenerationActor
 from async_grpo.config.run import WorkerConfig
+from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import model_fingerprint, stop_token_ids
-from async_grpo.types import SharedRunSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "sample-data" / "tiny-model"

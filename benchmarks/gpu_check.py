@@ -38,6 +38,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.messages import MicroBatch
 from async_grpo.modeling import local_shard, packed
 from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.logprobs import chunked_logprobs
@@ -46,7 +47,6 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.export import ModelExporter
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy
-from async_grpo.types import MicroBatch
 from async_grpo.weights.package import rms, tensor_digest
 from async_grpo.weights.publisher import CANARY_TOKENS, MAX_ROUNDING, MIN_TOLERANCE, ROUNDINGS, Canary
 from async_grpo.weights.self_test import perturbed, self_test_groups

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_grpo.algorithm.config import AlgorithmConfig
+from async_grpo.messages import MicroBatch
 from async_grpo.modeling import full_tensor, packed
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
@@ -26,7 +27,7 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
-from async_grpo.types import PROMPT_TOKEN, MicroBatch
+from async_grpo.types import PROMPT_TOKEN
 
 QWEN_05B = {
     "vocab_size": 151_936,

@@ -24,7 +24,7 @@ from async_grpo.cluster import make_trainer
 from async_grpo.config.run import RunConfig
 from async_grpo.modeling import local_shard
 from async_grpo.training.distributed import distributed_run
-from async_grpo.types import SharedRunSettings
+from async_grpo.messages import SharedRunSettings
 folder, whole = sys.argv[1], sys.argv[2] == "whole"
 settings = SharedRunSettings("x", "", 100, "float32", 1.0, (3,), 64, 16, "object_store", (), 0)
 with distributed_run("cpu", timeout_s=300) as ranks:

@@ -19,7 +19,8 @@ import numpy as np
 from async_grpo.cluster.registered_workers import GenerationWorkers
 from async_grpo.errors import PromptSetAside, WorkerLost
 from async_grpo.experience.worker_registry import least_loaded
-from async_grpo.types import Completion, FinishReason, Prompt, Tokens, WorkerInfo
+from async_grpo.messages import WorkerInfo
+from async_grpo.types import Completion, FinishReason, Prompt, Tokens
 
 GROUP, LONGEST, TOLD_EVERY, ENGINES = 8, 3000, 50, 4
 NEVER = 10**9

@@ -30,9 +30,10 @@ from virtual_time import VirtualLoop
 from async_grpo.cluster.controller import RunController
 from async_grpo.experience.config import NO_FACTS, BatchConfig
 from async_grpo.experience.dataset import Question
+from async_grpo.messages import SharedRunSettings, StepEnd, WorkerInfo
 from async_grpo.protocols import WeightPackage
 from async_grpo.testing import FakeVerification, completion
-from async_grpo.types import GENERATION, Completion, FinishReason, SharedRunSettings, StepEnd, WorkerInfo
+from async_grpo.types import GENERATION, Completion, FinishReason
 
 TOKEN_S, MEDIAN, SIGMA, LONGEST = 0.2, 256, 0.8, 2048  # of a completion, in tokens
 

@@ -17,8 +17,9 @@ import time
 import numpy as np
 
 from async_grpo.experience.packing import Packer
+from async_grpo.messages import MicroBatch
 from async_grpo.testing import completion
-from async_grpo.types import MicroBatch, Prompt, RewardStatus, Sample, Verdict
+from async_grpo.types import Prompt, RewardStatus, Sample, Verdict
 
 BUDGET = 36_000
 OK = Verdict(RewardStatus.OK, 1.0)

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from async_grpo.experience.worker_registry import Lease, WorkerRegistry
-from async_grpo.types import WorkerInfo
+from async_grpo.messages import WorkerInfo
 
 MAX_SEQUENCES, MAX_TOKENS = 64, 100_000
 

@@ -22,11 +22,12 @@ from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.worker_registry import scheduling_policy
+from async_grpo.messages import StepEnd, WorkerInfo
 from async_grpo.protocols import WeightPackage
 from async_grpo.rewards.builtin import countdown, text
 from async_grpo.rewards.inline import InlineReward
 from async_grpo.rewards.pool import VerifierPool
-from async_grpo.types import Completion, FinishReason, StepEnd, WorkerInfo
+from async_grpo.types import Completion, FinishReason
 
 GROUPS, MEMBERS, TOKENS = 32, 8, 12  # of the demo
 REWARDS = {"countdown": countdown.score, "format": text.format}

@@ -18,6 +18,7 @@ import typer
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.data import TINY_MODEL
+from async_grpo.messages import MicroBatch
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.accumulator import GradientAccumulator
@@ -26,7 +27,7 @@ from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import shard_policy
-from async_grpo.types import PROMPT_TOKEN, MicroBatch
+from async_grpo.types import PROMPT_TOKEN
 
 VOCAB = 266  # of the demo's model
 app = typer.Typer(add_completion=False)

@@ -79,11 +79,11 @@ class Engines:
         from async_grpo.cluster.ray_session import zero_cpu_actor
         from async_grpo.cluster.weight_sync import RayEngines
         from async_grpo.config.run import WorkerConfig
+        from async_grpo.messages import SharedRunSettings, WorkerInfo
         from async_grpo.modeling.load import load_causal_lm, model_fingerprint
         from async_grpo.modeling.policy import PolicyModel, named_weights
         from async_grpo.options.source_file import library_version
         from async_grpo.training.sharding import canary_logprobs
-        from async_grpo.types import SharedRunSettings, WorkerInfo
         from async_grpo.weights.config import WeightConfig, get_transport
         from async_grpo.weights.publisher import Canary
 

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.cluster.registered_workers import GenerationWorkers, LogprobWorkers
+from async_grpo.environments.played import Played
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
 from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.worker_registry import scheduling_policy
+from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.options.command_line import log_to_own_file
 from async_grpo.processes.waits import situation
-from async_grpo.protocols import Connect, Verification, WeightPackage
-from async_grpo.types import GENERATION, Message, SharedRunSettings, WorkerInfo
+from async_grpo.protocols import Connect, Generation, Verification, WeightPackage
+from async_grpo.types import GENERATION
 from async_grpo.weights.package import SELF_TEST
 
 
@@ -134,13 +136,19 @@ class RunController:
         questions: Sequence[Question],
         make_verification: Callable[[], Verification],
         checkpoint: Path | None = None,
+        make_played: Callable[[Generation], Played] | None = None,
     ) -> None:
-        """Start the verifiers, and make the batcher, of what a checkpoint says if one is given."""
+        """Start the verifiers and the environment, and make the batcher, of what a checkpoint says if one is given."""
         verification = make_verification()
         self._open.push_async_callback(verification.close)
         await verification.start()
         reference, proximal = (self._logprobs.get(kind) for kind in ("reference", "proximal"))
-        sources = self._generation, verification, reference, proximal
+        generation: Generation = self._generation
+        if make_played is not None:
+            generation = played = make_played(generation)
+            self._open.push_async_callback(played.close)
+            await played.start()
+        sources = generation, verification, reference, proximal
         self._batcher = ExperienceBatcher(config, questions, *sources, num_ranks=num_ranks, facts=facts)
         if checkpoint is not None:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)

@@ -9,6 +9,7 @@ import torch
 from async_grpo.checkpoints.folder import keep_best, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
+from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import empty_causal_lm, load_causal_lm, torch_dtype
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.options.source_file import digests
@@ -22,7 +23,6 @@ from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.record import Recorder
 from async_grpo.training.sharding import canary_logprobs, load_shards, shard_policy, weight_names
 from async_grpo.training.trainer import AfterStep, Trainer
-from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import get_transport
 from async_grpo.weights.publisher import Canary
 

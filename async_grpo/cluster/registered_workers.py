@@ -16,10 +16,11 @@ import numpy as np
 
 from async_grpo.errors import PromptSetAside, WorkerLost
 from async_grpo.experience.worker_registry import Lease, SchedulingPolicy, WorkerRegistry
+from async_grpo.messages import WorkerInfo
 from async_grpo.metrics.spans import MOST, Span, condensed
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Connect, WeightPackage, WorkerLink
-from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Tokens, WorkerInfo
+from async_grpo.types import GENERATION, Completion, Prompt, Sampling, Session, Tokens
 from async_grpo.weights.package import SELF_TEST
 
 PROGRESS_TIMEOUT_S = 1.0  # statistics are worth no longer wait: every rank waits for the end of its step
@@ -121,10 +122,12 @@ class RegisteredWorkers:
         self._settled.set()
 
     @asynccontextmanager
-    async def lease(self, who: str, count: int, tokens_each: int) -> AsyncIterator[tuple[WorkerLink, Lease]]:
+    async def lease(
+        self, who: str, count: int, tokens_each: int, prefers: str = ""
+    ) -> AsyncIterator[tuple[WorkerLink, Lease]]:
         """The next worker that takes `count` sequences at once; `WorkerLost` in the block fences it, and is not raised."""
         with waiting("place", who, f"a place in a {self.kind} worker"):
-            lease = await self.registry.acquire(count, tokens_each)
+            lease = await self.registry.acquire(count, tokens_each, prefers)
         worker = self.by_id[lease.worker_id]
         try:
             with waiting("worker", who, f"{self.kind} worker {lease.worker_id}"):
@@ -146,14 +149,16 @@ class GenerationWorkers(RegisteredWorkers):
         self._mean_length = 64.0  # of completions so far: the registry balances by expected tokens
 
     async def generate(
-        self, prompt: Prompt, count: int, sampling: Sampling | None = None
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
         """Yield `count` completions as they finish; what a lost worker still owed goes on elsewhere.
 
         PromptSetAside: too many workers were lost over it.
         """
+        session, members = session or Session(0), [session.member] if session else range(count)
         # Those of a lost worker, too: other draws would be short more often than the long ones that they replace
-        owed = {member: request_seed(self._seed, prompt.ordinal, member) for member in range(count)}
+        owed = {member: request_seed(self._seed, prompt.ordinal, member, session.turn) for member in members}
+        session.turn += 1
         begun = dict[int, Tokens]()  # what unfinished members have, as far as their worker told
         in_vain = 0
         for _ in range(MOST_ATTEMPTS):
@@ -161,7 +166,9 @@ class GenerationWorkers(RegisteredWorkers):
             tokens_each = (
                 len(prompt.token_ids) + int(self._mean_length) + max(map(len, begun.values()), default=0)
             )
-            async with self.lease(f"prompt {prompt.ordinal}", len(owed), tokens_each) as (link, lease):
+            who, prefers = f"prompt {prompt.ordinal}", session.worker_id
+            async with self.lease(who, len(owed), tokens_each, prefers) as (link, lease):
+                session.worker_id = lease.worker_id
                 given = [{member: begun[member] for member in owed if member in begun}] if begun else []
                 completions = link.stream("complete", prompt.token_ids, dict(owed), sampling, *given)
                 async with aclosing(completions):
@@ -209,13 +216,14 @@ class GenerationWorkers(RegisteredWorkers):
         }
 
 
-def request_seed(seed: int, ordinal: int, member: int) -> int:
-    """Of one completion: that member of the group of the prompt of that ordinal. 63 bits.
+def request_seed(seed: int, ordinal: int, member: int, turn: int = 0) -> int:
+    """Of one completion: that turn of that member of the group of the prompt of that ordinal. 63 bits.
 
     >>> request_seed(37, 5, 0) == request_seed(37, 5, 0) != request_seed(37, 5, 1)
     True
     """
-    digest = hashlib.blake2b(f"{seed}/{ordinal}/{member}".encode(), digest_size=8).digest()
+    of = f"{seed}/{ordinal}/{member}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(of.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 

@@ -19,12 +19,13 @@ from async_grpo.cluster.ray_session import CONTROL_TIMEOUT_S, answer
 from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig
+from async_grpo.environments.make import make_played, source_of
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.experience.dataset import Question
+from async_grpo.messages import Message, MicroBatch
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
-from async_grpo.types import Message, MicroBatch
 
 SITUATION_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
@@ -157,5 +158,10 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
             shutil.copyfile(spent, budget_path)
     secrets, environment = rewards.secrets(), config.reward_environment()
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
-    given = config, prepared.facts, num_ranks, ray.put(prepared.questions), verification, folder
+    play = None
+    if config.environment is not None:
+        play = partial(
+            make_played, config, config.model_name_or_path, prepared.settings, source_of(config.environment)
+        )
+    given = config, prepared.facts, num_ranks, ray.put(prepared.questions), verification, folder, play
     return controller.start_batcher.remote(*given)

@@ -32,6 +32,7 @@ from async_grpo.config.preflight import Prepared
 from async_grpo.config.resume import as_options, inputs
 from async_grpo.config.run import RunConfig, write_params
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, RunInterrupted, WorkerLost
+from async_grpo.messages import SharedRunSettings
 from async_grpo.metrics.console import waiting
 from async_grpo.metrics.trackers import parse_trackers, trackers_of
 from async_grpo.metrics.watchdog import Watchdog
@@ -41,7 +42,6 @@ from async_grpo.modeling.policy import named_weights
 from async_grpo.options.source_file import absolute, digests
 from async_grpo.processes.end_on_signal import end_in_order
 from async_grpo.training.distributed import Ranks, distributed_run
-from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import get_transport
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from async_grpo.cluster.ray_session import answer, cause_of
 from async_grpo.errors import WorkerLost
+from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Receipt, WeightPackage
-from async_grpo.types import GENERATION, WorkerInfo
+from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
 LOST = (RayActorError, RayTaskError, GetTimeoutError)

@@ -13,11 +13,12 @@ from async_grpo.cluster.channel import ChannelServer
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
 from async_grpo.generation.config import UNLIMITED, engine_class
+from async_grpo.messages import SharedRunSettings
 from async_grpo.options.command_line import log_to_own_file
 from async_grpo.options.source_file import library_version
 from async_grpo.processes.process_tree import descendants
 from async_grpo.protocols import Receipt, WeightPackage, answer_canary
-from async_grpo.types import GENERATION, SharedRunSettings
+from async_grpo.types import GENERATION
 
 # So that several engines can share a machine without a GPU; the forwarded environment goes before these
 ENGINE_ENVIRONMENT = {

@@ -26,8 +26,9 @@ from async_grpo.cluster.ray_session import (
 from async_grpo.cluster.worker_actors import ENGINE_ENVIRONMENT, GenerationActor, LogprobActor
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
+from async_grpo.messages import SharedRunSettings, WorkerInfo
 from async_grpo.processes.supervisor import handling
-from async_grpo.types import GENERATION, SharedRunSettings, WorkerInfo
+from async_grpo.types import GENERATION
 
 log = logging.getLogger(__name__)
 RESTART_PAUSE_S = 5.0  # before the first restart; its square before the second, and so on

@@ -13,10 +13,12 @@ from async_grpo.config.compatibility import check_methods
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.run import RunConfig
+from async_grpo.environments.make import source_of
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
 from async_grpo.experience.dataset import Question, load_questions
 from async_grpo.experience.worker_registry import scheduling_policy
+from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import (
     context_length,
     load_config,
@@ -25,7 +27,6 @@ from async_grpo.modeling.load import (
     stop_token_ids,
 )
 from async_grpo.options.source_file import absolute, library_version
-from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import TRANSPORTS, get_transport
 
 SAMPLED_PROMPTS = 8  # decoded to see that the tokenizer is the model's
@@ -71,6 +72,7 @@ def prepare(config: RunConfig) -> Prepared:
     """
     check_methods(config)
     scheduling_policy(config.scheduling)  # a file of the user's is read here first
+    _ = config.environment and source_of(config.environment)
     if get_transport(config.weight_transport).needs_gpu and not torch.cuda.is_available():
         anywhere = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
         what = f"--weight-transport {config.weight_transport}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from async_grpo.config.compatibility import broken_values, refuse_broken
 from async_grpo.config.recipes import apply_recipe
+from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.generation.config import EngineConfig
@@ -21,6 +22,7 @@ from async_grpo.options.redaction import secrets
 from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.rewards.config import RewardConfig
 from async_grpo.training.config import OptimizerConfig
+from async_grpo.types import ENVIRONMENT
 from async_grpo.weights.config import WeightConfig
 
 # What `training_params.json` holds beside the options; a file that is given back may hold it
@@ -45,7 +47,15 @@ class MemberConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, EvaluationConfig, MemberConfig):
+class RunConfig(
+    WeightConfig,
+    OptimizerConfig,
+    RewardConfig,
+    EnvironmentConfig,
+    BatchConfig,
+    EvaluationConfig,
+    MemberConfig,
+):
     """Everything a training run is told. Units: tokens, samples (completions), questions (prompts), seconds."""
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
@@ -100,6 +110,8 @@ class RunConfig(WeightConfig, OptimizerConfig, RewardConfig, BatchConfig, Evalua
         return cls(**options)
 
     def __post_init__(self) -> None:
+        if self.environment and not self.reward_fns:
+            object.__setattr__(self, "reward_fns", ENVIRONMENT)  # its own
         super().__post_init__()
         parse_trackers(self.track)
         for variable, secret in secrets().items():

@@ -25,9 +25,10 @@ from async_grpo.experience.step_metrics import (
     refuse_unscored,
     step_stats,
 )
+from async_grpo.messages import Message, SaveRequested, StepEnd, WorkersJoined
 from async_grpo.processes.waits import waiting
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import Group, Message, Prompt, SaveRequested, StepEnd, WorkersJoined
+from async_grpo.types import Group, Prompt
 
 Queued = Message | asyncio.Task[StepEnd]
 SET_ASIDE_IN_A_ROW = 2  # prompts; with another one, something else than the prompts costs engines

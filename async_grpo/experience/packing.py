@@ -7,8 +7,9 @@ from operator import attrgetter
 
 import numpy as np
 
+from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.options.fields import refuse
-from async_grpo.types import PROMPT_TOKEN, MicroBatch, Sample, dummy_micro_batch
+from async_grpo.types import PROMPT_TOKEN, Sample
 
 
 class Packer:
@@ -32,7 +33,7 @@ class Packer:
         self._tokens = 0  # that wait
 
     def add(self, sample: Sample) -> None:
-        """Keep a sample for a round; ConfigurationError: it alone exceeds the token budget of a rank."""
+        """Keep a sample of one sequence for a round; ConfigurationError: it alone exceeds the token budget of a rank."""
         limit, length = f"--max-tokens-per-gpu {self.max_tokens}", sample.num_tokens
         refuse(length > self.max_tokens, f"a sample of {length} tokens cannot fit {limit}")
         order = -length // self._same_length, sample.prompt.ordinal, -length, next(self._numbers)
@@ -78,14 +79,14 @@ class Packer:
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay samples end to end: prompt, completion, prompt, completion ... Prompt tokens carry no loss."""
+    """Lay samples of one sequence each end to end. Tokens that were not sampled carry no loss."""
     return MicroBatch(
         input_ids=np.concatenate([sample.token_ids for sample in samples]),
         cu_seqlens=np.cumsum([0, *(sample.num_tokens for sample in samples)]).astype(np.int32),
-        loss_mask=_over_completions(samples, "loss_mask", False),
-        behaviour_logprobs=_over_completions(samples, "completion.logprobs", np.float32(0)),
-        advantages=_over_completions(samples, "advantages", np.float32(0)),
-        versions=_over_completions(samples, "completion.versions", np.int32(PROMPT_TOKEN)),
+        loss_mask=_laid_out(samples, "loss_mask", False),
+        behaviour_logprobs=_laid_out(samples, "completion.logprobs", np.float32(0)),
+        advantages=_laid_out(samples, "advantages", np.float32(0)),
+        versions=_laid_out(samples, "completion.versions", np.int32(PROMPT_TOKEN)),
         group_ids=np.array([s.prompt.ordinal for s in samples], np.int64),
         group_tokens=np.array([s.group_tokens for s in samples], np.int64),
         ref_logprobs=_optional(samples, "ref_logprobs"),
@@ -93,15 +94,14 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     )
 
 
-def _over_completions(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:
-    """(N,): a (T,) attribute of the samples on the completion tokens, `fill` on the prompt tokens."""
+def _laid_out(samples: Sequence[Sample], attribute: str, fill: np.generic | bool) -> np.ndarray:
+    """(N,): a (T,) attribute of the samples on their sampled tokens, `fill` on the others."""
     values = map(attrgetter(attribute), samples)
-    parts = [(np.full(len(s.prompt.token_ids), fill), v) for s, v in zip(samples, values, strict=True)]
-    return np.concatenate([part for pair in parts for part in pair])
+    return np.concatenate([sample.laid_out(own, fill) for sample, own in zip(samples, values, strict=True)])
 
 
 def _optional(samples: Sequence[Sample], attribute: str) -> np.ndarray | None:
     """The same in float32, if every sample has it."""
     if any(getattr(sample, attribute) is None for sample in samples):
         return None
-    return _over_completions(samples, attribute, np.float32(0))
+    return _laid_out(samples, attribute, np.float32(0))

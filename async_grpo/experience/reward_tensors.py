@@ -33,7 +33,7 @@ class RewardTensors:
         self._runs = [self._runs_of(sample) for sample in self._samples]
         self.tokens = pad_sequence([torch.from_numpy(runs) for runs in self._runs], batch_first=True)
         # (B, 1): the column of a row's last token
-        self._last = (self.tokens > 0).sum(dim=1, keepdim=True) - 1
+        self._last = ((self.tokens > 0).sum(dim=1, keepdim=True) - 1).clamp(min=0)  # nothing was sampled
         self.group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.samples])
         self._overlong = _numbers(config.overlong_cost(n, facts.max_completion_tokens) for n in self._lengths)
         # (B,): the reward of the greedy completion of each sample's prompt; NaN where it has none
@@ -43,7 +43,7 @@ class RewardTensors:
     def _runs_of(self, sample: Sample) -> np.ndarray:
         """How many tokens go up to each reward, and on to the end; or one by one."""
         if self._by_token:
-            return np.ones(len(sample.completion), bool)
+            return np.ones(max(1, len(sample.completion)), bool)
         ends = {len(sample.completion)}
         for result in sample.verdict.results:
             if result.adapter in self.facts.process:

@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, islice
 from typing import Any
+
+import numpy as np
 
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
@@ -14,7 +16,18 @@ from async_grpo.experience.evaluation import evaluation_stats
 from async_grpo.experience.step_metrics import readable_samples
 from async_grpo.metrics.spans import Spans
 from async_grpo.protocols import Generation, Logprobs, Verification
-from async_grpo.types import GREEDY, Completion, Group, Prompt, Sample, Sampling
+from async_grpo.types import (
+    ENVIRONMENT,
+    GREEDY,
+    AdapterResult,
+    Completion,
+    Group,
+    Prompt,
+    RewardStatus,
+    Sample,
+    Sampling,
+    Verdict,
+)
 
 
 def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
@@ -29,6 +42,11 @@ def reward_sample(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     }
     if completion.char_ends is not None:
         sample["completion_char_ends"] = completion.char_ends.tolist()
+    if (outcome := completion.outcome) is not None:
+        ends = accumulate(turn.tokens for turn in completion.turns)
+        sample["sample_text"] = "".join(turn.said + turn.text for turn in completion.turns)
+        sample |= {"environment_reward": outcome.reward, "turn_rewards": [*outcome.turn_rewards]}
+        sample |= {"turn_ends": [*ends], "turns": [[turn.said, turn.text] for turn in completion.turns]}
     return sample
 
 
@@ -92,18 +110,25 @@ class Rollouts:
         return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
+        if completion.outcome is not None and (failure := completion.outcome.failure):
+            failed = AdapterResult(ENVIRONMENT, RewardStatus.FAILED, reason=failure)
+            return Sample(prompt, completion, Verdict(failed.status, None, (failed,)))
         sample = reward_sample(prompt, completion)
         with self.spans.measure("rewards", "score"):
             return Sample(prompt, completion, await self.verification.verify(sample, evaluation=evaluation))
 
     async def add_logprobs(self, group: Group) -> Group:
         """The group with the log-probs of other policies that the loss needs."""
-        samples, token_ids = group.samples, [sample.token_ids for sample in group.samples]
-        prompt_lengths = [len(group.prompt.token_ids)] * len(token_ids)
-        for role, source, name in self._recomputed:
+        samples, sequences = group.samples, [one for sample in group.samples for one in sample.sequences]
+        token_ids, begins = [one.token_ids for one in sequences], [len(one.pieces[0][0]) for one in sequences]
+        for role, source, name in self._recomputed if sequences else ():
             with self.spans.measure(role, "logprobs"):
-                found: list[Any] = await source.logprobs(token_ids, prompt_lengths)
-            samples = tuple(replace(s, **{name: p}) for s, p in zip(samples, found, strict=True))
+                answers = await source.logprobs(token_ids, begins)
+            found = iter(
+                one.sampled(of, begin) for one, of, begin in zip(sequences, answers, begins, strict=True)
+            )
+            own = [np.concatenate([*islice(found, len(sample.sequences))]) for sample in samples]
+            samples = tuple(replace(s, **{name: p}) for s, p in zip(samples, own, strict=True))
         return replace(group, samples=samples)
 
     async def evaluate(self, questions: Sequence[Question], config: EvaluationConfig) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from async_grpo.errors import StalenessViolated
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
-from async_grpo.types import Group, MicroBatch
+from async_grpo.messages import MicroBatch
+from async_grpo.types import Group
 
 
 class StalenessBudget:
@@ -140,7 +141,8 @@ class StepAssembler:
         self._taken += ready
         for sample in (sample for group in ready for sample in group.samples):
             if sample.advantages is not None:
-                self.packer.add(sample)
+                for sequence in sample.sequences:
+                    self.packer.add(sequence)
         events: list[Event] = []
         if len(self._taken) == self.groups_per_step:
             events += [*self.packer.flush(), StepComplete(self.step, self._taken)]

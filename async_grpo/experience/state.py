@@ -14,11 +14,20 @@ import numpy as np
 from pydantic import TypeAdapter
 from safetensors.numpy import load_file, save_file
 
-from async_grpo.types import Completion, FinishReason, Group, Prompt, Sample, Verdict
+from async_grpo.types import (
+    OF_A_TOKEN,
+    Completion,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Sample,
+    Turn,
+    Verdict,
+)
 
-COMPLETION_ARRAYS = ("token_ids", "logprobs", "versions", "char_ends")
 SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
-VERDICT = TypeAdapter(Verdict | None)
+VERDICT, OUTCOME = TypeAdapter(Verdict | None), TypeAdapter(Outcome | None)
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class ExperienceState:
         parts: dict[str, list[np.ndarray]] = {}
         for group in self.alive.values():
             for sample in group.samples if isinstance(group, Group) else ():
-                for owner, names in ((sample.completion, COMPLETION_ARRAYS), (sample, SAMPLE_ARRAYS)):
+                for owner, names in ((sample.completion, OF_A_TOKEN), (sample, SAMPLE_ARRAYS)):
                     for name in names:  # all samples of a run have an array of that name, or none has
                         if (array := getattr(owner, name)) is not None:
                             parts.setdefault(name, []).append(array)
@@ -94,6 +103,8 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "text": completion.text,
         "member": completion.member,
+        "turns": [vars(turn) | {"before": turn.before.tolist()} for turn in completion.turns],
+        "outcome": OUTCOME.dump_python(completion.outcome, mode="json"),
         "verdict": VERDICT.dump_python(sample.verdict, mode="json"),
     }
 
@@ -101,6 +112,8 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
 def _sample(prompt: Prompt, row: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Sample:
     reason, verdict = FinishReason(row.pop("finish_reason")), VERDICT.validate_python(row.pop("verdict"))
     assert verdict is not None  # only a group may lack its baseline's
-    of_completion: dict[str, Any] = {name: arrays.get(name) for name in COMPLETION_ARRAYS}
+    turns = (Turn(**turn | {"before": np.asarray(turn["before"], np.int32)}) for turn in row.pop("turns"))
+    row |= {"turns": tuple(turns), "outcome": OUTCOME.validate_python(row["outcome"])}
+    of_completion: dict[str, Any] = {name: arrays.get(name) for name in OF_A_TOKEN}
     of_sample: dict[str, Any] = {name: arrays.get(name) for name in SAMPLE_ARRAYS}
     return Sample(prompt, Completion(**of_completion, **row, finish_reason=reason), verdict, **of_sample)

@@ -46,6 +46,23 @@ def reward_stats(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def trajectory_stats(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Of runs with an environment: means over trajectories of what their programs count, and `turn_tokens` of a turn."""
+    played = [(sample, outcome) for sample in samples if (outcome := sample.completion.outcome) is not None]
+    if not played:
+        return {}
+    turns = [turn for sample, _ in played for turn in sample.completion.turns]
+    names = sorted({name for _, outcome in played for name in outcome.numbers})
+    found = {name: _mean(o.numbers[name] for _, o in played if name in o.numbers) for name in names}
+    return {
+        "environment_failures": sum(bool(outcome.failure) for _, outcome in played),
+        "turns": _mean(len(sample.completion.turns) for sample, _ in played),
+        "turn_tokens": _mean(turn.tokens for turn in turns),
+        "sequences": _mean(len(sample.sequences) for sample, _ in played),
+        **{f"environment/{name}": value for name, value in found.items()},
+    }
+
+
 def refuse_unscored(step: int, groups: Sequence[Group]) -> None:
     """RunFailed, with the first reason, if nothing was scored: going on would train nothing and end "well"."""
     verdicts = [sample.verdict for group in groups for sample in group.samples]
@@ -70,6 +87,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         "samples_in_batch": len(samples),
         "samples_trained": len(trained),
         **rewards,
+        **trajectory_stats(samples),
         "avg_output_tokens": _mean(len(sample.completion) for sample in samples),
         "avg_max_reward_in_group": _mean(max(group.rewards) for group in groups if group.rewards),
         "groups_too_small": sum(len(group.rewards) < 2 for group in groups),
@@ -99,6 +117,7 @@ def readable_samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
             "member": sample.completion.member,
             "input": group.prompt.row["input"],
             "completion": sample.completion.text,
+            **({"turns": [[t.said, t.text] for t in turns]} if (turns := sample.completion.turns) else {}),
             "answer": group.prompt.row.get("answer"),
             "reward": sample.verdict.reward,
             "status": sample.verdict.status.value,

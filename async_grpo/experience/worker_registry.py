@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_grpo.errors import WorkerLost
+from async_grpo.messages import WorkerInfo
 from async_grpo.options.fields import refuse
 from async_grpo.options.source_file import find_entry
-from async_grpo.types import WorkerInfo
+
+AFFINITY = 0.25  # of its places or tokens: so much fuller may a worker be that has a request's beginning in its cache
 
 
 @dataclass
@@ -134,14 +136,15 @@ class WorkerRegistry:
     def members(self) -> list[WorkerInfo]:
         return [member.info for member in self._members.values()]
 
-    async def acquire(self, sequences: int, tokens_each: int) -> Lease:
+    async def acquire(self, sequences: int, tokens_each: int, prefers: str = "") -> Lease:
         """Admit `sequences` sequences to one worker (together, for the prefix they share); first come, first served.
+        `prefers`: the id of one that knows their beginning, and gets them unless it is much fuller than another.
 
         ConfigurationError: no registered worker could ever take so many at once.
         WorkerLost: no worker was registered for `grace_s` seconds.
         """
         async with self._turn:  # behind it everybody waits: no starvation
-            while (member := self._choose(sequences, sequences * tokens_each)) is None:
+            while (member := self._choose(sequences, sequences * tokens_each, prefers)) is None:
                 self._refuse_in_vain(sequences)
                 self._wanted = sequences
                 self._changed.clear()
@@ -166,14 +169,19 @@ class WorkerRegistry:
         if member.active:
             self._held[:, member.column] = member.sequences, member.tokens
 
-    def _choose(self, sequences: int, tokens: int) -> Member | None:
+    def _choose(self, sequences: int, tokens: int, prefers: str) -> Member | None:
         """The active member that gets the work; None: no one has room."""
+        known = self._members.get(prefers)
         if self._policy is not least_loaded or not self._active:
             fitting = [member for member in self._active if member.has_room(sequences)]
-            return self._policy(fitting, sequences, tokens) if fitting else None
+            return (
+                known if known in fitting else self._policy(fitting, sequences, tokens) if fitting else None
+            )
         shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits  # `least_loaded`, all at once
         loads = np.where(shares[0] <= 1, shares.max(axis=0), np.inf)
         best = int(loads.argmin())
+        if known is not None and known.active and loads[known.column] <= loads[best] + AFFINITY:
+            best = known.column
         return self._active[best] if shares[0, best] <= 1 else None
 
     @property

@@ -7,6 +7,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Self
 
+from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -19,7 +20,6 @@ from async_grpo.options.fields import (
 )
 from async_grpo.options.source_file import absolute, find_entry
 from async_grpo.protocols import Engine
-from async_grpo.types import SharedRunSettings
 
 GIB = 1 << 30
 UNLIMITED = 2**31 - 1

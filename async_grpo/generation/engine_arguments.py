@@ -8,8 +8,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.generation.config import EngineConfig
+from async_grpo.messages import SharedRunSettings
 from async_grpo.options.fields import nearest
-from async_grpo.types import SharedRunSettings
 from async_grpo.weights.config import get_transport
 
 

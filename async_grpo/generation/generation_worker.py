@@ -26,8 +26,9 @@ from async_grpo.generation.char_ends import char_ends
 from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
 from async_grpo.generation.requests import NOTHING, UNSYNCED, Request, TokenTimeline, new_name, tokens_of
+from async_grpo.messages import SharedRunSettings
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
-from async_grpo.types import Completion, FinishReason, Sampling, SharedRunSettings, Tokens
+from async_grpo.types import Completion, FinishReason, Sampling, Tokens
 from async_grpo.weights.read_back import place_of
 from async_grpo.weights.vllm_engine import WORKER_EXTENSION, shared_bytes
 
@@ -143,7 +144,8 @@ class GenerationWorker:
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
         tokens = given + tokens_of(output)
         token_ids, stopped = tokens.token_ids, output.finish_reason == "stop"
-        text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=False)
+        by_token = stopped and not isinstance(output.stop_reason, str)  # not by a text that should end it
+        text = self.tokenizer.decode(token_ids[:-1] if by_token else token_ids, skip_special_tokens=False)
         return Completion(
             *tokens.arrays,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,

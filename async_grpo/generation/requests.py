@@ -14,7 +14,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.types import Sampling, SharedRunSettings, Tokens
+from async_grpo.messages import SharedRunSettings
+from async_grpo.types import Sampling, Tokens
 from async_grpo.weights.vllm_engine import DRAWN
 
 UNSYNCED = -1  # policy version of an engine that still holds whatever its checkpoint held
@@ -88,10 +89,12 @@ class Request:
             max_tokens=min(longest or settings.max_completion_tokens, room) - len(given),
             extra_args={DRAWN: len(given)} if len(given) else None,
             stop_token_ids=list(settings.stop_token_ids),
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,  # the tokens hold it, too
             logprobs=0,  # the sampled token's own
             flat_logprobs=True,  # lists instead of a dictionary per token
             skip_clone=True,  # nobody changes it
-            detokenize=False,
+            detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return cls(member, [*prompt.tolist(), *given.token_ids.tolist()], params, given, new_name())

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest
-from async_grpo.types import SharedRunSettings
 from async_grpo.weights.package import unpack
 
 

@@ -65,9 +65,9 @@ def replay(config: ReplayConfig) -> None:
     folder = _checkpoint(run, config.from_step) if config.from_step else None
     # Heavy imports only once the options are known to be good
     from async_grpo.cluster.make_trainer import make_trainer
+    from async_grpo.messages import SharedRunSettings
     from async_grpo.training.distributed import distributed_run
     from async_grpo.training.record import Recording
-    from async_grpo.types import SharedRunSettings
 
     told: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored["settings"].items()

@@ -10,8 +10,9 @@ from typing import Any, Self
 import numpy as np
 
 from async_grpo.errors import WorkerLost
+from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.protocols import Engine, Manifest, Receipt, WeightPackage, answer_canary
-from async_grpo.types import Completion, FinishReason, Message, Sampling, SharedRunSettings, WorkerInfo
+from async_grpo.types import Completion, FinishReason, Sampling
 
 
 class FakeEngine:

@@ -16,6 +16,7 @@ from async_grpo.types import (
     Prompt,
     RewardStatus,
     Sampling,
+    Session,
     Verdict,
 )
 
@@ -42,7 +43,7 @@ class FakeGeneration:
         self._busy: list[tuple[float, float]] = []
 
     async def generate(
-        self, prompt: Prompt, count: int, sampling: Sampling | None = None
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
     ) -> AsyncGenerator[Completion]:
         greedy = sampling == GREEDY
         (self.asked_greedily if greedy else self.asked).append(prompt.ordinal)

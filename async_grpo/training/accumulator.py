@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from async_grpo.algorithm.off_policy import mismatch_report
 from async_grpo.algorithm.process_advantages import explained_variance
 from async_grpo.errors import NonFiniteGradient
+from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.whole_step import add_step_terms
-from async_grpo.types import MicroBatch, dummy_micro_batch
 
 log = logging.getLogger(__name__)
 # Reported by every step, also where the loss in use does not compute them

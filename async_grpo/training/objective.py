@@ -16,8 +16,8 @@ from async_grpo.algorithm.kl import kl_penalty
 from async_grpo.algorithm.off_policy import importance_weights, mismatch_sums, ratio_histogram, rejection_mask
 from async_grpo.algorithm.process_advantages import value_loss
 from async_grpo.errors import ConfigurationError
+from async_grpo.messages import MicroBatch
 from async_grpo.modeling.policy import PolicyModel
-from async_grpo.types import MicroBatch
 
 
 class BatchTensors:

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.messages import Message, MicroBatch, StepEnd
 from async_grpo.metrics.writer import as_json
 from async_grpo.protocols import ExperienceSource
-from async_grpo.types import PROMPT_TOKEN, Message, MicroBatch, StepEnd
+from async_grpo.types import PROMPT_TOKEN
 
 log = logging.getLogger(__name__)
 ARRAYS = tuple(one.name for one in dataclasses.fields(MicroBatch) if one.name != "is_dummy")

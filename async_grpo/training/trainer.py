@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import RunFailed
+from async_grpo.messages import SaveRequested, StepEnd, WorkersJoined
 from async_grpo.metrics.spans import Span
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.processes.waits import waiting
@@ -15,7 +16,6 @@ from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.checkpoint import Checkpointer
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.export import ModelExporter
-from async_grpo.types import SaveRequested, StepEnd, WorkersJoined
 
 TRAINED_NOTHING = (
     "the step trained nothing: every token of it was left out of the loss (see num_non_masked_tokens, rejected_share and "

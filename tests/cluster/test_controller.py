@@ -16,10 +16,11 @@ from async_grpo.cluster import worker_actors, worker_program
 from async_grpo.cluster.controller import RunController
 from async_grpo.config.run import WorkerConfig
 from async_grpo.errors import ConfigurationError, PromptSetAside, WorkerLost
+from async_grpo.messages import WorkerInfo
 from async_grpo.modeling.load import model_fingerprint
 from async_grpo.protocols import WeightPackage
 from async_grpo.testing import completion
-from async_grpo.types import GREEDY, Completion, Prompt, Tokens, WorkerInfo
+from async_grpo.types import GREEDY, Completion, Prompt, Tokens
 from async_grpo.weights.package import SELF_TEST
 from benchmarks.lost_engines import NEVER, Fleet
 from benchmarks.lost_engines import generate as generate_with

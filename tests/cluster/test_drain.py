@@ -11,7 +11,7 @@ from simulated_run import run_through
 from async_grpo.cluster.registered_workers import LogprobWorkers
 from async_grpo.errors import WorkerLost
 from async_grpo.experience.worker_registry import least_loaded
-from async_grpo.types import WorkerInfo
+from async_grpo.messages import WorkerInfo
 
 PIECE = [np.arange(3)], [1]
 

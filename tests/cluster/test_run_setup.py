@@ -17,11 +17,11 @@ from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.errors import ConfigurationError, DeadlineExceeded, WorkerLost
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
+from async_grpo.messages import WorkersJoined
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.testing import FakeVerification
 from async_grpo.training.sharding import canary_logprobs
-from async_grpo.types import WorkersJoined
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.publisher import Canary, Publisher
 

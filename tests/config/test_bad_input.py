@@ -69,7 +69,7 @@ def test_a_row_whose_column_does_not_say_who_judges_it(capsys, tmp_path, option,
     ("changes", "message"),
     [
         ({"data-path": "none.jsonl"}, "none.jsonl: there is no such file"),
-        ({"reward-fns": "countdwn"}, "countdwn: reward_registry knows code, countdown, countdown_steps, exact, format"),
+        ({"reward-fns": "countdwn"}, "countdwn: reward_registry knows code, countdown, countdown_steps, environment"),
         ({"reward-fns": ""}, "name the rewards of the run"),
         (
             {"samples-per-question": 32, "max-num-seqs": 16, "overhead-seqs": 8},

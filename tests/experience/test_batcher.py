@@ -10,8 +10,9 @@ from async_grpo.errors import DeadlineExceeded, PromptSetAside, RunFailed
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.config import BatchConfig, EvaluationConfig
 from async_grpo.experience.dataset import Question
+from async_grpo.messages import MicroBatch, StepEnd, WorkersJoined
 from async_grpo.testing import FakeGeneration, FakeLogprobs, FakeVerification, completion
-from async_grpo.types import GREEDY, MicroBatch, RewardStatus, StepEnd, WorkersJoined
+from async_grpo.types import GREEDY, RewardStatus
 
 
 def questions(count: int = 8) -> list[Question]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from async_grpo.errors import ConfigurationError, StalenessViolated
 from async_grpo.experience.packing import Packer, pack
 from async_grpo.experience.staleness import StalenessBudget, StepAssembler, StepComplete
 from async_grpo.testing import completion
-from async_grpo.types import PROMPT_TOKEN, Group, Prompt, RewardStatus, Sample, Verdict
+from async_grpo.types import PROMPT_TOKEN, Group, Prompt, RewardStatus, Sample, Turn, Verdict
 
 OK = Verdict(RewardStatus.OK, 1.0)
 
@@ -26,6 +27,30 @@ def sample(ordinal: int, prompt_length: int, length: int, version: int = 0) -> S
 def group(ordinal: int, lengths: list[int], version: int = 0) -> Group:
     samples = tuple(sample(ordinal, 2, length, version) for length in lengths)
     return Group(samples[0].prompt, samples, version, sequence_number=ordinal)
+
+
+def test_a_trajectory_is_laid_out_turn_by_turn_and_a_rewritten_history_is_a_sequence_of_its_own():
+    ids = np.array([[1, 2], [7], [8, 9, 10], [3, 3, 3]], dtype=object)
+    said = [
+        Turn(np.array(i, np.int32), n, f) for i, n, f in zip(ids, (2, 1, 3, 1), (1, 0, 1, 0), strict=True)
+    ]
+    one = sample(0, 5, 7)  # its prompt is not what the engine saw
+    one = replace(
+        one, completion=replace(one.completion, turns=tuple(said)), advantages=np.arange(7, dtype=np.float32)
+    )
+    first, second = one.sequences
+    assert first.token_ids.tolist() == [1, 2, 1, 2, 7, 3]  # sampled are 1 to 7
+    assert second.token_ids.tolist() == [8, 9, 10, 4, 5, 6, 3, 3, 3, 7]
+    assert (first.num_tokens, second.num_tokens, one.num_tokens) == (6, 10, 16)
+    assert first.sampled(np.arange(6)).tolist() == [2, 3, 5] and first.sampled(
+        np.arange(2, 6), 2
+    ).tolist() == [2, 3, 5]
+    batch = pack([first, second, sample(1, 1, 2)])
+    assert batch.cu_seqlens.tolist() == [0, 6, 16, 19]
+    assert batch.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1, 1]
+    assert batch.advantages[batch.loss_mask].tolist() == [0, 1, 2, 3, 4, 5, 6, 1, 1]
+    assert (batch.versions[~batch.loss_mask] == PROMPT_TOKEN).all()
+    assert not batch.behaviour_logprobs[~batch.loss_mask].any()
 
 
 class AsTheyCome:

@@ -11,7 +11,7 @@ from registry_load import outstanding
 
 from async_grpo.errors import ConfigurationError, WorkerLost
 from async_grpo.experience.worker_registry import WorkerRegistry, least_loaded, scheduling_policy
-from async_grpo.types import WorkerInfo
+from async_grpo.messages import WorkerInfo
 
 
 def info(worker_id: str, max_sequences: int = 8, max_tokens: int = 1000) -> WorkerInfo:
@@ -47,6 +47,20 @@ async def test_tokens_count_as_much_as_sequences():
     short = await registry.acquire(2, 10)
     assert short.worker_id != long.worker_id
     assert (await registry.acquire(1, 10)).worker_id == short.worker_id  # 3 sequences, but far fewer tokens
+
+
+async def test_a_turn_goes_back_to_the_worker_of_the_turn_before_unless_that_is_much_fuller_or_gone():
+    registry = registry_of(info("a"), info("b"))
+    first = await registry.acquire(1, 10)
+    again = await registry.acquire(1, 10, first.worker_id)
+    third = await registry.acquire(
+        1, 10, first.worker_id
+    )  # 2 of 8 places are taken there, none elsewhere: 0.25
+    assert again.worker_id == third.worker_id == first.worker_id
+    other = await registry.acquire(1, 10, first.worker_id)
+    assert other.worker_id != first.worker_id
+    registry.deregister(first.worker_id, "lost")
+    assert (await registry.acquire(1, 10, first.worker_id)).worker_id == other.worker_id
 
 
 async def test_first_come_first_served_so_that_a_large_group_does_not_starve():

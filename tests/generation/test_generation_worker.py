@@ -42,6 +42,7 @@ class ScriptedLLM:
         output = SimpleNamespace(
             token_ids=[1],
             finish_reason="stop",
+            stop_reason=None,
             logprobs=FlatLogprobs([0], [1], [1], [-0.5], [1], [None]),
             weight_versions=[SimpleNamespace(version=prompt["cache_salt"].split("/")[1], start=0, end=1)],
         )

@@ -16,10 +16,10 @@ from async_grpo.config.run import RunConfig
 from async_grpo.experience.config import NO_FACTS
 from async_grpo.experience.dataset import Question
 from async_grpo.generation.config import engine_class
+from async_grpo.messages import WorkerInfo
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.testing import FakeVerification, InProcessRun, InProcessWorker
 from async_grpo.training.distributed import distributed_run
-from async_grpo.types import WorkerInfo
 
 STEPS, GROUPS, MEMBERS = 3, 2, 4
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from async_grpo.data import TINY_MODEL
 from async_grpo.experience.packing import pack
 from async_grpo.experience.step_metrics import readable_samples
+from async_grpo.messages import StepEnd
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, as_json
 from async_grpo.training.record import Recorder
 from async_grpo.types import (
@@ -23,7 +24,6 @@ from async_grpo.types import (
     Prompt,
     RewardStatus,
     Sample,
-    StepEnd,
     Verdict,
 )
 

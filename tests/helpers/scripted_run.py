@@ -20,9 +20,9 @@ from tiny_policy import SETTINGS
 
 from async_grpo.cluster.make_trainer import make_trainer
 from async_grpo.config.run import RunConfig
+from async_grpo.messages import Message
 from async_grpo.testing import FakeEngine
 from async_grpo.training.distributed import distributed_run, leave
-from async_grpo.types import Message
 
 
 class SlowEngine(FakeEngine):

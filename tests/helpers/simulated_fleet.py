@@ -12,8 +12,9 @@ from simulated_workers import SILENCE_S, SimulatedLink, SimulatedWorker
 
 from async_grpo.cluster.controller import RunController
 from async_grpo.errors import WorkerLost
+from async_grpo.messages import WorkerInfo
 from async_grpo.protocols import WeightPackage
-from async_grpo.types import GENERATION, WorkerInfo
+from async_grpo.types import GENERATION
 from async_grpo.weights.package import SELF_TEST
 
 

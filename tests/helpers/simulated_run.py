@@ -36,8 +36,8 @@ from async_grpo.cluster.registered_workers import ATTEMPTS
 from async_grpo.errors import RunFailed, WorkerLost
 from async_grpo.experience.config import BatchConfig, EvaluationConfig, RunFacts
 from async_grpo.experience.dataset import Question
+from async_grpo.messages import MicroBatch, SaveRequested, SharedRunSettings, StepEnd, WorkersJoined
 from async_grpo.processes.waits import situation
-from async_grpo.types import MicroBatch, SaveRequested, SharedRunSettings, StepEnd, WorkersJoined
 
 LIMIT_S = 3600.0  # virtual; a wait of a rank ends before, by name
 

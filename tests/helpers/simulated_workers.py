@@ -10,7 +10,8 @@ import numpy as np
 from simulated_samples import tokens_of
 
 from async_grpo.errors import WorkerLost
-from async_grpo.types import Completion, FinishReason, Tokens, WorkerInfo
+from async_grpo.messages import WorkerInfo
+from async_grpo.types import Completion, FinishReason, Tokens
 
 SILENCE_S = 40.0  # a link whose worker is silent for so long is lost
 ITEM, END = "item", "end"

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from async_grpo.messages import MicroBatch, SharedRunSettings
 from async_grpo.modeling.policy import PolicyModel
 from async_grpo.options.source_file import library_version
-from async_grpo.types import MicroBatch, SharedRunSettings
 
 VOCAB = 100
 SETTINGS = SharedRunSettings(
@@ -94,7 +94,8 @@ def pack(sequences: list[dict[str, Any]]) -> MicroBatch:
 def random_sequence(
     rng: np.random.Generator, max_length: int = 40, *, with_ref: bool = False
 ) -> dict[str, Any]:
-    """A prompt and a completion. Some are truncated (nothing to train on), some have advantage 0.
+    """A prompt and a completion. Some are truncated (nothing to train on), some have advantage 0, some several turns
+    (masks with holes).
 
     Masked positions hold NaN: whatever is read there shows.
     """
@@ -102,6 +103,8 @@ def random_sequence(
     mask = np.arange(length) >= rng.integers(1, length)
     if rng.random() < 0.2:
         mask[:] = False
+    if rng.random() < 0.4:
+        mask &= rng.random(length) < 0.6  # an environment's words between those of the policy
     advantage = 0.0 if rng.random() < 0.2 else rng.normal()
     columns = {"advantages": np.full(length, advantage), "behaviour": rng.normal(-3.0, 1.5, length)}
     if with_ref:

@@ -16,7 +16,8 @@ HEAVY = {"ray", "vllm", "torch", "transformers", "typer", "matplotlib"}
 # The heavy packages that modules of the package may bring in; nothing else of HEAVY
 ALLOWED = {
     (): (
-        ".types .config.run .algorithm.config .rewards.config .config.recipes .errors .testing "
+        ".types .messages .environments.config .environments.host "
+        ".config.run .algorithm.config .rewards.config .config.recipes .errors .testing "
         ".metrics.writer .processes.supervisor .metrics.figures .metrics.reader "
         ".experience.worker_registry .experience.dataset .rewards.pool .rewards.isolation.adapter_process "
         ".rewards.isolation.child .rewards.adapter.result .rewards.cache.verdicts .rewards.middleware "
@@ -82,12 +83,23 @@ def imports_of(path: Path) -> set[str]:
 
 # Lower rooms first. A room may import the rooms above its own line in this list, and those on its line never.
 FLOORS = [
-    {"types", "errors", "protocols", "data", "options", "processes", "metrics", "checkpoints", "viewer"},
+    {
+        "types",
+        "messages",
+        "errors",
+        "protocols",
+        "data",
+        "options",
+        "processes",
+        "metrics",
+        "checkpoints",
+        "viewer",
+    },
     {"algorithm"},
     {"modeling"},
     {"weights"},
     {"experience", "rewards", "logprob", "training"},
-    {"generation", "testing"},
+    {"generation", "environments", "testing"},
     {"config"},
     {"cluster"},
     {"launch", "programs", "__main__"},

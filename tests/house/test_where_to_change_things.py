@@ -18,9 +18,9 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.batcher import ExperienceBatcher
 from async_grpo.experience.dataset import Question
 from async_grpo.generation.config import engine_class
+from async_grpo.messages import StepEnd
 from async_grpo.options.source_file import digests
 from async_grpo.testing import FakeGeneration, FakeVerification
-from async_grpo.types import StepEnd
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
 ESTIMATOR, LOSS = re.findall(

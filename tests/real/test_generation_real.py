@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from watched_link import WatchedLink
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import (
     context_length,
     load_causal_lm,
@@ -31,7 +32,7 @@ from async_grpo.modeling.load import (
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.protocols import Manifest, answer_canary
 from async_grpo.training.sharding import canary_logprobs
-from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, SharedRunSettings, Tokens
+from async_grpo.types import GREEDY, Completion, FinishReason, Sampling, Tokens
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.package import SELF_TEST
 from async_grpo.weights.publisher import Canary, Publisher

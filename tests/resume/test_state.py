@@ -31,8 +31,10 @@ from async_grpo.types import (
     Completion,
     FinishReason,
     Group,
+    Outcome,
     RewardStatus,
     Sample,
+    Turn,
     Verdict,
 )
 
@@ -53,6 +55,13 @@ def sample(prompt, member: int, length: int, verdict: Verdict, further: bool) ->
     )
     if not further:
         return Sample(prompt, replace(completion, char_ends=None), verdict)
+    if length > 1:  # a trajectory
+        turns = (
+            Turn(np.array([1, 5], np.int32), 1, True, "x", "y"),
+            Turn(np.empty(0, np.int32), length - 1, text="é"),
+        )
+        outcome = Outcome(0.1 + 0.2, "", (0.5, 1 / 3), ("s", "t"), {"tool_calls": 2.0})
+        completion = replace(completion, turns=turns, outcome=outcome)
     return Sample(prompt, completion, verdict, ref_logprobs=logprobs / 3, proximal_logprobs=logprobs * 7)
 
 

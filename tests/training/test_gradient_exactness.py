@@ -16,6 +16,7 @@ from two_ranks import WORLD_SIZE, on_two_ranks, recording_accumulator, relative_
 
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.errors import ConfigurationError, NonFiniteGradient
+from async_grpo.messages import dummy_micro_batch
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors, named_weights
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.config import OptimizerConfig
@@ -23,7 +24,6 @@ from async_grpo.training.export import ModelExporter, load_value_head
 from async_grpo.training.objective import Objective
 from async_grpo.training.optimizer import build_policy_optimizer
 from async_grpo.training.sharding import canary_logprobs, shard_policy
-from async_grpo.types import dummy_micro_batch
 from async_grpo.weights.config import WeightConfig
 from async_grpo.weights.publisher import Canary, Publisher
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand
+from async_grpo.messages import StepEnd, WorkersJoined, dummy_micro_batch
 from async_grpo.training.distributed import distributed_run
 from async_grpo.training.trainer import Trainer
-from async_grpo.types import StepEnd, WorkersJoined, dummy_micro_batch
 
 BATCH = dummy_micro_batch(token_id=1)
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
@@ -39,6 +40,7 @@ class AdapterProcess:
         memory_limit_bytes: address space of each process (RLIMIT_AS).
     """
 
+    host = "async_grpo.rewards.isolation.reward_host"  # the module that serves it there
     max_processes = 128  # the process and all that it starts; beyond that they are ended
     max_message_bytes = 16 * 2**20  # of one sample or one reply
     start_timeout_s = 60.0  # to start, import the registry file and warm up, on no sample's time
@@ -46,7 +48,7 @@ class AdapterProcess:
 
     def __init__(
         self,
-        source: RewardRegistrySource,
+        source: RewardRegistrySource | SourceFile,
         adapter: str,
         options: Mapping[str, Any] | None = None,
         *,
@@ -55,6 +57,7 @@ class AdapterProcess:
     ) -> None:
         self.adapter, self._environment = adapter, child_environment(environment)
         self._greeting = {
+            "host": self.host,
             "source": asdict(source),
             "adapter": adapter,
             "options": dict(options or {}),
@@ -74,7 +77,7 @@ class AdapterProcess:
         async with self._starting:
             if self._closed:
                 raise WorkerLost(f"the worker of {self.adapter!r} is closed")
-            if self._child is not None and not self._child.lost:
+            if self.is_alive:
                 return self
             limits = self.max_message_bytes, self.max_processes
             child = self._child = ChildProcess(self.adapter, *limits, self._environment)
@@ -92,6 +95,11 @@ class AdapterProcess:
             self.capacity, self.has_post_process = traits.capacity, traits.has_post_process
             self.prefetch = not (traits.is_async or traits.is_batch)  # others wait in the process's pipe
             return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a process that answers."""
+        return self._child is not None and not self._child.lost and not self._closed
 
     async def score(self, sample: dict[str, Any], timeout_s: float) -> AdapterResult:
         """Score one sample. What the reward raises, or that it is late, is a result; see also `VerifierWorker`."""

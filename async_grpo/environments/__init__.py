@@ -1,0 +1,1 @@
+"""Programs that play with the policy, turn by turn: see `docs/environments.md`."""

@@ -1,0 +1,94 @@
+"""Messages as text and tokens, by the model's own chat template; what the policy said, as a message.
+
+A message of the policy is put into the template as it was sampled, tool calls and thoughts included: whoever talks with it
+gets the same message taken apart. What the template makes of it then shows whether it keeps histories as they were.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import refuse
+
+Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # of Hermes, Qwen and others
+LOOK_BACK = 8  # tokens before a piece, with which it is decoded: some tokenizers drop a first space
+
+
+class Chat:
+    """A tokenizer with its chat template. Without one, messages cannot be rendered, texts and tokens can be used."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text that the policy goes on with. ConfigurationError: the template refuses the messages."""
+        refuse(
+            not self._has_template,
+            "the model's tokenizer has no chat template: give tokens, or another model",
+        )
+        asks = not messages or messages[-1].get("role") != "assistant"
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=asks,
+                continue_final_message=not asks,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"the chat template refuses these messages: {error}") from error
+
+    def encode(self, text: str) -> np.ndarray:
+        """(N,) int32; special tokens as the text spells them, and no others."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
+        """The text of tokens that stand `after` others."""
+        context = after[-LOOK_BACK:].tolist()
+        whole = self._tokenizer.decode([*context, *token_ids.tolist()], skip_special_tokens=False)
+        return whole[len(self._tokenizer.decode(context, skip_special_tokens=False)) :]
+
+
+def message_of(text: str) -> dict[str, Any]:
+    """What was said, without its end token, as a message: calls of tools are taken out, arguments stay JSON in a string.
+
+    >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
+    {'name': 'add', 'arguments': '{"a": 1}'}
+    >>> message_of("four")
+    {'role': 'assistant', 'content': 'four'}
+    """
+    calls: list[dict[str, Any]] = []
+    for found in TOOL_CALL.finditer(text):
+        try:
+            call = json.loads(found[1])
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, KeyError, TypeError):
+            continue  # it stays in the text: who asked for a call can say that this is none
+        calls.append(
+            {
+                "id": f"call_{len(calls)}",
+                "type": "function",
+                "function": {"name": str(name), "arguments": json.dumps(arguments)},
+            }
+        )
+    if not calls:
+        return {"role": "assistant", "content": text}
+    content = TOOL_CALL.sub("", text).strip()
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def key_of(message: Message) -> str:
+    """By which a message of the policy is known again, whatever else a client has put into it."""
+    calls = [
+        (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, Mapping)
+    ]
+    return json.dumps([message.get("content") or "", calls])

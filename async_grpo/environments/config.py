@@ -1,0 +1,51 @@
+"""The options of environments: which one plays with the policy, and for how long."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments
+
+_environment = partial(option, panel="Environment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig(Section):
+    """What plays with the policy, turn by turn. Without one, a rollout is one completion."""
+
+    environment: str | None = _environment(
+        None,
+        "What plays with the policy: guess, or FILE.py:NAME of an Environment, of tools, or of a program.",
+        everyday=True,
+    )
+    environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")
+    environment_processes: int = _environment(
+        4, "Processes that environments run in; each trajectory keeps to one.", range=POSITIVE
+    )
+    environment_timeout_s: float = _environment(
+        30.0, "Longest step of an environment, or call of a tool; then its process is ended.", range=POSITIVE
+    )
+    max_turns: int = _environment(16, "Longest trajectory, in turns of the policy.", range=POSITIVE)
+    max_turn_tokens: int | None = _environment(
+        None,
+        "Longest turn of the policy (default: what --max-generation-tokens leaves, which counts all turns and all that the "
+        "environment says between them).",
+        range=POSITIVE,
+    )
+    max_trajectory_s: float = _environment(
+        600.0, "Longest trajectory, in seconds; then it counts as truncated.", range=POSITIVE
+    )
+
+    @property
+    def environment_settings(self) -> dict[str, Any]:
+        return parse_assignments(self.environment_options, "environment-options")
+
+
+@dataclass(frozen=True)
+class TrajectoryLimits:
+    """`tokens`: of one sequence, prompt included."""
+
+    turns: int
+    tokens: int
+    turn_tokens: int | None
+    seconds: float

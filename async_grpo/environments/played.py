@@ -1,0 +1,99 @@
+"""`Played`: rollouts as programs. Where others see completions of a prompt, it has a program play with the policy."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from async_grpo.environments.chat import Chat
+from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.policy import Policy, TrajectoryOver
+from async_grpo.environments.trajectory import Recorder
+from async_grpo.protocols import Generation
+from async_grpo.types import Completion, Prompt, Sampling, Session
+
+# A rollout: plays one trajectory about the prompt, and returns `policy.trajectory(...)`
+Program = Callable[[Prompt, Policy], Awaitable[Completion]]
+
+
+async def one_completion(prompt: Prompt, policy: Policy) -> Completion:
+    """The shortest program: what a run without an environment does."""
+    await policy.complete(prompt.token_ids)
+    return policy.trajectory()
+
+
+class Played:
+    """`Generation` of trajectories; its turns are completed by another one.
+
+    Args:
+        start, close: of what the program needs.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        program: Program,
+        chat: Chat,
+        limits: TrajectoryLimits,
+        *,
+        start: Callable[[], Awaitable[object]] | None = None,
+        close: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        self._generation, self._program, self._chat, self._limits = generation, program, chat, limits
+        self._start, self._close = start, close
+
+    async def generate(
+        self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
+    ) -> AsyncGenerator[Completion]:
+        """Yield `count` trajectories, each when it has ended; closing ends the others."""
+        playing = [asyncio.ensure_future(self._play(prompt, member, sampling)) for member in range(count)]
+        try:
+            for one in asyncio.as_completed(playing):
+                yield await one
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
+        """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
+        recorder = Recorder(self._chat)
+        policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
+        failure = ""
+        try:
+            async with asyncio.timeout(self._limits.seconds) as limit:
+                return self._checked(policy, await self._program(prompt, policy))
+        except TrajectoryOver:
+            pass  # and the program has not caught it
+        except TimeoutError as error:
+            if limit.expired():
+                policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
+            else:
+                failure = f"TimeoutError: {error}"
+        except Exception as error:
+            if policy.failure is not None:
+                raise policy.failure from error
+            failure = f"{type(error).__name__}: {error}"
+        return policy.trajectory(failure=failure)
+
+    def _checked(self, policy: Policy, returned: Any) -> Completion:
+        if policy.failure is not None:  # the program has made something else of it
+            raise policy.failure
+        if not isinstance(returned, Completion):
+            raise TypeError(f"the program returned a {type(returned).__name__}, not policy.trajectory(...)")
+        if returned.outcome is not None and not returned.outcome.failure and not len(returned):
+            raise ValueError("the program never asked the policy for anything")
+        return returned
+
+    async def take_stats(self) -> dict[str, Any]:
+        """Of the generation."""
+        return await self._generation.take_stats()
+
+    async def start(self) -> None:
+        """Make what the program needs. ConfigurationError: it cannot be made."""
+        if self._start is not None:
+            await self._start()
+
+    async def close(self) -> None:
+        """End what the program needed."""
+        if self._close is not None:
+            await self._close()

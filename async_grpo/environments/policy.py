@@ -1,0 +1,126 @@
+"""`Policy`: what a rollout program talks with. Every turn is a request to whichever engine has room; between turns it holds
+no place anywhere."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from async_grpo.environments.chat import Message
+from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.trajectory import Recorder
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.protocols import Generation
+from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
+
+
+class TrajectoryOver(Exception):
+    """A limit of the trajectory is reached: its program can only end."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said."""
+
+    message: dict[str, Any]  # content and tool calls, as clients of OpenAI's API know them
+    text: str  # as it was sampled, without the end token
+    completion: Completion
+    prompt_tokens: int  # that it was given
+
+
+class Policy:
+    """One trajectory's way to the engines. What a program makes of it is recorded, token by token.
+
+    Args:
+        prompt: the row that it is about.
+        member: which trajectory of the prompt's group.
+        sampling: of an evaluation; None: as the run says.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        recorder: Recorder,
+        prompt: Prompt,
+        member: int,
+        limits: TrajectoryLimits,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self.prompt, self.recorder, self.limits = prompt, recorder, limits
+        self.failure: AsyncGrpoError | None = (
+            None  # of an engine: whatever the program makes of it, the run hears of it
+        )
+        self.is_over = ""  # the limit that was reached
+        self._generation, self._sampling = generation, sampling or Sampling()
+        self._session, self._begun = Session(member), time.monotonic()
+
+    async def complete(
+        self,
+        context: np.ndarray | Sequence[int] | Sequence[Message] | str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The policy's next turn.
+
+        context: all tokens so far; all messages so far; or a text that comes after everything so far.
+        tools: their JSON schemas, for the chat template. max_tokens: of this turn. stop: texts that end it.
+
+        TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`).
+        ConfigurationError: the chat template refuses the messages.
+        """
+        recorder, limits = self.recorder, self.limits
+        if recorder.num_turns >= limits.turns:
+            self._end(f"{limits.turns} turns (--max-turns)")
+        if isinstance(context, str):
+            ask = recorder.ask_more(context)
+        elif len(context) and isinstance(context[0], Mapping):
+            ask = recorder.ask_messages(context, tools)  # type: ignore[arg-type]
+        else:
+            ask = recorder.ask_tokens(np.asarray(context, np.int32))
+        if (room := limits.tokens - len(ask.token_ids)) < 1:
+            self._end(f"{limits.tokens} tokens (--max-generation-tokens, and the longest prompt)")
+        wanted = [room, max_tokens, limits.turn_tokens, self._sampling.max_tokens]
+        most = min(limit for limit in wanted if limit is not None)
+        sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
+        asked = replace(self.prompt, token_ids=ask.token_ids)
+        try:
+            async for completion in self._generation.generate(asked, 1, sampling, self._session):
+                message = recorder.add(ask, completion)
+                return Reply(message, completion.text, completion, len(ask.token_ids))
+        except AsyncGrpoError as error:
+            self.failure = error
+            raise
+        raise AssertionError("an engine yields what it is asked for, or raises")
+
+    def _end(self, limit: str) -> None:
+        self.is_over = self.is_over or limit
+        raise TrajectoryOver(limit)
+
+    def trajectory(
+        self,
+        reward: float | None = None,
+        *,
+        turn_rewards: Sequence[float] = (),
+        states: Sequence[str] = (),
+        failure: str = "",
+        truncated: bool | None = None,
+        numbers: Mapping[str, float] | None = None,
+    ) -> Completion:
+        """Everything so far as one completion, and how it ended (see `Outcome`; `numbers` go into the metrics).
+
+        truncated: it was cut off by a limit, so that its reward says little (default: if one was reached, or its last turn
+        has no end).
+
+        ValueError: rewards or states of other turns than there were.
+        """
+        count = self.recorder.num_turns
+        for name, given in (("turn_rewards", turn_rewards), ("states", states)):
+            if given and len(given) != count:
+                raise ValueError(f"{len(given)} {name} for {count} turns")
+        told = {**(numbers or {}), "seconds": time.monotonic() - self._begun}
+        outcome = Outcome(reward, failure, tuple(turn_rewards), tuple(states), told)
+        return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)

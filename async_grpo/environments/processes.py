@@ -1,0 +1,100 @@
+"""The parent's end of environments and tools in killable processes (see `host`)."""
+
+import itertools
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from async_grpo.errors import WorkerLost
+from async_grpo.options.source_file import SourceFile
+from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment raised, did not answer in time, or its process died: the trajectory has failed."""
+
+
+class EnvironmentProcess(AdapterProcess):
+    """One process. It serves calls in order, those of async environments all at once."""
+
+    host = "async_grpo.environments.host"
+
+    async def ask(self, call: str, of: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
+        """What the environment of that number answers. EnvironmentFailed: it does not."""
+        try:
+            asked = {"call": call, "of": of, "arguments": arguments}
+            (answer,) = await self._exchange("sample", asked, 1, timeout_s)
+        except WorkerLost as error:  # its process died, or was ended for another trajectory
+            raise EnvironmentFailed(str(error)) from error
+        if answer["status"] != "ok":
+            raise EnvironmentFailed(answer["reason"])
+        return answer
+
+
+class EnvironmentProcesses:
+    """So many processes of one environment. A trajectory keeps to one of them; one that hangs costs those beside it.
+
+    Args:
+        source: the file and its object. options: for the environment's constructor.
+        environment: variables for the processes beside the allow-list.
+    """
+
+    def __init__(
+        self,
+        source: SourceFile,
+        options: Mapping[str, Any],
+        count: int,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._processes = [
+            EnvironmentProcess(source, source.name, options, environment=environment) for _ in range(count)
+        ]
+        self._timeout_s = timeout_s
+        self._alive = dict.fromkeys(self._processes, 0)  # trajectories
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        """Start the first one; the others when they are needed. ConfigurationError: the environment cannot be made."""
+        await self._processes[0].start()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator["Place"]:
+        """For one trajectory."""
+        process = min(self._alive, key=lambda one: self._alive[one])
+        place = Place(process, next(self._numbers), self._timeout_s)
+        self._alive[process] += 1
+        try:
+            yield place
+        finally:
+            self._alive[process] -= 1
+            await place.leave()
+
+    async def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            await process.close()
+
+
+class Place:
+    """One trajectory's environment."""
+
+    def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
+        self._process, self._number, self._timeout_s = process, number, timeout_s
+        self._used = False
+        self.seconds = 0.0  # that calls took
+
+    async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
+        """EnvironmentFailed: it raised, was late, or its process died."""
+        begun, self._used = time.monotonic(), True
+        try:
+            return await self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
+        finally:
+            self.seconds += time.monotonic() - begun
+
+    async def leave(self) -> None:
+        """The environment forgets it."""
+        if self._used and self._process.is_alive:
+            with suppress(EnvironmentFailed):  # then it is gone anyway
+                await self._process.ask("leave", self._number, timeout_s=self._timeout_s)

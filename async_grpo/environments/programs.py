@@ -1,0 +1,99 @@
+"""The rollout programs of environments and of tools: what is between the policy and a process."""
+
+import hashlib
+from typing import Any
+
+from async_grpo.environments.policy import Policy, TrajectoryOver
+from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses
+from async_grpo.types import Completion, Prompt
+
+
+class Play:
+    """A program: an `Environment` tells, the policy says, until one of them ends it. The reward is the sum of its steps."""
+
+    def __init__(self, processes: EnvironmentProcesses, seed: int) -> None:
+        self._processes, self._seed = processes, seed
+
+    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+        rewards, states, messages = list[float](), list[str](), list[dict[str, Any]]()
+        async with self._processes.place() as place:
+            told = await place.call("reset", _sendable(prompt.row), task_seed(self._seed, prompt))
+            try:
+                while not told.get("done"):
+                    states.append(told["state"])
+                    reply = await policy.complete(
+                        _context(prompt, messages, told["observation"], first=not rewards)
+                    )
+                    messages.append(reply.message)
+                    told = await place.call("step", reply.text)
+                    rewards.append(told["reward"])
+            except TrajectoryOver:
+                states.pop()
+            named = states if any(states) else ()
+            numbers = told["numbers"] | {"environment_s": place.seconds}
+        # An answer that was cut is one all the same, if the environment takes it
+        return policy.trajectory(
+            sum(rewards), turn_rewards=rewards, states=named, truncated=False, numbers=numbers
+        )
+
+
+class UseTools:
+    """A program: the policy calls tools as often as it wants; what it says without a call is its answer."""
+
+    def __init__(self, processes: EnvironmentProcesses) -> None:
+        self._processes = processes
+        self._schemas: list[dict[str, Any]] | None = None
+
+    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+        messages = list(prompt.row.get("messages") or [{"role": "user", "content": prompt.row["input"]}])
+        calls = errors = 0
+        async with self._processes.place() as place:
+            if self._schemas is None:
+                self._schemas = (await place.call("schemas"))["schemas"]
+            try:
+                while True:
+                    reply = await policy.complete(messages, tools=self._schemas)
+                    messages.append(reply.message)
+                    if not (asked := reply.message.get("tool_calls")):
+                        break
+                    for call in asked:
+                        function = call["function"]
+                        try:
+                            answer = await place.call("use", function["name"], function["arguments"])
+                        except (
+                            EnvironmentFailed
+                        ) as error:  # late, or its process died: the next call has a new one
+                            answer = {"answer": f"error: {error}", "failed": True}
+                        calls, errors = calls + 1, errors + answer["failed"]
+                        messages.append(
+                            {"role": "tool", "tool_call_id": call["id"], "content": answer["answer"]}
+                        )
+            except TrajectoryOver:
+                pass
+            numbers = {"tool_calls": calls, "tool_errors": errors, "environment_s": place.seconds}
+        return policy.trajectory(numbers=numbers)
+
+
+def task_seed(seed: int, prompt: Prompt) -> int:
+    """Of the task that all trajectories of one group find: the row's `seed`, or one of this prompt's own. 31 bits."""
+    if isinstance(given := prompt.row.get("seed"), int):
+        return given
+    digest = hashlib.blake2b(f"task {seed}/{prompt.ordinal}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *, first: bool) -> Any:
+    """What the policy goes on with: messages where the row or the environment speaks in them, else tokens and text."""
+    if first and observation is None:
+        messages += prompt.row.get("messages") or []
+        return messages or prompt.token_ids
+    if isinstance(observation, str):
+        if not first and not any(one["role"] != "assistant" for one in messages):  # the row is plain text
+            return observation
+        observation = [{"role": "user", "content": observation}]
+    messages += observation or []
+    return messages
+
+
+def _sendable(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "input_token_ids"}

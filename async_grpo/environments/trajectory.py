@@ -1,0 +1,152 @@
+"""What an engine saw and sampled for one trajectory, token by token: nothing is ever tokenised a second time.
+
+A turn goes on where the history that it is asked after begins with what the engine saw and sampled: its tokens are kept,
+and only what is new is tokenised. Where it does not (a template that drops earlier thoughts or trims white space, another
+conversation), the turn begins a sequence of its own, of the tokens that the engine is given; both are trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from async_grpo.environments.chat import Chat, Message, key_of, message_of
+from async_grpo.types import Completion, FinishReason, Outcome, Turn
+
+NOTHING = np.empty(0, np.int32)
+NO_TOKENS = [NOTHING, np.empty(0, np.float32), NOTHING]
+
+
+@dataclass
+class _Sequence:
+    """Tokens that one engine request after the other went on with, and their text as far as it is known."""
+
+    token_ids: np.ndarray
+    text: str
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (tokens, characters) at the end of each turn
+    turns: list[tuple[int, Turn, Completion]] = field(default_factory=list)  # with their numbers in time
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the engine is asked to go on with."""
+
+    token_ids: np.ndarray  # (N,) int32
+    text: str
+    new: int  # of its tokens, those that no engine was given before in this sequence
+    said: str  # their text
+    goes_on: _Sequence | None
+
+
+class Recorder:
+    """The sequences of one trajectory. `ask_*` finds how a turn goes on, `add` notes what was sampled."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._sequences: list[_Sequence] = []
+        self._raw: dict[str, str] = {}  # what was sampled, by the message that it was handed out as
+        self.num_turns = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest sequence."""
+        return max((len(sequence.token_ids) for sequence in self._sequences), default=0)
+
+    def ask_tokens(self, token_ids: np.ndarray) -> Ask:
+        """Of all tokens so far, as ids."""
+        fitting = [s for s in self._sequences if np.array_equal(token_ids[: len(s.token_ids)], s.token_ids)]
+        if not fitting:
+            return Ask(token_ids, text := self.chat.decode(token_ids, NOTHING), len(token_ids), text, None)
+        goes_on = max(fitting, key=lambda sequence: len(sequence.token_ids))
+        return self._continued(goes_on, token_ids[len(goes_on.token_ids) :])
+
+    def ask_more(self, text: str) -> Ask:
+        """Of the last sequence, and this text after it."""
+        new = self.chat.encode(text)
+        if not self._sequences:
+            return Ask(new, text, len(new), text, None)
+        return self._continued(self._sequences[-1], new, text)
+
+    def ask_messages(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Ask:
+        """Of a conversation, as the chat template writes it."""
+        whole = self.chat.render([self._as_sampled(message) for message in messages], tools)
+        fitting = [s for s in self._sequences if whole.startswith(s.text)]
+        if fitting:
+            goes_on = max(fitting, key=lambda sequence: len(sequence.text))
+            text = whole[len(goes_on.text) :]
+            return self._continued(goes_on, self.chat.encode(text), text)
+        # It may have turned off from a history at the end of one of its turns: these tokens are kept
+        tokens, characters, source = 0, 0, NOTHING
+        for sequence in self._sequences:
+            for at_token, at_character in sequence.marks:
+                if at_character > characters and whole.startswith(sequence.text[:at_character]):
+                    tokens, characters, source = at_token, at_character, sequence.token_ids
+        ids = np.concatenate([source[:tokens], self.chat.encode(whole[characters:])])
+        return Ask(ids, whole, len(ids), whole, None)
+
+    def add(self, ask: Ask, completion: Completion) -> dict[str, Any]:
+        """Note a turn; returns it as a message."""
+        sequence = ask.goes_on
+        if (
+            sequence is None or len(sequence.token_ids) != len(ask.token_ids) - ask.new
+        ):  # or it went on meanwhile
+            sequence = _Sequence(NOTHING, "")
+            self._sequences.append(sequence)
+            ask = replace(ask, new=len(ask.token_ids))
+        text = self.chat.decode(completion.token_ids, ask.token_ids)
+        before = ask.token_ids[len(ask.token_ids) - ask.new :]
+        fresh = not sequence.turns
+        turn = Turn(before, len(completion), fresh, ask.said, text)
+        sequence.turns.append((self.num_turns, turn, completion))
+        sequence.token_ids = np.concatenate([ask.token_ids, completion.token_ids])
+        sequence.text = ask.text + text
+        sequence.marks.append((len(sequence.token_ids), len(sequence.text)))
+        self.num_turns += 1
+        message = message_of(completion.text)
+        self._raw[key_of(message)] = completion.text
+        return message
+
+    def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
+        """The whole as one completion, its sequences one after the other; `truncated` if its last turn is (None)."""
+        in_order = [turn for sequence in self._sequences for turn in sequence.turns]
+        numbers, turns, parts = zip(*in_order, strict=True) if in_order else ((), (), ())
+        last: Completion | None = max(in_order, key=lambda one: one[0])[2] if in_order else None
+        arrays = [
+            np.concatenate(of) for of in zip(*(part.arrays for part in parts), strict=True)
+        ] or NO_TOKENS
+        ends = None
+        if (
+            last is not None and last.char_ends is not None
+        ):  # the tokens of other turns end before the first of its characters
+            own = [last.char_ends if part is last else np.zeros(len(part), np.int32) for part in parts]
+            ends = np.concatenate(own)
+        if truncated is None:
+            truncated = last is not None and last.truncated
+        token_ids, logprobs, versions = arrays
+        return Completion(
+            token_ids,
+            logprobs,
+            versions,
+            finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
+            text=last.text if last else "",
+            char_ends=ends,
+            member=member,
+            turns=tuple(turns),
+            outcome=replace(
+                outcome,
+                turn_rewards=tuple(
+                    outcome.turn_rewards[number] for number in numbers if outcome.turn_rewards
+                ),
+                states=tuple(outcome.states[number] for number in numbers if outcome.states),
+            ),
+        )
+
+    def _continued(self, goes_on: _Sequence, new: np.ndarray, text: str | None = None) -> Ask:
+        text = self.chat.decode(new, goes_on.token_ids) if text is None else text
+        token_ids = np.concatenate([goes_on.token_ids, new])
+        return Ask(token_ids, goes_on.text + text, len(new), text, goes_on)
+
+    def _as_sampled(self, message: Message) -> Message:
+        raw = self._raw.get(key_of(message)) if message.get("role") == "assistant" else None
+        return message if raw is None else {"role": "assistant", "content": raw}

@@ -1,0 +1,26 @@
+"""What an environment gives itself: for the whole trajectory, or turn by turn."""
+
+from typing import Any
+
+from async_grpo.rewards.adapter.decorators import process_reward
+
+
+def environment(sample: dict[str, Any]) -> float:
+    """The trajectory's own reward."""
+    if (reward := sample.get("environment_reward")) is None:
+        raise ValueError(
+            "the environment gives no reward: name others by --reward-fns, which score the last turn"
+        )
+    return float(reward)
+
+
+@process_reward
+def environment_turns(sample: dict[str, Any]) -> dict[str, Any]:
+    """The reward of each turn, on its last token."""
+    ends, rewards = sample.get("turn_ends", []), sample.get("turn_rewards", [])
+    if not rewards or len(rewards) != len(ends):
+        raise ValueError(
+            "the environment gives no reward for each turn: use the reward `environment`, or another"
+        )
+    steps = [{"reward": reward, "token_end": end} for reward, end in zip(rewards, ends, strict=True)]
+    return {"step_rewards": steps}

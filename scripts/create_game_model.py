@@ -1,0 +1,104 @@
+"""Make a tiny chat model that knows how to play a game of async_grpo.environments, and plays it badly.
+
+    python scripts/create_game_model.py --output sample-data/guess-model
+
+Like scripts/create_tiny_model.py, but the warm-up is on whole games, turn by turn: the right words, mostly bad moves.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from create_tiny_model import IGNORED_LABEL, build_model, build_tokenizer
+from rich.progress import track
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from async_grpo.environments.games.guess import Guess
+
+
+def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
+    """Endless games. So large a share of the guesses takes the answers so far into account; the others are any number."""
+    while True:
+        game = Guess()
+        messages = [{"role": "user", "content": game.reset({}, rng.randrange(2**31))}]
+        low, high, done = 1, 16, False
+        while not done:
+            guess = rng.randint(low, high) if rng.random() < thoughtful else rng.randint(1, 16)
+            told, _, done = game.step(str(guess))
+            messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": told}]
+            low, high = game._known
+        yield messages[:-1]
+
+
+def labelled(
+    messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[int], list[int]]:
+    """Token ids, and the same as labels on what the assistant says."""
+    ids, labels = list[int](), list[int]()
+    for message in messages:
+        says = message["role"] == "assistant"
+        head = tokenizer.encode(f"<|im_start|>{message['role']}\n")
+        body = tokenizer.encode(f"{message['content']}<|im_end|>")
+        ids += head + body
+        labels += [IGNORED_LABEL] * len(head) + (body if says else [IGNORED_LABEL] * len(body))
+    return ids, labels
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="The model's folder.")],
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 600,
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    lr: float = 2e-3,
+    thoughtful: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.2,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 2,
+    num_kv_heads: int = 1,
+    intermediate_size: int = 192,
+    max_positions: int = 512,
+    seed: int = 0,
+) -> None:
+    """Write a Hugging Face folder with a tiny warmed-up model and its tokenizer."""
+    torch.set_num_threads(1)  # same seed, same machine, same bytes
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer(max_positions)
+    model = build_model(
+        tokenizer,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_positions,
+    )
+    games = guess_games(thoughtful, random.Random(seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 1 - step / warmup_steps)
+    )
+    model.train()
+    for _ in track(range(warmup_steps), description="warming up"):
+        rows = [labelled(next(games), tokenizer) for _ in range(batch_size)]
+        ids, labels = (
+            pad_sequence([torch.tensor(row[part]) for row in rows], batch_first=True, padding_value=padding)
+            for part, padding in ((0, tokenizer.pad_token_id), (1, IGNORED_LABEL))
+        )
+        loss = model(input_ids=ids, labels=labels).loss  # causal, padded on the right: no mask is needed
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    typer.echo(f"last warm-up loss: {loss.item():.4f} nats per token")
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    typer.echo(f"{output}: {model.num_parameters():,} parameters")
+
+
+if __name__ == "__main__":
+    typer.run(main)

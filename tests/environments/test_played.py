@@ -1,0 +1,372 @@
+"""Trajectories of programs: who plays, what ends it, what fails it; a failure is no zero and costs no other one."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from templates import Talkative, chat_of
+
+from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
+from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
+from async_grpo.environments.make import make_played, source_of
+from async_grpo.environments.played import Played, one_completion
+from async_grpo.environments.programs import task_seed
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.experience.config import NO_FACTS, BatchConfig
+from async_grpo.experience.group_advantages import GroupAdvantages
+from async_grpo.experience.rollouts import Rollouts
+from async_grpo.experience.step_metrics import readable_samples, step_stats
+from async_grpo.messages import SharedRunSettings
+from async_grpo.rewards.builtin.environment import environment, environment_turns
+from async_grpo.testing import FakeLogprobs, FakeVerification
+from async_grpo.types import Group, Prompt, RewardStatus
+
+PAGE = '''
+import asyncio, os, time
+
+class Echo:
+    """Tells back what was said; `steps` turns."""
+    def __init__(self, steps=3):
+        self.left, self.numbers = int(steps), {"said": 0.0}
+    def reset(self, row, seed):
+        self.row, self.state = row, f"seed {seed}"
+        return row.get("tell")
+    def step(self, said):
+        what = self.row.get("trouble") if self.left == 2 else None
+        if what == "raise": raise RuntimeError("the board fell over")
+        if what == "hang": time.sleep(600)
+        if what == "exit": os._exit(3)
+        if what == "nan": return "", float("nan"), False
+        if what == "shape": return "only a text"
+        self.left -= 1
+        self.numbers["said"] += len(said)
+        self.state = f"{self.left} left"
+        return f"you said {said}", 0.5, self.left == 0
+
+class Slow(Echo):
+    async def reset(self, row, seed):
+        return super().reset(row, seed)
+    async def step(self, said):
+        await asyncio.sleep(0.3)
+        return super().step(said)
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+def fails(text: str) -> str:
+    raise ValueError("not today")
+
+def sleeps(seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+
+TOOLS = [add, fails, sleeps]
+
+async def two_turns(prompt, policy):
+    first = await policy.complete(prompt.token_ids)
+    await policy.complete(np.concatenate([prompt.token_ids, first.completion.token_ids, [7, 8]]))
+    return policy.trajectory(1.0, turn_rewards=[0.25, 0.75])
+
+async def never_ends(prompt, policy):
+    await policy.complete("go")
+    while True:
+        await asyncio.sleep(0.05)
+
+async def catches_everything(prompt, policy):
+    while True:
+        try:
+            await policy.complete("go")
+        except Exception:
+            return policy.trajectory(0.0)
+
+async def asks_nothing(prompt, policy):
+    return policy.trajectory(1.0)
+
+import numpy as np
+'''
+SETTINGS = SharedRunSettings("r", "", 300, "float32", 1.0, (2,), 4000, 4000, "object_store", (), 0)
+
+
+class OneSession(Talkative):
+    """Counts turns of each trajectory apart; says what a test wants."""
+
+    def __init__(self, says=None) -> None:
+        super().__init__(chat_of("appends"), random.Random(0))
+        self._dice.random = lambda: 0.5
+        if says is not None:
+            self._says = says
+
+    async def take_stats(self):
+        return {}
+
+
+def played(path: Path, name: str, generation=None, row=None, **options) -> tuple[Played, Talkative]:
+    file = path / "page.py"
+    file.write_text(PAGE)
+    config = EnvironmentConfig(environment=f"{file}:{name}", **options)
+    generation = generation or OneSession(lambda: "hm")
+    from templates import MODEL
+
+    return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation
+
+
+def prompt_of(**row) -> Prompt:
+    return Prompt(4, np.array([5, 6], np.int32), {"input": "ab", **row})
+
+
+async def trajectories(playing: Played, *prompts: Prompt, count: int = 1):
+    async def of(prompt):
+        return [one async for one in playing.generate(prompt, count)]
+
+    await playing.start()
+    try:
+        return [one for several in await asyncio.gather(*map(of, prompts)) for one in several]
+    finally:
+        await playing.close()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_an_environment_tells_and_the_policy_says_until_it_is_over(tmp_path):
+    playing, generation = played(tmp_path, "Echo", environment_options="steps=3")
+    (one,) = run(trajectories(playing, prompt_of(tell="begin")))
+    assert [turn.text for turn in one.turns] == ["hm<|im_end|>"] * 3
+    assert one.turns[0].said == "<|im_start|>user\nbegin<|im_end|><|im_start|>assistant\n"
+    assert one.turns[1].said == "<|im_start|>user\nyou said hm<|im_end|><|im_start|>assistant\n"
+    assert [turn.fresh for turn in one.turns] == [True, False, False] and not one.truncated
+    outcome = one.outcome
+    assert outcome.reward == 1.5 and outcome.turn_rewards == (0.5, 0.5, 0.5) and not outcome.failure
+    assert outcome.states == (f"seed {task_seed(0, prompt_of())}", "2 left", "1 left")
+    assert outcome.numbers["said"] == 6 and 0 < outcome.numbers["environment_s"] <= outcome.numbers["seconds"]
+    whole = np.concatenate([generation.requests[-1][0], generation.requests[-1][1]])
+    assert len(whole) == sum(len(turn.before) + turn.tokens for turn in one.turns)
+
+
+def test_an_environment_that_says_nothing_at_first_leaves_the_row_s_own_prompt(tmp_path):
+    playing, _ = played(tmp_path, "Echo", environment_options="steps=2")
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert one.turns[0].before.tolist() == [5, 6]  # the row is text: what is told comes after as text
+    assert one.turns[1].said == "you said hm" and len(one.turns) == 2
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    (two,) = run(trajectories(played(tmp_path, "Echo")[0], prompt_of(messages=messages)))
+    assert (
+        two.turns[0].said.startswith("<|im_start|>system\ns<|im_end|>")
+        and "<|im_start|>user" in two.turns[1].said
+    )
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("raise", "RuntimeError: the board fell over"),
+        ("hang", "no answer within 0.5 s"),
+        ("exit", "exit status 3"),
+        ("nan", "the reward nan is no finite number"),
+        ("shape", "not (observation, reward, whether it is over)"),
+    ],
+)
+def test_what_goes_wrong_in_an_environment_fails_its_trajectory_and_no_process_is_left(
+    tmp_path, trouble, said
+):
+    playing, _ = played(tmp_path, "Echo", environment_processes=2, environment_timeout_s=0.5)
+    before = set(psutil.Process().children(recursive=True))
+    found = run(trajectories(playing, prompt_of(tell="x", trouble=trouble), prompt_of(tell="x")))
+    assert said in found[0].outcome.failure and found[0].outcome.reward is None
+    assert not found[1].outcome.failure and found[1].outcome.reward == 1.5  # of another process
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_those_that_shared_a_process_with_one_that_hangs_fail_by_name(tmp_path):
+    playing, _ = played(tmp_path, "Echo", environment_processes=1, environment_timeout_s=0.5)
+    found = run(trajectories(playing, prompt_of(tell="x", trouble="hang"), *[prompt_of(tell="x")] * 3))
+    assert "no answer within" in found[0].outcome.failure
+    failed = [one.outcome.failure for one in found[1:] if one.outcome.failure]
+    assert all("was ended for another" in failure for failure in failed)
+
+
+def test_steps_of_async_environments_run_side_by_side_in_one_process(tmp_path):
+    playing, _ = played(tmp_path, "Slow", environment_processes=1)
+    found = run(trajectories(playing, prompt_of(tell="x"), count=8))
+    assert [one.member for one in sorted(found, key=lambda one: one.member)] == list(range(8))
+    assert max(one.outcome.numbers["seconds"] for one in found) < 3 * 0.3 * 3
+
+
+def test_a_tool_s_answer_or_error_is_a_message_and_the_answer_without_calls_ends_it(tmp_path):
+    calls = [
+        '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "3"}}</tool_call>'
+        '<tool_call>{"name": "fails", "arguments": {"text": "x"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "two"}}</tool_call>'
+        '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>'
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "sleeps", "arguments": {"seconds": 60}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>',
+        "so it is 5",
+    ]
+    answers = iter(calls)
+    playing, _ = played(
+        tmp_path,
+        "TOOLS",
+        OneSession(lambda: next(answers)),
+        environment_timeout_s=1.0,
+        environment_processes=1,
+    )
+    (one,) = run(trajectories(playing, prompt_of()))
+    told = "".join(turn.said for turn in one.turns)
+    for part in (
+        "tool\n5<",
+        "tool\nerror: ValueError: not today<",
+        "error: ValidationError",
+        "error: there is no tool 'nothing', only add, fails, sleeps",
+        "error: TypeError: the arguments must be an object",
+        "error: no answer within 1 s",
+        "tool\n2<",
+    ):
+        assert part in told, part
+    assert one.text == "so it is 5" and len(one.turns) == 5
+    assert one.outcome.numbers["tool_calls"] == 7 and one.outcome.numbers["tool_errors"] == 5
+    assert one.outcome.reward is None
+
+
+def test_a_program_of_its_own_goes_on_by_tokens(tmp_path):
+    playing, generation = played(tmp_path, "two_turns")
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert one.turns[1].before.tolist() == [7, 8] and one.outcome.turn_rewards == (0.25, 0.75)
+    assert one.token_ids.tolist() == np.concatenate([r[1] for r in generation.requests]).tolist()
+
+
+def test_what_never_ends_is_ended_and_counts_as_truncated(tmp_path):
+    for name, options in (
+        ("never_ends", {"max_trajectory_s": 0.4}),
+        ("catches_everything", {"max_turns": 3}),
+        ("Echo", {"environment_options": "steps=100", "max_turns": 3}),
+    ):
+        playing, _ = played(tmp_path, name, **options)
+        (one,) = run(trajectories(playing, prompt_of(tell="x")))
+        assert not one.outcome.failure and len(one.turns) == (1 if name == "never_ends" else 3), name
+    assert one.outcome.reward == 1.5  # what was earned until then
+
+
+def test_tokens_end_a_trajectory_too_and_a_turn_gets_what_is_left(tmp_path):
+    limits, asked = TrajectoryLimits(99, 60, 8, 60), []
+
+    class Long(OneSession):
+        async def generate(self, prompt, count, sampling=None, session=None):
+            asked.append((len(prompt.token_ids), sampling.max_tokens))
+            async for one in super().generate(prompt, count, sampling, session):
+                yield one
+
+    async def program(prompt, policy):
+        while True:
+            await policy.complete("0123456789")
+
+    playing = Played(Long(lambda: "abcde"), program, chat_of("appends"), limits)
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert one.truncated and asked == [(10, 8), (26, 8), (42, 8), (58, 2)]
+
+
+def test_a_lost_engine_is_the_run_s_matter_whatever_the_program_makes_of_it(tmp_path):
+    class Dead(OneSession):
+        async def generate(self, *args, **options):
+            raise WorkerLost("no generation worker for 30 s")
+            yield
+
+    for name in ("catches_everything", "two_turns", "Echo"):
+        with pytest.raises(WorkerLost, match="no generation worker"):
+            run(trajectories(played(tmp_path, name, Dead())[0], prompt_of(tell="x")))
+
+
+def test_a_program_that_asked_for_nothing_has_failed(tmp_path):
+    (one,) = run(trajectories(played(tmp_path, "asks_nothing")[0], prompt_of()))
+    assert "never asked the policy" in one.outcome.failure and len(one) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gues", "'gues' is unknown; known: guess; or FILE.py:NAME; did you mean guess?"),
+        ("{page}:add", "cannot play: name a class with reset and step, a list of functions"),
+        ("{page}:Nobody", "defines no 'Nobody'"),
+        ("nowhere.py:Game", "cannot read 'nowhere.py'"),
+    ],
+)
+def test_what_cannot_play_is_refused_by_name(tmp_path, name, said):
+    (tmp_path / "page.py").write_text(PAGE)
+    with pytest.raises(ConfigurationError) as refused:
+        source_of(name.format(page=tmp_path / "page.py"))
+    assert said in str(refused.value)
+
+
+def test_options_that_an_environment_does_not_take_are_refused_at_start(tmp_path):
+    playing, _ = played(tmp_path, "Echo", environment_options="stepps=3")
+    with pytest.raises(ConfigurationError, match="Echo takes no option stepps"):
+        run(trajectories(playing, prompt_of()))
+
+
+def test_one_completion_is_the_shortest_program():
+    generation = OneSession(lambda: "four")
+    playing = Played(generation, one_completion, chat_of("appends"), TrajectoryLimits(1, 999, None, 60))
+    found = run(trajectories(playing, prompt_of(), count=3))
+    assert all(one.text == "four" and one.turns[0].before.tolist() == [5, 6] for one in found)
+
+
+def group_of(tmp_path, name: str, count: int = 4, **row) -> tuple[Rollouts, Group]:
+    playing, _ = played(tmp_path, name)
+    config = BatchConfig(samples_per_question=count, mask_truncated=True)
+    scores = FakeVerification(lambda sample: float(len(sample["turns"]) + sample["environment_reward"]))
+    rollouts = Rollouts(
+        config, NO_FACTS, playing, scores, FakeLogprobs(-2.0), None, on_change=lambda change: None
+    )
+
+    async def whole() -> Group:
+        await playing.start()
+        try:
+            return await rollouts.add_logprobs(await rollouts.group(prompt_of(**row), 0, 0))
+        finally:
+            await playing.close()
+
+    return rollouts, run(whole())
+
+
+def test_a_group_of_trajectories_is_scored_and_a_failed_one_is_masked(tmp_path):
+    _, group = group_of(tmp_path, "Echo", tell="x")
+    assert [sample.verdict.reward for sample in group.samples] == [4.5] * 4  # 3 turns, and 1.5
+    assert all(sample.ref_logprobs.tolist() == [-2.0] * len(sample.completion) for sample in group.samples)
+    _, failed = group_of(tmp_path, "Echo", tell="x", trouble="raise")
+    assert {sample.verdict.status for sample in failed.samples} == {RewardStatus.FAILED}
+    assert "the board fell over" in failed.samples[0].verdict.results[0].reason
+    config = BatchConfig(samples_per_question=4, advantage_estimator="grpo")
+    mixed = Group(group.prompt, (*group.samples[:3], failed.samples[3]), 0, 0)
+    (trained,) = GroupAdvantages(config)([mixed], 0)
+    assert [sample.advantages is None for sample in trained.samples] == [False, False, False, True]
+    stats = step_stats(5, [trained], 4, 1)
+    assert stats["environment_failures"] == 1 and stats["turns"] == (3 * 3 + 2) / 4
+    assert (
+        stats["environment/said"] == 6
+        and stats["turn_tokens"] == 3
+        and stats["sequences"] == pytest.approx(1)
+    )
+    rows = readable_samples([trained])
+    assert rows[0]["turns"][1] == [
+        "<|im_start|>user\nyou said hm<|im_end|><|im_start|>assistant\n",
+        "hm<|im_end|>",
+    ]
+
+
+def test_an_environment_s_rewards_are_rewards_of_the_registry(tmp_path):
+    from async_grpo.experience.rollouts import reward_sample
+
+    (one,) = run(trajectories(played(tmp_path, "two_turns")[0], prompt_of()))
+    sample = reward_sample(prompt_of(), one)
+    assert environment(sample) == 1.0
+    ends = np.cumsum([turn.tokens for turn in one.turns]).tolist()
+    assert environment_turns(sample) == {
+        "step_rewards": [{"reward": 0.25, "token_end": ends[0]}, {"reward": 0.75, "token_end": ends[1]}]
+    }
+    with pytest.raises(ValueError, match="gives no reward"):
+        environment({"completion": "x"})

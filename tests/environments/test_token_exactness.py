@@ -1,0 +1,124 @@
+"""The ids trained on are those that the engine saw and sampled, position by position, whatever the chat template does."""
+
+import asyncio
+import os
+import random
+
+import numpy as np
+import pytest
+from templates import MODEL, TEMPLATES, Talkative, chat_of, converse
+from transformers import AutoTokenizer
+
+from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.policy import Policy
+from async_grpo.environments.trajectory import Recorder
+from async_grpo.experience.packing import pack
+from async_grpo.types import Prompt, RewardStatus, Sample, Verdict
+
+COUNT = int(os.environ.get("CONVERSATIONS", 400))  # 2,000 of each template are 10,000
+
+
+def trained(prompt, completion) -> Sample:
+    size = len(completion)
+    values = np.ones(size, np.float32)
+    return Sample(prompt, completion, Verdict(RewardStatus.OK, 1.0), values, np.ones(size, bool), size)
+
+
+def check(generation: Talkative, completion, prompt) -> int:
+    """Every request is found once, whole, in what is packed; returns the number of sequences."""
+    sequences = trained(prompt, completion).sequences
+    batch = pack(sequences)
+    found = []
+    for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        ids, mask, versions = (of[begin:end] for of in (batch.input_ids, batch.loss_mask, batch.versions))
+        # Turns by their versions, which the fake counts up: holes between them may be empty
+        for version in np.unique(versions[mask]):
+            places = np.flatnonzero(mask & (versions == version))
+            assert (np.diff(places) == 1).all()
+            found.append((ids[: places[0]], ids[places], versions[places]))
+    assert len(found) == len(generation.requests)
+    for found_one, asked in zip(sorted(found, key=lambda one: one[2][0]), generation.requests, strict=True):
+        for one, other in zip(found_one, asked, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert int(batch.loss_mask.sum()) == sum(len(sampled) for _, sampled, _ in generation.requests)
+    return len(sequences)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_is_packed_is_what_the_engine_saw_and_sampled(template):
+    chat = chat_of(template)
+
+    async def all_of_them() -> list[int]:
+        return [check(*await converse(chat, random.Random(seed))) for seed in range(COUNT)]
+
+    counts = asyncio.run(all_of_them())
+    assert max(counts) > 1  # clients that try again, or tidy: seen in every template
+    assert np.mean(np.array(counts) == 1) > 0.2  # and it is no matter of splitting always
+
+
+async def talk(template: str, said: list[str], answers: list[str]) -> tuple[Talkative, list[Sample]]:
+    chat = chat_of(template)
+    generation = Talkative(chat, random.Random(0))
+    policy = Policy(
+        generation,
+        Recorder(chat),
+        Prompt(0, np.empty(0, np.int32), {}),
+        0,
+        TrajectoryLimits(9, 999, None, 60),
+    )
+    messages = []
+    generation._dice.random = lambda: 0.5  # never cut
+    for user, answer in zip(said, answers, strict=True):
+        generation._says = lambda answer=answer: answer
+        messages.append({"role": "user", "content": user})
+        messages.append((await policy.complete(messages)).message)
+    completion = policy.trajectory(1.0)
+    return generation, trained(policy.prompt, completion).sequences
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "sequences"),
+    [
+        ("appends", ["<think>hm</think>one", " two ", "three"], 1),
+        ("forgets_thoughts", ["one", "two", "three"], 1),
+        ("forgets_thoughts", ["<think>hm</think>one", "two", "three"], 2),
+        ("trims", ["one", "two", "three"], 1),
+        ("trims", ["one", " two ", "three"], 2),
+        (
+            "writes_calls_as_json",
+            ['<tool_call>{"name":"add",  "arguments": {"a" :1}}</tool_call>', "two", "three"],
+            1,
+        ),
+        ("merges_system", ["one", "two", "three"], 1),
+    ],
+)
+def test_a_history_that_the_template_rewrites_begins_another_sequence_and_no_other_does(
+    template, answers, sequences
+):
+    generation, found = asyncio.run(talk(template, ["a", "b", "c"], answers))
+    assert len(found) == sequences
+    if (
+        sequences == 1
+    ):  # the reference: one tokenisation of the whole conversation, where the template keeps it
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        whole = np.concatenate(generation.requests[-1][:2])
+        assert tokenizer.encode(tokenizer.decode(whole)) == whole.tolist() == found[0].token_ids.tolist()
+        begins = [len(seen) for seen, _, _ in generation.requests]
+        assert begins == sorted(begins)
+
+
+def test_turns_that_ask_beside_each_other_after_one_history_both_count():
+    async def both() -> tuple[Talkative, list[Sample]]:
+        chat = chat_of("appends")
+        generation = Talkative(chat, random.Random(1))
+        prompt = Prompt(0, np.empty(0, np.int32), {})
+        policy = Policy(generation, Recorder(chat), prompt, 0, TrajectoryLimits(9, 999, None, 60))
+        messages = [{"role": "user", "content": "a"}]
+        messages.append((await policy.complete(messages)).message)
+        messages.append({"role": "user", "content": "b"})
+        await asyncio.gather(*(policy.complete(messages) for _ in range(3)))
+        check(generation, policy.trajectory(1.0), prompt)
+        return generation, trained(prompt, policy.trajectory(1.0)).sequences
+
+    generation, sequences = asyncio.run(both())
+    assert len(generation.requests) == 4 and len(sequences) == 3

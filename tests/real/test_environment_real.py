@@ -1,0 +1,156 @@
+"""Trajectories on the real engine and the real chain: log-probs of each turn, syncs between turns, killed environments."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from test_generation_real import MODEL, SETTINGS, engine, environment, hf_logprobs, model, send, weights  # noqa: F401
+from test_whole_chain import left_behind
+
+from async_grpo.environments.chat import Chat
+from async_grpo.environments.config import TrajectoryLimits
+from async_grpo.environments.played import Played
+from async_grpo.modeling.load import load_tokenizer
+from async_grpo.types import Prompt, RewardStatus, Sample, Verdict
+
+pytestmark = pytest.mark.real
+
+
+class Direct:
+    """A `Generation` by one engine, in its own event loop."""
+
+    def __init__(self, worker) -> None:
+        self._worker, self.seen = worker, []
+
+    async def generate(self, prompt, count, sampling=None, session=None):
+        self.seen.append(prompt.token_ids)
+        session.turn += 1
+        async for one in self._worker.complete(prompt.token_ids, {session.member: session.turn}, sampling):
+            yield one
+
+
+def test_log_probs_of_one_to_ten_turns_are_the_trainer_s_also_across_a_sync_between_two_turns(engine, model):  # noqa: F811
+    chat, dice = Chat(load_tokenizer(MODEL)), random.Random(5)
+    models = {}
+    for version in (40, 41):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.03)
+        models[version] = {name: tensor.clone() for name, tensor in weights(model).items()}
+    for turns in range(1, 11):
+        send(engine, models[40], 40)
+        direct, sync_after = Direct(engine.worker), dice.randrange(turns)
+
+        async def program(prompt, policy, turns=turns, sync_after=sync_after):
+            messages = []
+            for turn in range(turns):
+                messages.append({"role": "user", "content": f"{dice.randrange(100)} ✓"})
+                reply = await policy.complete(messages, max_tokens=8)
+                messages.append(reply.message)
+                if turn == sync_after:
+                    from safetensors.torch import save
+
+                    await engine.worker.update(41, [memoryview(save(models[41]))])
+            return policy.trajectory(1.0)
+
+        prompt = Prompt(0, np.empty(0, np.int32), {})
+        limits = TrajectoryLimits(20, SETTINGS.max_total_tokens, None, 60)
+        played = Played(direct, program, chat, limits)
+
+        async def one(played=played, prompt=prompt):
+            (found,) = [one async for one in played.generate(prompt, 1)]
+            return found
+
+        completion = engine.run(one())
+        assert not completion.outcome.failure and len(completion.turns) == turns
+        sample = Sample(prompt, completion, Verdict(RewardStatus.OK, 1.0))
+        seen = 0
+        for sequence in sample.sequences:
+            ids, own = sequence.token_ids, sequence.completion
+            by_version = {}
+            for version, tensors in models.items():
+                model.load_state_dict(tensors, strict=False)
+                by_version[version] = sequence.sampled(
+                    hf_logprobs(model, ids, temperature=SETTINGS.temperature)
+                )
+            expected = np.where(own.versions == 40, by_version[40], by_version[41])
+            assert np.abs(own.logprobs - expected).max() < 1e-4
+            length = 0
+            for before, place in sequence.pieces:
+                length += len(before)
+                np.testing.assert_array_equal(direct.seen[seen], ids[:length])
+                length += place.stop - place.start
+                seen += 1
+        ends = np.cumsum([turn.tokens for turn in completion.turns])
+        assert seen == turns and sorted(set(completion.versions)) == (
+            [40, 41] if sync_after < turns - 1 else [40]
+        )
+        assert (completion.versions[: ends[sync_after]] == 40).all()
+
+
+def environments_of(run) -> list[psutil.Process]:
+    """The first process of each: their parent is the run's controller."""
+    found = []
+    for parent in psutil.process_iter(["cmdline", "environ"]):
+        if "ray::RunController" in str(parent.info["cmdline"]) and str(run) in str(parent.info["environ"]):
+            found += [one for one in parent.children() if "isolation.child" in str(one.cmdline())]
+    return found
+
+
+def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_failed(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"input": "1-16", "seed": seed}) + "\n" for seed in range(64)))
+    options = {
+        "run-name": tmp_path.name,
+        "model-name-or-path": MODEL,
+        "data-path": data,
+        "output-dir": tmp_path / "run",
+        "environment": "guess",
+        "environment-processes": 2,
+        "num-training-batches": 40,
+        "batch-size": 4,
+        "samples-per-question": 4,
+        "max-tokens-per-gpu": 512,
+        "max-generation-tokens": 80,
+        "max-turn-tokens": 4,
+        "dump-samples-filename": "samples.jsonl",
+        "failure-alarm": 1.0,
+    }
+    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
+    run = subprocess.Popen(
+        [*command, *(f"--{name}={value}" for name, value in options.items())],
+        env=os.environ | {"RUN_MARK": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics, killed = tmp_path / "run" / "training_metrics.jsonl", 0
+    give_up = time.monotonic() + 120
+    while run.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.3)
+        if killed < 3 and metrics.exists() and metrics.read_text().count("\n") > 3:
+            for process in environments_of(tmp_path)[:1]:
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, output[-3000:]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(lines) == 40 and killed == 3
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 40 * 16
+    failed = [sample for sample in samples if sample["status"] != "ok"]
+    assert len(failed) == sum(line["environment_failures"] for line in lines)
+    assert all(sample["advantage"] is None and sample["reward"] is None for sample in failed)
+    assert {line["turns"] for line in lines} and all(1 <= line["turns"] <= 4 for line in lines)
+    give_up = time.monotonic() + 20
+    while (left := left_behind(tmp_path)) and time.monotonic() < give_up:
+        time.sleep(0.5)
+    assert left == []
