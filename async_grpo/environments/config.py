@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from async_grpo.options.fields import POSITIVE, Section, option, parse_assignments
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, parse_assignments
 
 _environment = partial(option, panel="Environment")
 
@@ -15,7 +15,7 @@ class EnvironmentConfig(Section):
 
     environment: str | None = _environment(
         None,
-        "What plays with the policy: guess, or FILE.py:NAME of an Environment, of tools, or of a program.",
+        "What plays with the policy: guess; FILE.py:NAME of an Environment, of tools, or of a program; agent:COMMAND.",
         everyday=True,
     )
     environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")
@@ -32,6 +32,8 @@ class EnvironmentConfig(Section):
         "environment says between them).",
         range=POSITIVE,
     )
+    endpoint_host: str = _environment("127.0.0.1", "Address of the endpoint that agents talk to.")
+    endpoint_port: int = _environment(0, "Its port (0: any that is free).", range=NOT_NEGATIVE)
     max_trajectory_s: float = _environment(
         600.0, "Longest trajectory, in seconds; then it counts as truncated.", range=POSITIVE
     )
@@ -49,3 +51,4 @@ class TrajectoryLimits:
     tokens: int
     turn_tokens: int | None
     seconds: float
+    vocabulary: int = 1 << 31

@@ -1,0 +1,89 @@
+"""`--environment agent:COMMAND`: a program of any kind, started once for each trajectory, that talks to the run's endpoint.
+
+It gets OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and the row of the data set as JSON on its standard input.
+It may report a reward (`POST /v1/result`); if it does not, its exit status tells: 0 is a reward of 1, 100 of 0, any other
+fails the trajectory.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Mapping
+
+from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.policy import Policy
+from async_grpo.processes.process_tree import split_off_guardian
+from async_grpo.rewards.isolation.adapter_process import child_environment
+from async_grpo.types import Completion, Prompt
+
+SOLVED, NOT_SOLVED = 0, 100  # exit statuses
+MAX_PROCESSES = 256  # of one agent
+KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
+_MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
+
+
+class AgentFailed(RuntimeError):
+    """An agent ended with an exit status that says nothing about its task."""
+
+
+class RunAgent:
+    """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
+
+    def __init__(
+        self, command: str, endpoint: Endpoint, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._command, self._endpoint, self._environment = command, endpoint, dict(environment or {})
+
+    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+        key, trajectory = self._endpoint.open(policy)
+        variables = {**self._environment, "OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
+        row = {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _MAIN, str(os.getpid()), self._command),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=child_environment(variables),
+            start_new_session=True,
+        )
+        try:
+            said = await _talk(process, json.dumps(row).encode())
+            status = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()  # its guardian ends all that it started
+                await process.wait()
+            self._endpoint.shut(key)
+        if (result := trajectory.result) is not None:
+            return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
+        if policy.is_over:  # what it makes of that is no answer to its task
+            return policy.trajectory(0.0)
+        if status not in (SOLVED, NOT_SOLVED):
+            raise AgentFailed(
+                f"the agent ended with exit status {status} and reported nothing; it said: {said}"
+            )
+        return policy.trajectory(float(status == SOLVED), truncated=False)
+
+
+async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
+    """Give it the row; returns the end of what it writes, once it has written all."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(row)
+    with contextlib.suppress(ConnectionError):  # it reads nothing
+        await process.stdin.drain()
+    process.stdin.close()
+    said = b""
+    while piece := await process.stdout.read(2**16):
+        said = (said + piece)[-KEPT_OUTPUT:]
+    return said.decode(errors="replace").strip()
+
+
+def main(owner_pid: int, command: str) -> None:
+    """Below a guardian, become the agent."""
+    spare = os.open(os.devnull, os.O_RDONLY)
+    split_off_guardian(owner_pid, spare, MAX_PROCESSES)
+    os.close(spare)
+    os.execvp("/bin/sh", ["/bin/sh", "-c", command])

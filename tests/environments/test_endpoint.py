@@ -1,0 +1,279 @@
+"""The OpenAI-compatible endpoint: agents with the official client, keys, nonsense over HTTP, and agents that end badly."""
+
+import asyncio
+import json
+import random
+import socket
+import sys
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+from templates import MODEL, chat_of
+from test_played import SETTINGS, OneSession, prompt_of, run, trajectories
+from test_token_exactness import check
+
+from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
+from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.make import make_played, source_of
+from async_grpo.environments.policy import Policy
+from async_grpo.environments.trajectory import Recorder
+from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.types import Prompt
+
+AGENT = """
+import json, sys
+from openai import OpenAI
+
+client = OpenAI()  # the address and the key are in its environment
+row = json.load(sys.stdin)
+parts = [{"type": "text", "text": row["input"]}]
+messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+tool = {"type": "function", "function": {"name": "add", "description": "a + b", "parameters": {"type": "object"}}}
+said = client.chat.completions.create(model="any", messages=messages, tools=[tool], temperature=0).choices[0]
+assert said.finish_reason == "tool_calls", said
+call = said.message.tool_calls[0]
+assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1}
+messages += [said.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+text, calls, usage = "", [], None
+options = {"stream": True, "stream_options": {"include_usage": True}}
+for chunk in client.chat.completions.create(model="any", messages=messages, tools=[tool], **options):
+    usage = chunk.usage or usage
+    for choice in chunk.choices:
+        text += choice.delta.content or ""
+        calls += choice.delta.tool_calls or []
+assert usage.completion_tokens > 3 and calls[0].function.name == "add", (usage, calls)
+both = client.chat.completions.create(model="any", messages=messages, n=2, max_tokens=40, stop="</tool_call>").choices
+assert [choice.index for choice in both] == [0, 1]
+plain = client.completions.create(model="any", prompt="3+4=", max_tokens=4)
+ids = client.completions.create(model="any", prompt=[1, 2, 3])
+assert plain.usage.prompt_tokens == 4 and ids.usage.prompt_tokens == 3 and client.models.list().data[0].id == "policy"
+"""
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def agent(path: Path, text: str, **options) -> tuple:
+    (path / "agent.py").write_text(text)
+    config = EnvironmentConfig(environment=f"agent:exec {sys.executable} {path / 'agent.py'}", **options)
+    generation = OneSession(lambda: f"so {CALL}")
+    assert config.environment is not None
+    return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation
+
+
+def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_token(tmp_path):
+    playing, generation = agent(tmp_path, AGENT)
+    (one,) = run(trajectories(playing, prompt_of(input="1 + 1?")))
+    assert not one.outcome.failure and one.outcome.reward == 1.0 and not one.truncated
+    assert len(generation.requests) == len(one.turns) == 6
+    assert check(generation, one, prompt_of()) == 5  # the talk, two other answers in it, and two plain ones
+    assert sum(turn.tokens for turn in one.turns) == sum(
+        len(sampled) for _, sampled, _ in generation.requests
+    )
+    assert "be brief" in one.turns[0].said and '"description": "a + b"' not in one.turns[1].said
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "failure"),
+    [
+        ("import sys; sys.exit(100)", 0.0, ""),
+        (
+            "import sys; print('no idea'); sys.exit(1)",
+            None,
+            "exit status 1 and reported nothing; it said: no idea",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None, "exit status -9"),
+        ("REPORT({'reward': 0.5, 'numbers': {'tries': 2}}); import sys; sys.exit(3)", 0.5, ""),
+        ("REPORT({'reward': 1e400})", 1.0, ""),  # refused; then it ends well
+        ("pass", None, "the program never asked the policy for anything"),
+    ],
+)
+def test_an_agent_s_result_is_what_it_reported_or_its_exit_status(tmp_path, text, reward, failure):
+    asks = "" if text == "pass" else "POST('completions', {'prompt': 'x'})\n"
+    helpers = """
+import json, os, urllib.error, urllib.request
+def POST(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/" + path
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+    except urllib.error.HTTPError as error:
+        return error.read()
+def REPORT(body): return POST("result", body)
+"""
+    (one,) = run(trajectories(agent(tmp_path, helpers + asks + text)[0], prompt_of()))
+    assert (
+        one.outcome.reward == reward
+        and failure in one.outcome.failure
+        and bool(failure) == bool(one.outcome.failure)
+    )
+    if "tries" in text:
+        assert one.outcome.numbers["tries"] == 2
+
+
+def test_an_agent_that_never_ends_is_ended_with_all_that_it_started(tmp_path):
+    text = (
+        "import subprocess, time\nsubprocess.Popen(['sleep', '987'], start_new_session=True)\ntime.sleep(987)"
+    )
+    playing, _ = agent(tmp_path, text, max_trajectory_s=1.5)
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert one.truncated and not len(one)
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if "987" in (p.info["cmdline"] or [])]
+    assert left == []
+
+
+class Server:
+    """An endpoint with some open trajectories."""
+
+    def __init__(self, count: int = 1, generation=None) -> None:
+        self.generation = generation or OneSession(lambda: "hm")
+        self.endpoint, self.count = Endpoint(), count
+
+    async def __aenter__(self):
+        await self.endpoint.start()
+        chat = chat_of("appends")
+        limits = TrajectoryLimits(1000, 4000, None, 60, 300)
+        prompts = [Prompt(0, np.empty(0, np.int32), {"input": f"row {n}"}) for n in range(self.count)]
+        self.policies = [Policy(self.generation, Recorder(chat), prompt, 0, limits) for prompt in prompts]
+        self.keys, self.trajectories = zip(*map(self.endpoint.open, self.policies), strict=True)
+        self.session = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.session.close()
+        await self.endpoint.close()
+
+    async def ask(self, key: str | None, path: str, body=None, method: str = "POST", **more):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = f"{self.endpoint.base_url}/{path}"
+        async with self.session.request(method, url, json=body, headers=headers, **more) as answer:
+            return answer.status, json.loads(await answer.text())
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
+    async def story():
+        async with Server(2) as server:
+            one, two = server.keys
+            assert one != two and len(one) > 40
+            assert (await server.ask(one, "row", method="GET"))[1] == {"input": "row 0"}
+            assert (await server.ask(two, "row", method="GET"))[1] == {"input": "row 1"}
+            assert (await server.ask(one, "chat/completions", MESSAGES))[0] == 200
+            assert server.policies[0].recorder.num_turns == 1 and server.policies[1].recorder.num_turns == 0
+            assert (await server.ask(two, "result", {"reward": 1}))[0] == 200
+            assert server.trajectories[0].result is None and server.trajectories[1].result.reward == 1
+            for key in (None, "", "sk-nobody", one[:-1], one + "x", f"{one} {two}"):
+                for path in ("chat/completions", "completions", "result"):
+                    status, body = await server.ask(key, path, MESSAGES)
+                    assert status == 401 and body["error"]["code"] == "invalid_api_key"
+            server.endpoint.shut(one)
+            assert (await server.ask(one, "chat/completions", MESSAGES))[0] == 401
+            assert server.policies[0].recorder.num_turns == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", {}, "messages: Field required"),
+        ("chat/completions", {"messages": []}, "at least 1 item"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "each has a role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "images are not taken",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "each has a role"),
+        ("chat/completions", MESSAGES | {"n": 0}, "n: Input should be greater"),
+        ("chat/completions", MESSAGES | {"max_tokens": -1}, "max_tokens"),
+        ("completions", {"prompt": ""}, "prompt: it is empty"),
+        ("completions", {"prompt": [1, 300]}, "prompt: 300 is no token of the model"),
+        ("completions", {"prompt": [1, -2]}, "prompt"),
+        ("completions", {"prompt": [1] * 4000}, "the trajectory is over: it has had its 4000 tokens"),
+        ("result", {"reward": "much"}, "reward"),
+        ("result", {"reward": float("nan")}, "only finite numbers"),
+        ("nothing", {}, "404"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_as_openai_s_errors_are(path, body, said):
+    async def story():
+        async with Server() as server:
+            status, answer = await server.ask(server.keys[0], path, body)
+            assert 400 <= status < 500 and said in answer["error"]["message"] and answer["error"]["code"]
+            assert server.policies[0].recorder.num_turns == 0
+
+    run(story())
+
+
+def test_a_lost_engine_is_an_error_of_the_server_and_of_the_run():
+    class Dead(OneSession):
+        async def generate(self, *args, **options):
+            raise WorkerLost("no generation worker for 30 s")
+            yield
+
+    async def story():
+        async with Server(generation=Dead()) as server:
+            assert (await server.ask(server.keys[0], "chat/completions", MESSAGES))[0] == 503
+            assert isinstance(server.policies[0].failure, WorkerLost)
+
+    run(story())
+
+
+def test_a_thousand_malformed_requests_neither_end_it_nor_leave_anything():
+    dice = random.Random(3)
+
+    def nonsense(key: str) -> bytes:
+        body = dice.choice(
+            [b"{", b"", b"[]", b"null", b'{"messages": 1}', b'{"messages": [null]}', b"\xff\xfe", b"[" * 5000,
+             b'{"messages": [{"role": "user", "content": "x"}], "tools": [1]}', json.dumps({"prompt": "x" * 9000}).encode(),
+             b'{"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}', b'{"prompt": [[1]]}',
+             bytes(dice.randrange(256) for _ in range(40)), b'{"prompt": "x", "stop": ["", 1]}', b'{"reward": []}',
+             b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+             b'{"messages": [{"role": "tool", "content": "\\ud800"}]}']
+        )  # fmt: skip
+        length = dice.choice([len(body)] * 6 + [len(body) + 7, -1, 10**9])
+        path = dice.choice(["chat/completions", "completions", "result", "models", "../etc", "%00", "row"])
+        method = dice.choice(["POST"] * 5 + ["GET", "PUT", "BREW"])
+        auth = dice.choice([f"Bearer {key}"] * 4 + ["Basic eDp5", "Bearer", "\x01"])
+        head = f"{method} /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: {auth}\r\nContent-Length: {length}\r\n\r\n"
+        whole = head.encode() + body
+        return dice.choice([whole] * 8 + [whole[: dice.randrange(len(whole))], b"\x16\x03\x01" + whole])
+
+    async def story():
+        async with Server() as server:
+            statuses = set()
+            tasks_before, files_before = len(asyncio.all_tasks()), psutil.Process().num_fds()
+            for _ in range(1000):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.endpoint._port)
+                writer.write(nonsense(server.keys[0]))
+                if dice.random() < 0.3:
+                    writer.write_eof()
+                try:
+                    answer = await asyncio.wait_for(reader.read(200), 0.05)
+                    statuses.add(answer[9:12])
+                except (TimeoutError, ConnectionError):
+                    pass
+                writer.close()
+            assert b"500" not in statuses and {b"400", b"401"} <= statuses
+            for _ in range(300):  # connections that linger are closed within 10 s
+                left = len(asyncio.all_tasks()) - tasks_before, psutil.Process().num_fds() - files_before
+                if max(left) <= 5:
+                    break
+                await asyncio.sleep(0.05)
+            assert max(left) <= 5
+            assert (await server.ask(server.keys[0], "chat/completions", MESSAGES))[0] == 200
+
+    run(story())
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"--endpoint-port {port} cannot be listened on"):
+            run(Endpoint(port=port).start())
