@@ -9,6 +9,9 @@ FOLDER = Path(__file__).parent
 TINY_MODEL = FOLDER / "tiny-model"
 COUNTDOWN_TRAIN = FOLDER / "countdown_train.jsonl"
 COUNTDOWN_HELDOUT = FOLDER / "countdown_heldout.jsonl"
+GUESS_MODEL = FOLDER / "guess-model"
+GUESS_TRAIN = FOLDER / "guess_train.jsonl"
+GUESS_HELDOUT = FOLDER / "guess_heldout.jsonl"
 REGISTRY_FILE = "reward_registry.py"
 
 

@@ -4,17 +4,49 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
+from async_grpo.data import (
+    COUNTDOWN_HELDOUT,
+    COUNTDOWN_TRAIN,
+    GUESS_HELDOUT,
+    GUESS_MODEL,
+    GUESS_TRAIN,
+    TINY_MODEL,
+)
 from async_grpo.launch.local_run import LocalConfig, check, start
 from async_grpo.metrics.console import show_times
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, claim
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option
 from async_grpo.programs.samples import SamplesConfig, write_samples_page
 
+COUNTDOWN, GUESS = "countdown", "guess"
+TASKS: dict[str, dict[str, Any]] = {
+    COUNTDOWN: {
+        "model_name_or_path": str(TINY_MODEL),
+        "data_path": str(COUNTDOWN_TRAIN),
+        "eval_data_path": str(COUNTDOWN_HELDOUT),
+        "reward_fns": "countdown,format",
+        "max_tokens_per_gpu": 4096,
+        "max_generation_tokens": 24,
+        "learning_rate": 2e-4,
+        "kl_coef": 0.001,
+    },
+    GUESS: {
+        "model_name_or_path": str(GUESS_MODEL),
+        "data_path": str(GUESS_TRAIN),
+        "eval_data_path": str(GUESS_HELDOUT),
+        "eval_samples": 2,
+        "environment": "guess",
+        "max_tokens_per_gpu": 8192,
+        "max_generation_tokens": 100,  # of all turns, and of what the game says
+        "max_turn_tokens": 6,
+        "learning_rate": 1.5e-3,
+    },
+}
 MARK = ".async-grpo-demo"  # of a folder that the next demo may empty
 
 
@@ -26,7 +58,13 @@ class DemoConfig(Section):
     output_dir: str = option(
         "runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo"
     )
-    steps: int = option(90, "Optimizer steps.", "Demo", range=POSITIVE)
+    environment: str = option(
+        COUNTDOWN,
+        "countdown: one answer; guess: a game in several turns.",
+        "Demo",
+        choices=(COUNTDOWN, GUESS),
+    )
+    steps: int | None = option(None, "Optimizer steps (default: 90; 250 of guess).", "Demo", range=POSITIVE)
     max_staleness: int = option(
         1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo", range=NOT_NEGATIVE
     )
@@ -38,27 +76,20 @@ def demo(config: DemoConfig) -> None:
 
     started, folder = time.monotonic(), Path(config.output_dir)
     run = LocalConfig(
-        model_name_or_path=str(TINY_MODEL),
-        data_path=str(COUNTDOWN_TRAIN),
-        eval_data_path=str(COUNTDOWN_HELDOUT),
         output_dir=config.output_dir,
         run_name=f"demo-{config.seed}",
-        reward_fns="countdown,format",
         batch_size=32,
         samples_per_question=8,
-        num_training_batches=config.steps,
+        num_training_batches=config.steps or (250 if config.environment == GUESS else 90),
         max_staleness=config.max_staleness,
-        max_tokens_per_gpu=4096,
-        max_generation_tokens=24,
         infinite_sampler_seed=config.seed,
-        learning_rate=2e-4,
         num_warmup_steps=5,
-        kl_coef=0.001,
         nproc_per_node=2,
         enforce_eager=True,
         min_samples_per_checkpoint=10_000_000,
         eval_pinned=True,
         resume="never",  # an earlier demo is replaced
+        **TASKS[config.environment],
     )
     check(run)  # before an earlier demo is removed
     claim(folder, mark=MARK)
@@ -73,10 +104,11 @@ def _tell(folder: Path, seconds: float) -> None:
     console = Console()
     evaluations = [json.loads(line) for line in (folder / EVAL_FILE).read_text().splitlines()]
     before, after = evaluations[0], evaluations[-1]
-    console.print(f"{before['eval_num_samples']} held-out countdown tasks, temperature 1:")
+    console.print(f"{before['eval_num_samples']} held-out tasks, temperature 1:")
     table = Table("", "before", "after")
     for label, key in (("accuracy", "eval_countdown/answer_reward"), ("mean reward", "eval_avg_reward")):
-        table.add_row(label, *("-" if line[key] is None else f"{line[key]:.3f}" for line in (before, after)))
+        if before.get(key) is not None and after.get(key) is not None:
+            table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
     console.print(table)
     page = folder / "samples.html"
     write_samples_page(SamplesConfig(path=str(folder), output=str(page), evaluation=True))

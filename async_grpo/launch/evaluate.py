@@ -12,6 +12,7 @@ from rich.table import Table
 
 from async_grpo.checkpoints.folder import MANIFEST, checkpoints_of, read
 from async_grpo.config.run import MemberConfig, RunConfig
+from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
 from async_grpo.generation.config import EngineOptions
@@ -32,7 +33,7 @@ OF_THE_RUN = "temperature max_generation_tokens infinite_sampler_seed dtype floa
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(EvaluationTask, LocalJudge, EngineOptions, MemberConfig):
+class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, MemberConfig):
     """What is evaluated, on what. Of a checkpoint, what is not given is as in its run."""
 
     path: str = required("A checkpoint's folder, a run's (its newest), or a model's.", argument=True)

@@ -97,8 +97,8 @@ def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[s
             ended = ids[-1] in options["settings"]["stop_token_ids"]
             text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
             known.setdefault((group, text), []).append((ids, numbers))
-        for row in of_step:
-            if same := known.get((row["group"], row["completion"])):
+        for row in of_step:  # trajectories are shown by their turns
+            if "turns" not in row and (same := known.get((row["group"], row["completion"]))):
                 # Siblings of one text are told apart by their advantages
                 same.sort(key=lambda one: -abs(one[1]["advantages"][-1] - (row["advantage"] or 0.0)))
                 ids, numbers = same.pop()
