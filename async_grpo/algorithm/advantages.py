@@ -238,6 +238,12 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
     "gae": _of_batch(processes.gae, critic_returns=processes.gae_returns),
     "grpo_process": _of_steps(processes.grpo_process, group_local=True),
     "prime_rloo": _of_steps(processes.prime_rloo, rewards=SOURCES),
+    "gigpo": Estimator(
+        processes.gigpo,
+        group_local=True,
+        process=True,
+        inputs={"turns": processes.turn_numbers, "states": processes.turn_states},
+    ),
 }
 
 

@@ -7,12 +7,15 @@ after them reaches the tokens before them.
 """
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from async_grpo.algorithm.statistics import Groups, decay_on, returns_to_go, reverse_scan, whitened
+from async_grpo.types import Sample
 
 NO_VARIANCE = 1e-6  # of the mean square: a smaller difference of two float32 sums is rounding
 
@@ -172,3 +175,57 @@ def prime_rloo(
         left_out = (above * size - means) / (size - 1).clamp(min=1)
         total += (weights or {}).get(source, 1.0) * torch.where(counted & (size >= 2), left_out, 0)
     return whitened(returns_to_go(total, used), used)
+
+
+def gigpo(
+    rewards: Tensor,
+    used: Tensor,
+    groups: Groups,
+    *,
+    turns: Tensor,
+    states: Tensor,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The sample's standing in its group (as `grpo`), plus omega times each turn's among those that found the same state.
+
+    Feng et al. 2025, "Group-in-Group Policy Optimization", eq. 3, 6, 7 and 8. turns (B, T): the number of each token's
+    turn; states (B, T): a number for what it found, 0 where it is not named. A turn is worth what it and the later ones of
+    its sample earned, times gamma for each turn between; compared are turns of one group and state, if there are two.
+
+    >>> ADVANTAGE_ESTIMATORS["gigpo"](torch.tensor([[0., 1.], [0., 0.]]), torch.ones(2, 2), torch.zeros(2, dtype=int),
+    ...     turns=torch.tensor([[0, 1], [0, 1]]), states=torch.tensor([[5, 6], [5, 7]]))
+    tensor([[ 1.4142,  0.7071],
+            [-1.4142, -0.7071]])
+    """
+    standing = groups.standardised(rewards.sum(dim=1, keepdim=True), groups.participates, eps)
+    place, shape = turns.long(), (len(rewards), int(turns.max()) + 1)
+    earned, taken, found = (
+        rewards.new_zeros(shape, dtype=torch.float64).scatter_reduce(
+            1, place, torch.where(used, of, 0).double(), how
+        )
+        for of, how in ((rewards, "sum"), (torch.ones_like(rewards), "amax"), (states, "amax"))
+    )
+    worth = returns_to_go(earned, taken.bool(), gamma)
+    named = taken.bool() & (found > 0) & groups.participates
+    cells = torch.stack([groups.index[:, None].expand(shape), found.long()], dim=-1).reshape(-1, 2)
+    same = Groups.of(torch.unique(cells, dim=0, return_inverse=True)[1], named.flatten())
+    steps = same.standardised(worth.reshape(-1, 1), same.participates, eps).reshape(shape)
+    return standing + omega * steps.gather(1, place)
+
+
+def turn_numbers(sample: Sample) -> np.ndarray:
+    """(T,): the number of the turn that each token belongs to."""
+    lengths = [turn.tokens for turn in sample.completion.turns] or [len(sample.completion)]
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def turn_states(sample: Sample) -> np.ndarray:
+    """(T,): a number for the state that its turn found; 0 where its environment names none."""
+    outcome = sample.completion.outcome
+    if outcome is None or not outcome.states:
+        return np.zeros(len(sample.completion), np.int64)
+    digests = (blake2b(state.encode(), digest_size=6).digest() if state else b"" for state in outcome.states)
+    numbers = np.array([bool(digest) + int.from_bytes(digest) for digest in digests])  # exact as floats, too
+    return numbers[turn_numbers(sample)]

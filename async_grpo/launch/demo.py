@@ -64,7 +64,7 @@ class DemoConfig(Section):
         "Demo",
         choices=(COUNTDOWN, GUESS),
     )
-    steps: int | None = option(None, "Optimizer steps (default: 90; 250 of guess).", "Demo", range=POSITIVE)
+    steps: int = option(90, "Optimizer steps.", "Demo", range=POSITIVE)
     max_staleness: int = option(
         1, "0: strictly on-policy; 1: generation runs one step ahead.", "Demo", range=NOT_NEGATIVE
     )
@@ -80,7 +80,7 @@ def demo(config: DemoConfig) -> None:
         run_name=f"demo-{config.seed}",
         batch_size=32,
         samples_per_question=8,
-        num_training_batches=config.steps or (250 if config.environment == GUESS else 90),
+        num_training_batches=config.steps,
         max_staleness=config.max_staleness,
         infinite_sampler_seed=config.seed,
         num_warmup_steps=5,

@@ -138,16 +138,16 @@ def test_statistics_are_float64_whatever_the_rewards_are():
 
 
 def test_the_registry_says_what_each_estimator_is_for():
-    assert set(ADVANTAGE_ESTIMATORS) == set(NAMES)
-    assert {name for name, e in ADVANTAGE_ESTIMATORS.items() if e.group_local} == GROUP_LOCAL
-    process_only, both = {"grpo_process", "prime_rloo"}, {"reinforce_plus_plus", "gae"}
+    assert set(ADVANTAGE_ESTIMATORS) == {*NAMES, "gigpo"}  # that one: test_gigpo.py
+    assert {name for name, e in ADVANTAGE_ESTIMATORS.items() if e.group_local} == GROUP_LOCAL | {"gigpo"}
+    process_only, both = {"grpo_process", "prime_rloo"}, {"reinforce_plus_plus", "gae", "gigpo"}
     assert set(AlgorithmConfig.estimators_for(process=True)) == process_only | both
-    assert set(AlgorithmConfig.estimators_for(process=False)) == set(NAMES) - process_only
+    assert set(AlgorithmConfig.estimators_for(process=False)) == {*NAMES, "gigpo"} - process_only
 
 
 def test_needs_are_the_inputs_without_a_default():  # the options: tests/house/test_golden.py
     needs = {name: estimator.needs for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs}
-    assert needs == {"remax": ("baselines",), "gae": ("values",)}
+    assert needs == {"remax": ("baselines",), "gae": ("values",), "gigpo": ("turns", "states")}
 
 
 @pytest.mark.parametrize(
