@@ -1,13 +1,14 @@
 """Trajectories of programs: who plays, what ends it, what fails it; a failure is no zero and costs no other one."""
 
 import asyncio
+import json
 import random
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from templates import Talkative, chat_of
+from templates import MODEL, Talkative, chat_of
 
 from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
@@ -109,8 +110,6 @@ def played(path: Path, name: str, generation=None, row=None, **options) -> tuple
     file.write_text(PAGE)
     config = EnvironmentConfig(environment=f"{file}:{name}", **options)
     generation = generation or OneSession(lambda: "hm")
-    from templates import MODEL
-
     return make_played(config, str(MODEL), SETTINGS, source_of(config.environment), generation), generation
 
 
@@ -231,6 +230,34 @@ def test_a_tool_s_answer_or_error_is_a_message_and_the_answer_without_calls_ends
     assert one.text == "so it is 5" and len(one.turns) == 5
     assert one.outcome.numbers["tool_calls"] == 7 and one.outcome.numbers["tool_errors"] == 5
     assert one.outcome.reward is None
+
+
+def test_the_python_tool_runs_what_the_model_writes_in_a_sandbox(tmp_path):
+    said = iter(
+        f'<tool_call>{{"name": "python", "arguments": {{"code": {json.dumps(code)}}}}}</tool_call>'
+        if code
+        else "done"
+        for code in (
+            "print(sum(range(10)))",
+            "1 / 0",
+            "def f(:",
+            "import socket; socket.create_connection(('127.0.0.1', 1))",
+            f"open({str(tmp_path / 'written')!r}, 'w').write('x')",
+            "x = 1",
+            None,
+        )
+    )
+    (tmp_path / "mine.py").write_text("from async_grpo.environments.tools import TOOLS")
+    source = source_of(f"{tmp_path / 'mine.py'}:TOOLS")
+    generation = OneSession(lambda: next(said))
+    (one,) = run(
+        trajectories(make_played(EnvironmentConfig(), str(MODEL), SETTINGS, source, generation), prompt_of())
+    )
+    told = "".join(turn.said for turn in one.turns)
+    for part in ("tool\n45", "ZeroDivisionError", "SyntaxError", "Error: [Errno", "(it printed nothing)"):
+        assert part in told, (part, told)
+    assert 'File "program.py", line 1' in told and not (tmp_path / "written").exists()
+    assert one.text == "done"
 
 
 def test_a_program_of_its_own_goes_on_by_tokens(tmp_path):
