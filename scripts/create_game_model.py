@@ -1,6 +1,7 @@
 """Make a tiny chat model that knows how to play a game of async_grpo.environments, and plays it badly.
 
     python scripts/create_game_model.py --output sample-data/guess-model
+    python scripts/create_game_model.py --game countdown_tools --output sample-data/tools-model
 
 Like scripts/create_tiny_model.py, but the warm-up is on whole games, turn by turn: the right words, mostly bad moves.
 """
@@ -12,12 +13,17 @@ from typing import Annotated
 
 import torch
 import typer
-from create_tiny_model import IGNORED_LABEL, build_model, build_tokenizer
+from create_tiny_model import IGNORED_LABEL, build_model, build_tokenizer, choose_expression, read_problems
 from rich.progress import track
+from tokenizers import AddedToken
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
+from async_grpo.environments.games.countdown_tools import calc
 from async_grpo.environments.games.guess import Guess
+
+# A call of the calculator, but for the expression: two tokens of this model
+CALL = '<tool_call>{"name": "calc", "arguments": {"e": "', '"}}</tool_call>'
 
 
 def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
@@ -32,6 +38,30 @@ def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str
             messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": told}]
             low, high = game._known
         yield messages[:-1]
+
+
+def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
+    """Endless countdown tasks: in so large a share the calculator is asked, up to three times, for any expression; the
+    answer is then one that was right, or else any."""
+    problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
+    while True:
+        problem = rng.choice(problems)
+        asked = " ".join(map(str, problem.nums))
+        messages = [{"role": "user", "content": f"{asked}={problem.target}"}]
+        tries = rng.choice([1, 1, 2, 3]) if rng.random() < thoughtful else 0
+        answer = choose_expression(problem, "+-*", False, rng)
+        for _ in range(tries):
+            answer = choose_expression(problem, "+-", False, rng)
+            value = calc(answer)
+            call = f"{CALL[0]}{answer}{CALL[1]}"
+            messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": value}]
+            if value == str(problem.target):
+                break
+        messages.append({"role": "assistant", "content": f"</think>\n<answer>{answer}</answer>"})
+        yield messages
+
+
+GAMES = {"guess": guess_games, "countdown_tools": calculations}
 
 
 def labelled(
@@ -50,6 +80,7 @@ def labelled(
 
 def main(
     output: Annotated[Path, typer.Option(help="The model's folder.")],
+    game: Annotated[str, typer.Option(help="guess or countdown_tools.")] = "guess",
     warmup_steps: Annotated[int, typer.Option(min=0)] = 600,
     batch_size: Annotated[int, typer.Option(min=1)] = 64,
     lr: float = 2e-3,
@@ -67,6 +98,7 @@ def main(
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(max_positions)
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in CALL if game == "countdown_tools"])
     model = build_model(
         tokenizer,
         hidden_size=hidden_size,
@@ -76,7 +108,7 @@ def main(
         intermediate_size=intermediate_size,
         max_position_embeddings=max_positions,
     )
-    games = guess_games(thoughtful, random.Random(seed))
+    games = GAMES[game](thoughtful, random.Random(seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 1 - step / warmup_steps)

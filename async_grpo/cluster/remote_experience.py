@@ -160,8 +160,12 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
     play = None
     if config.environment is not None:
+        most = min(
+            prepared.settings.max_total_tokens, config.max_tokens_per_gpu
+        )  # or a rank could not train it
+        settings = dataclasses.replace(prepared.settings, max_total_tokens=most)
         play = partial(
-            make_played, config, config.model_name_or_path, prepared.settings, source_of(config.environment)
+            make_played, config, config.model_name_or_path, settings, source_of(config.environment)
         )
     given = config, prepared.facts, num_ranks, ray.put(prepared.questions), verification, folder, play
     return controller.start_batcher.remote(*given)

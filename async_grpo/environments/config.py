@@ -15,7 +15,8 @@ class EnvironmentConfig(Section):
 
     environment: str | None = _environment(
         None,
-        "What plays with the policy: guess; FILE.py:NAME of an Environment, of tools, or of a program; agent:COMMAND.",
+        "What plays with the policy: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or of a program; or "
+        "agent:COMMAND.",
         everyday=True,
     )
     environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")

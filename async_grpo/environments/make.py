@@ -18,7 +18,10 @@ from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.protocols import Generation
 
 AGENT = "agent:"
-ENVIRONMENTS: dict[str, str] = {"guess": "games/guess.py:Guess"}
+ENVIRONMENTS: dict[str, str] = {
+    "guess": "games/guess.py:Guess",
+    "countdown_tools": "games/countdown_tools.py:TOOLS",
+}
 
 
 def source_of(name: str) -> SourceFile | None:

@@ -316,7 +316,10 @@ def test_a_program_that_asked_for_nothing_has_failed(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gues", "'gues' is unknown; known: guess; or FILE.py:NAME; did you mean guess?"),
+        (
+            "gues",
+            "'gues' is unknown; known: guess, countdown_tools; or FILE.py:NAME, agent:COMMAND; did you mean guess?",
+        ),
         ("{page}:add", "cannot play: name a class with reset and step, a list of functions"),
         ("{page}:Nobody", "defines no 'Nobody'"),
         ("nowhere.py:Game", "cannot read 'nowhere.py'"),

@@ -1,0 +1,18 @@
+"""A calculator for countdown: the policy may try expressions before it answers. The reward is `countdown`."""
+
+from async_grpo.rewards.builtin.countdown import NOT_ARITHMETIC, parse, value_of
+
+
+def calc(e: str) -> str:
+    """The value of an arithmetic expression, such as 3*(4+5).
+
+    >>> calc("3*(4+5)"), calc("1/3"), calc("1/0"), calc("import os")
+    ('27', '1/3', '?', '?')
+    """
+    try:
+        return str(value_of(parse(e)))
+    except NOT_ARITHMETIC:
+        return "?"
+
+
+TOOLS = [calc]
