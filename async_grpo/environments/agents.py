@@ -62,6 +62,7 @@ class RunAgent:
         if policy.is_over:  # what it makes of that is no answer to its task
             return policy.trajectory(0.0)
         if status not in (SOLVED, NOT_SOLVED):
+            said = said.replace(key, "(its key)")
             raise AgentFailed(
                 f"the agent ended with exit status {status} and reported nothing; it said: {said}"
             )

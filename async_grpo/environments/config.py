@@ -20,8 +20,10 @@ class EnvironmentConfig(Section):
         everyday=True,
     )
     environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")
-    environment_processes: int = _environment(
-        4, "Processes that environments run in; each trajectory keeps to one.", range=POSITIVE
+    environment_processes: int | None = _environment(
+        None,
+        "Processes that environments run in, each for many trajectories (default: 4); of agents, how many at once (64).",
+        range=POSITIVE,
     )
     environment_timeout_s: float = _environment(
         30.0, "Longest step of an environment, or call of a tool; then its process is ended.", range=POSITIVE

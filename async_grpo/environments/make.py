@@ -18,6 +18,7 @@ from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.protocols import Generation
 
 AGENT = "agent:"
+PROCESSES, AGENTS = 4, 64  # by default
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
@@ -61,12 +62,16 @@ def make_played(
         assert config.environment is not None
         endpoint = Endpoint(config.endpoint_host, config.endpoint_port)
         agent = RunAgent(config.environment.removeprefix(AGENT), endpoint)
-        return Played(generation, agent, chat, limits, start=endpoint.start, close=endpoint.close)
+        served = {"start": endpoint.start, "close": endpoint.close}
+        return Played(
+            generation, agent, chat, limits, at_once=config.environment_processes or AGENTS, **served
+        )
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
     processes = EnvironmentProcesses(
-        source, config.environment_settings, config.environment_processes, config.environment_timeout_s
+        *(source, config.environment_settings, config.environment_processes or PROCESSES),
+        config.environment_timeout_s,
     )
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
     return Played(generation, program, chat, limits, start=processes.start, close=processes.close)

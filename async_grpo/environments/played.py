@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 from async_grpo.environments.chat import Chat
@@ -25,6 +26,7 @@ class Played:
     """`Generation` of trajectories; its turns are completed by another one.
 
     Args:
+        at_once: trajectories; the others wait, and their time does not run (None: all).
         start, close: of what the program needs.
     """
 
@@ -35,10 +37,12 @@ class Played:
         chat: Chat,
         limits: TrajectoryLimits,
         *,
+        at_once: int | None = None,
         start: Callable[[], Awaitable[object]] | None = None,
         close: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self._generation, self._program, self._chat, self._limits = generation, program, chat, limits
+        self._places = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._start, self._close = start, close
 
     async def generate(
@@ -56,6 +60,10 @@ class Played:
 
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
+        async with self._places:
+            return await self._play_now(prompt, member, sampling)
+
+    async def _play_now(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         recorder = Recorder(self._chat)
         policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
         failure = ""

@@ -51,6 +51,17 @@ plain = client.completions.create(model="any", prompt="3+4=", max_tokens=4)
 ids = client.completions.create(model="any", prompt=[1, 2, 3])
 assert plain.usage.prompt_tokens == 4 and ids.usage.prompt_tokens == 3 and client.models.list().data[0].id == "policy"
 """
+HELPERS = """
+import json, os, urllib.error, urllib.request
+def POST(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/" + path
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+    except urllib.error.HTTPError as error:
+        return error.read()
+def REPORT(body): return POST("result", body)
+"""
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -91,18 +102,7 @@ def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_toke
 )
 def test_an_agent_s_result_is_what_it_reported_or_its_exit_status(tmp_path, text, reward, failure):
     asks = "" if text == "pass" else "POST('completions', {'prompt': 'x'})\n"
-    helpers = """
-import json, os, urllib.error, urllib.request
-def POST(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    url = os.environ["OPENAI_BASE_URL"] + "/" + path
-    try:
-        return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
-    except urllib.error.HTTPError as error:
-        return error.read()
-def REPORT(body): return POST("result", body)
-"""
-    (one,) = run(trajectories(agent(tmp_path, helpers + asks + text)[0], prompt_of()))
+    (one,) = run(trajectories(agent(tmp_path, HELPERS + asks + text)[0], prompt_of()))
     assert (
         one.outcome.reward == reward
         and failure in one.outcome.failure
@@ -110,6 +110,22 @@ def REPORT(body): return POST("result", body)
     )
     if "tries" in text:
         assert one.outcome.numbers["tries"] == 2
+
+
+def test_so_many_agents_run_at_once_and_the_time_of_those_that_wait_does_not_run(tmp_path):
+    text = "import time; time.sleep(1.2)\n" + HELPERS + "POST('completions', {'prompt': 'x'})"
+    playing, _ = agent(tmp_path, text, max_trajectory_s=5.5, environment_processes=1)
+    found = run(trajectories(playing, prompt_of(), count=6))
+    assert [one.outcome.reward for one in found] == [1.0] * 6
+
+
+def test_a_key_that_an_agent_shows_is_not_written_down(tmp_path):
+    text = (
+        HELPERS
+        + "POST('completions', {'prompt': 'x'}); raise SystemExit('I have ' + os.environ['OPENAI_API_KEY'])"
+    )
+    (one,) = run(trajectories(agent(tmp_path, text)[0], prompt_of()))
+    assert "it said: I have (its key)" in one.outcome.failure
 
 
 def test_an_agent_that_never_ends_is_ended_with_all_that_it_started(tmp_path):
