@@ -21,7 +21,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options
 from async_grpo.rewards.adapter.result import describe, failure, is_finite_number
-from async_grpo.rewards.isolation.child import Answers, Message
+from async_grpo.rewards.isolation.child import Answers
+from async_grpo.rewards.isolation.lines import Message
 
 CAPACITY = 64  # calls at a time, of what is async
 MAX_ANSWER = 65_536  # characters of a tool's

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_grpo.rewards.builtin import countdown, environment, text
-from async_grpo.rewards.isolation.reward_host import Reward
+from async_grpo.rewards.isolation.child import Reward
 from async_grpo.rewards.verifier_worker import fields_of
 from async_grpo.types import AdapterResult
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from async_grpo.rewards.isolation.child import run_plain
-from async_grpo.rewards.isolation.reward_host import Reward
+from async_grpo.rewards.isolation.child import Reward, run_plain
 
 
 def answer_of(adapter: Any, sample: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

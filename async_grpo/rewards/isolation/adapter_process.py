@@ -14,8 +14,8 @@ from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
 from async_grpo.rewards.adapter.result import failure
-from async_grpo.rewards.isolation.child import encode
 from async_grpo.rewards.isolation.child_process import ChildProcess
+from async_grpo.rewards.isolation.lines import encode
 from async_grpo.rewards.verifier_worker import ProcessDied, fields_of
 from async_grpo.types import AdapterResult, RewardStatus
 
@@ -40,7 +40,7 @@ class AdapterProcess:
         memory_limit_bytes: address space of each process (RLIMIT_AS).
     """
 
-    host = "async_grpo.rewards.isolation.reward_host"  # the module that serves it there
+    host = "async_grpo.rewards.isolation.child"  # the module that serves it there
     max_processes = 128  # the process and all that it starts; beyond that they are ended
     max_message_bytes = 16 * 2**20  # of one sample or one reply
     start_timeout_s = 60.0  # to start, import the registry file and warm up, on no sample's time

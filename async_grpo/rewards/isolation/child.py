@@ -13,22 +13,25 @@ standard library is imported before the reward is, and asyncio only for a reward
 """
 
 import contextlib
+import inspect
 import itertools
 import json
 import os
 import resource
 import select
 import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.processes.process_tree import split_off_guardian
-from async_grpo.rewards.adapter.decorators import AdapterTraits
-from async_grpo.rewards.adapter.result import describe, failure
+from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
+from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
+from async_grpo.rewards.adapter.result import describe, failure, read_answer, read_change
+from async_grpo.rewards.isolation.lines import Lines, Message, encode
 
 if TYPE_CHECKING:
     import asyncio
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
 RECEIVE_BYTES = 2**18
 
 Answers = list[dict[str, Any]]  # as `result.read_answer` makes them
-Message = dict[str, Any]
 
 
 def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
@@ -60,34 +62,11 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
         run(server.serve(make))
 
 
-def encode(message: Any, max_bytes: int = sys.maxsize) -> bytes:
-    """As JSON, which holds no line end. Raises ValueError if it is too large, or TypeError for what JSON cannot hold."""
-    body = json.dumps(message, separators=(",", ":")).encode()
-    if len(body) > max_bytes:
-        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {max_bytes}")
-    return body
-
-
-class Lines:
-    """Puts the pieces of a stream together.
-
-    >>> lines = Lines()
-    >>> list(lines.feed(b'{"a":1}\\n{"b"')), list(lines.feed(b':2}\\n'))
-    ([{'a': 1}], [{'b': 2}])
-    """
-
-    def __init__(self, max_bytes: int = sys.maxsize) -> None:
-        self._max_bytes = max_bytes
-        self._rest = bytearray()  # of the line that has not ended
-
-    def feed(self, piece: bytes) -> Iterator[Message]:
-        """The messages that end with this piece. Raises ValueError for a line that is too long or no JSON."""
-        self._rest += piece
-        if b"\n" in piece:
-            *lines, self._rest = self._rest.split(b"\n")
-            yield from map(json.loads, lines)
-        if len(self._rest) > self._max_bytes:
-            raise ValueError(f"a message of more than {self._max_bytes} bytes")
+def hosted(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:
+    """Whether it needs an event loop, and what makes it there."""
+    name = greeting["adapter"]
+    adapter = resolve(RewardRegistrySource.from_dict(greeting["source"]), [name])[name]
+    return traits_of(adapter).is_async, partial(Reward, adapter, greeting["options"])
 
 
 class Server:
@@ -216,6 +195,68 @@ class Host(Protocol):
         """For each request its answers; nothing is raised."""
 
 
+class Reward:
+    """A `Host`: a registered object with the options that it names; a class is built. `run_plain` runs what awaits nothing.
+
+    >>> reward = Reward(lambda sample, weight=1.0: weight * sample["value"], {"weight": 2.0, "url": "x"})
+    >>> run_plain(reward.replies([{"sample": {"value": 3}}]))[0][0]["reward"]
+    6.0
+    """
+
+    def __init__(self, adapter: Any, options: Mapping[str, Any]) -> None:
+        self.traits = traits_of(adapter)
+        if isinstance(adapter, type):
+            adapter = adapter(**accepted_options(adapter, options, num_given=0))
+        self._adapter = adapter
+        self._function = _refuse_judge if self.traits.is_judge else function_of(adapter)
+        self._options = accepted_options(self._function, options)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the registered object returns; None if it has none of this name."""
+        returned = getattr(self._adapter, method, lambda: None)(*arguments)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    async def replies(self, requests: Sequence[Message]) -> list[Answers]:
+        """For each request its answers: one for each sample or member, whatever happens."""
+        if "group" in requests[0]:
+            return [await self._post_processed(requests[0]["group"])]
+        # Copies: steps are measured on the samples as they were, whatever the reward writes into its own.
+        samples = [dict(request["sample"]) for request in requests]
+        returned: Any
+        try:
+            returned = self._function(samples if self.traits.is_batch else samples[0], **self._options)
+            if inspect.isawaitable(returned):
+                returned = await returned
+        except BaseException as error:  # sys.exit() and time-outs of libraries would end the process
+            if len(requests) == 1 or not isinstance(error, Exception | SystemExit):
+                return [[failure(describe(error))] for _ in requests]
+            return [answers for request in requests for answers in await self.replies([request])]
+        if not self.traits.is_batch:
+            returned = [returned]
+        if wrong := _misfit(returned, len(requests)):
+            return [[failure(f"the batch of {len(requests)} samples came to {wrong}")] for _ in requests]
+        return [[self._read(*pair)] for pair in zip(returned, requests, strict=True)]
+
+    async def _post_processed(self, group: Sequence[Message]) -> Answers:
+        """What `post_process_scores` makes of a group's answers (see `decorators.post_process`)."""
+        answers = [{name: member[name] for name in member if name != "sample"} for member in group]
+        if not self.traits.has_post_process:
+            return answers
+        try:
+            returned = await self.call("post_process_scores", [dict(member) for member in group])
+            if wrong := _misfit(returned, len(group)):
+                raise ValueError(f"a group of {len(group)} came to {wrong}")
+            return [read_change(change, answer) for change, answer in zip(returned, answers, strict=True)]
+        except BaseException as error:
+            return [failure(f"post_process_scores: {describe(error)}")] * len(group)
+
+    def _read(self, returned: Any, request: Message) -> dict[str, Any]:
+        try:
+            return read_answer(returned, request["sample"], self.traits.is_process_reward)
+        except Exception as error:  # a number too large for a float, a dict that is none
+            return failure(describe(error))
+
+
 def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine that needs no event loop; where it does, a TypeError is raised in it."""
     try:
@@ -224,6 +265,16 @@ def run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
             coroutine.throw(TypeError("it awaits, so it must be declared `async def`"))
     except StopIteration as done:
         return done.value
+
+
+def _refuse_judge(sample: Any) -> None:
+    raise TypeError("a judge is asked over the network by the pool itself, not in a process of its own")
+
+
+def _misfit(returned: Any, num_wanted: int) -> str:
+    if not isinstance(returned, list | tuple):
+        return f"a {type(returned).__name__}, not a list"
+    return "" if len(returned) == num_wanted else f"{len(returned)} answers"
 
 
 def _limit_resources(memory_limit_bytes: int) -> None:

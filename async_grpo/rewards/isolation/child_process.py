@@ -15,7 +15,7 @@ from typing import Any, cast
 from async_grpo.errors import WorkerLost
 from async_grpo.processes.process_tree import TOO_MANY
 from async_grpo.rewards.adapter.decorators import AdapterTraits
-from async_grpo.rewards.isolation.child import Lines, encode
+from async_grpo.rewards.isolation.lines import Lines, encode
 from async_grpo.rewards.verifier_worker import CallInterrupted, ProcessDied
 
 EXIT_WAIT_S = 0.5  # for a process that closed its channel to end by itself
