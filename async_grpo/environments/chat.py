@@ -7,6 +7,7 @@ gets the same message taken apart. What the template makes of it then shows whet
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Chat:
         asks = not messages or messages[-1].get("role") != "assistant"
         try:
             return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                list(map(_with_arguments, messages)),
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=asks,
@@ -47,6 +48,9 @@ class Chat:
 
     def encode(self, text: str) -> np.ndarray:
         """(N,) int32; special tokens as the text spells them, and no others."""
+        text = text.encode(
+            errors="replace"
+        ).decode()  # a lone surrogate, from JSON, is no text to a tokenizer
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
@@ -54,6 +58,17 @@ class Chat:
         context = after[-LOOK_BACK:].tolist()
         whole = self._tokenizer.decode([*context, *token_ids.tolist()], skip_special_tokens=False)
         return whole[len(self._tokenizer.decode(context, skip_special_tokens=False)) :]
+
+
+def _with_arguments(message: Message) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects: what templates expect, and OpenAI's API writes as text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call.get("function") or {})
+        with suppress(ValueError, TypeError, KeyError):  # then it stays as it came
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, **({"tool_calls": calls} if calls else {})}
 
 
 def message_of(text: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from aiohttp import web
@@ -29,6 +29,9 @@ MAX_REQUEST_BYTES = 16 * 2**20
 MODEL = "policy"  # the name that the server gives it; any name is accepted
 
 
+Word = Annotated[str, Field(min_length=1)]
+
+
 class Request(BaseModel):
     """What both kinds of requests may say; all else is ignored."""
 
@@ -36,13 +39,33 @@ class Request(BaseModel):
     n: Annotated[int, Field(ge=1, le=64)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
 
 
+class Function(BaseModel, extra="allow"):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class Call(BaseModel, extra="allow"):
+    function: Function
+
+
+class Text(BaseModel):
+    type: Literal["text"]  # images are not taken
+    text: str
+
+
+class ChatMessage(BaseModel, extra="allow"):
+    role: str
+    content: str | list[Text] | None = None
+    tool_calls: list[Call] | None = None
+
+
 class ChatRequest(Request):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
 
 
@@ -156,14 +179,16 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await _read(ChatRequest, request)
-        messages = [_with_text(message) for message in asked.messages]
+        messages = list(map(_as_template, asked.messages))
         return await self._answer(request, asked, messages, tools=asked.tools)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await _read(CompletionRequest, request)
         policy: Policy = request["trajectory"].policy
-        prompt = policy.recorder.chat.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        prompt = asked.prompt
         refuse(len(prompt) == 0, "prompt: it is empty")
+        if isinstance(prompt, str):
+            return await self._answer(request, asked, policy.recorder.ask_text(prompt))
         refuse(max(prompt) >= policy.limits.vocabulary, f"prompt: {max(prompt)} is no token of the model")
         return await self._answer(request, asked, np.asarray(prompt, np.int32))
 
@@ -204,19 +229,12 @@ async def _read(kind: type[Any], request: web.Request) -> Any:
         raise web.HTTPBadRequest(text=f"the body is no JSON: {type(error).__name__}") from error
 
 
-def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is text, where it came as a list of parts. ConfigurationError: it is neither."""
-    content, role = message.get("content"), message.get("role")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(role, str) or not (content is None or isinstance(content, str)):
-        raise ConfigurationError("messages: each has a role, and a content of text (images are not taken)")
-    calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ConfigurationError("messages: tool_calls is a list of objects")
-    return {**message, "content": content}
+def _as_template(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates know it: its content is one text."""
+    told = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        told["content"] = "".join(part.text for part in message.content)
+    return told
 
 
 def _body(asked: Request, replies: Sequence[Reply], stop: Sequence[str]) -> dict[str, Any]:

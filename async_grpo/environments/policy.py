@@ -10,7 +10,7 @@ import numpy as np
 
 from async_grpo.environments.chat import Message
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.trajectory import Recorder
+from async_grpo.environments.trajectory import Ask, Recorder
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
@@ -58,7 +58,7 @@ class Policy:
 
     async def complete(
         self,
-        context: np.ndarray | Sequence[int] | Sequence[Message] | str,
+        context: np.ndarray | Sequence[int] | Sequence[Message] | str | Ask,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
@@ -66,7 +66,8 @@ class Policy:
     ) -> Reply:
         """The policy's next turn.
 
-        context: all tokens so far; all messages so far; or a text that comes after everything so far.
+        context: all tokens so far; all messages so far; a text that comes after everything so far; or what the recorder
+            has found to go on with.
         tools: their JSON schemas, for the chat template. max_tokens: of this turn. stop: texts that end it.
 
         TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`).
@@ -75,7 +76,9 @@ class Policy:
         recorder, limits = self.recorder, self.limits
         if recorder.num_turns >= limits.turns:
             self._end(f"{limits.turns} turns (--max-turns)")
-        if isinstance(context, str):
+        if isinstance(context, Ask):
+            ask = context
+        elif isinstance(context, str):
             ask = recorder.ask_more(context)
         elif len(context) and isinstance(context[0], Mapping):
             ask = recorder.ask_messages(context, tools)  # type: ignore[arg-type]

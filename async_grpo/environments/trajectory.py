@@ -70,7 +70,10 @@ class Recorder:
 
     def ask_messages(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Ask:
         """Of a conversation, as the chat template writes it."""
-        whole = self.chat.render([self._as_sampled(message) for message in messages], tools)
+        return self.ask_text(self.chat.render([self._as_sampled(message) for message in messages], tools))
+
+    def ask_text(self, whole: str) -> Ask:
+        """Of all text so far."""
         fitting = [s for s in self._sequences if whole.startswith(s.text)]
         if fitting:
             goes_on = max(fitting, key=lambda sequence: len(sequence.text))

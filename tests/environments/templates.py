@@ -26,7 +26,8 @@ def _chat(text: str, begin: str = "") -> str:
 CALLS = (
     "{% if tools %}<|im_start|>system\ntools: {{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}\n<tool_call>\n"
-    "{\"name\": \"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] }}}\n</tool_call>"
+    '{"name": "{{ call[\'function\'][\'name\'] }}", "arguments": '
+    "{{ call['function']['arguments'] | tojson }}}\n</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}" + ASKS
 )
 # The last user's place decides which thoughts are dropped, as in Qwen3
