@@ -1,11 +1,13 @@
 """What the programs of a run on this machine are started with: ports, variables, devices, an interpreter for Ray."""
 
 import os
+import random
 import secrets
 import shlex
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import ConfigurationError
@@ -83,10 +85,15 @@ def gpus() -> list[str]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nothing listens on now, and that no outgoing connection will be given.
+
+    Linux gives those from 32768 up: one of them, asked for now, may be taken before the program it is for listens.
+    """
+    for port in random.Random().sample(range(20_000, 32_768), 100):  # Ray's workers have those below 20,000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigurationError("a hundred ports of 127.0.0.1 between 20000 and 32767 are all taken")
 
 
 def check_reachable(address: str) -> None:

@@ -1,7 +1,6 @@
 """Two real gloo ranks, or more, for a test module, and an optimizer that only looks at the gradients."""
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from async_grpo.launch.environment import free_port
 from async_grpo.training.accumulator import GradientAccumulator
 from async_grpo.training.distributed import distributed_run
 
@@ -21,9 +21,7 @@ def on_two_ranks(
     work: Callable[[Any, Path], Any], folder: Path, deadline_s: float = 120.0, world_size: int = WORLD_SIZE
 ) -> Any:
     """What rank 0 returns of `work(ranks, folder)`, a module's function, which all ranks run."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.spawn(_run_rank, args=(work, port, folder, world_size), nprocs=world_size, join=False)
     deadline = time.monotonic() + deadline_s
     while not context.join(timeout=1.0):  # returns as soon as one of them ends

@@ -6,7 +6,6 @@ RANDOM_KILLS=50 pytest tests/resume/test_exact_resume.py    kills so often inste
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,14 +14,14 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from async_grpo.launch.environment import free_port
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS, DEADLINE_S = 12, 60.0
 
 
 def start(folder: Path, staleness: int, ranks: int) -> list[subprocess.Popen]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     paths = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])])
     environment = os.environ | {"PYTHONPATH": paths, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     folder.mkdir(exist_ok=True)
