@@ -41,14 +41,14 @@ def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str
 
 
 def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
-    """Endless countdown tasks: in so large a share the calculator is asked, up to three times, for any expression; the
+    """Endless countdown tasks: in so large a share the calculator is asked, up to four times, for any expression; the
     answer is then one that was right, or else any."""
     problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
     while True:
         problem = rng.choice(problems)
-        asked = " ".join(map(str, problem.nums))
+        asked = " ".join(map(str, rng.sample(problem.nums, len(problem.nums))))
         messages = [{"role": "user", "content": f"{asked}={problem.target}"}]
-        tries = rng.choice([1, 1, 2, 3]) if rng.random() < thoughtful else 0
+        tries = rng.choice([1, 2, 3, 4]) if rng.random() < thoughtful else 0
         answer = choose_expression(problem, "+-*", False, rng)
         for _ in range(tries):
             answer = choose_expression(problem, "+-", False, rng)
@@ -98,7 +98,9 @@ def main(
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(max_positions)
-    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in CALL if game == "countdown_tools"])
+    if game == "countdown_tools":
+        # One token for each number: so small a model sees that two are the same only where they are one token
+        tokenizer.add_tokens([AddedToken(str(part), normalized=False) for part in (*CALL, *range(10, 100))])
     model = build_model(
         tokenizer,
         hidden_size=hidden_size,

@@ -78,6 +78,11 @@ def broken_values(c: "RunConfig") -> Broken:
         yield "keep_best eval_data_path eval_every", why
     if c.zero_variance == "resample" and not c.max_resamples:
         yield "zero_variance max_resamples", "replaces nothing: allow at least one, or use keep"
+    if c.curriculum is not None and c.retire_solved_above is not None:
+        yield (
+            "curriculum retire_solved_above",
+            "do not fit: all rows of a level could be retired; use one of them",
+        )
     yield from _broken_rejection(c)
     yield from _idle_values(c)
 
@@ -109,6 +114,7 @@ def _idle_values(c: "RunConfig") -> Broken:
         ),
         (resamples, "max_resamples", "--zero-variance resample (or --on-reward-failure with refill)"),
         (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
+        (c.curriculum, "curriculum_up_at curriculum_down_at", "--curriculum"),
         (c.reward_combine == "gate", "gate_threshold", "--reward-combine gate"),
         (c.verdict_cache, "verdict_cache_mb", "--verdict-cache"),
         (c.judge_budget is not None, "judge_budget_policy", "--judge-budget"),

@@ -13,10 +13,12 @@ from async_grpo.config.compatibility import check_methods
 from async_grpo.config.resume import find_checkpoint, refuse_changes
 from async_grpo.config.rewards import ResolvedRewards, check_rewards, early_at_gate
 from async_grpo.config.run import RunConfig
-from async_grpo.environments.make import source_of
+from async_grpo.environments.config import ROWS
+from async_grpo.environments.make import rows_of, source_of
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import RunFacts
-from async_grpo.experience.dataset import Question, load_questions
+from async_grpo.experience.curriculum import make_curriculum
+from async_grpo.experience.dataset import Question, questions_of, read_rows
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import (
@@ -77,17 +79,17 @@ def prepare(config: RunConfig) -> Prepared:
         anywhere = ", ".join(name for name, transport in TRANSPORTS.items() if not transport.needs_gpu)
         what = f"--weight-transport {config.weight_transport}"
         raise ConfigurationError(f"{what} needs GPUs; everywhere works {anywhere}")
-    model = config.model_name_or_path
-    vocab_size = load_config(model).get_text_config().vocab_size
+    vocab_size = load_config(model := config.model_name_or_path).get_text_config().vocab_size
     context = context_length(model)
     tokenizer = load_tokenizer(model)
     questions, *held_out = (
-        load_questions(path, tokenizer, context - 1, vocab_size)
-        for path in (config.data_path, *config.eval_files.values())
+        questions_of(_rows(config, path, not n), tokenizer, context - 1, vocab_size)
+        for n, path in enumerate((config.data_path, *config.eval_files.values()))
     )
     eval_questions = dict(zip(config.eval_files, held_out, strict=True))
     both = [*questions, *chain.from_iterable(held_out)]
     _check_tokenizer(tokenizer, model, vocab_size, both)
+    make_curriculum(config, [question.row for question in questions])
     longest_prompt = max(len(question.token_ids) for question in both)
     total = min(context, longest_prompt + config.max_generation_tokens)
     if total > config.max_tokens_per_gpu:
@@ -125,6 +127,13 @@ def prepare(config: RunConfig) -> Prepared:
         library=library_version(),
     )
     return Prepared(config, settings, questions, eval_questions, rewards, manifest)
+
+
+def _rows(config: RunConfig, path: str, to_train_on: bool) -> Iterable[tuple[str, Any]]:
+    if path != ROWS:
+        return read_rows(path)
+    rows = rows_of(config, "train" if to_train_on else "eval")
+    return ((f"row {number} of the environment", row) for number, row in enumerate(rows))
 
 
 def _check_tokenizer(tokenizer: Any, model: str, vocab_size: int, questions: Sequence[Question]) -> None:

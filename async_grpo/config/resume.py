@@ -9,6 +9,7 @@ from typing import Any
 
 from async_grpo.checkpoints.folder import Manifest, checkpoints_of, named, newest, versions
 from async_grpo.config.run import RunConfig
+from async_grpo.environments.config import ROWS
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, options_of
 from async_grpo.options.fields import dashed
@@ -19,6 +20,7 @@ _BOUND = "the groups alive were admitted under that bound"
 FIXED = {
     "model_name_or_path": "the weights are that model's, and it stays the KL reference",
     "data_path": "the place in the data would be that of other questions",
+    "environment": "the groups that are finished are trajectories of that one",
     "infinite_sampler_seed": "the order of the questions and every draw come of it",
     "samples_per_question": "the groups that are finished have that size",
     "groups_per_step": "steps are counted in groups of that number",
@@ -133,6 +135,8 @@ def as_options(config: RunConfig) -> dict[str, Any]:
 
 
 def inputs(config: RunConfig) -> dict[str, str]:
-    """The sha256 of the files that a place in the run speaks of."""
+    """By which it is known that data are the same: the sha256 of their file."""
+    if config.data_path == ROWS:  # then the environment's name and options tell
+        return {"data_path": f"{config.environment} {config.environment_options}"}
     with Path(config.data_path).open("rb") as file:
         return {"data_path": hashlib.file_digest(file, "sha256").hexdigest()}

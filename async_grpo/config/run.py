@@ -60,7 +60,9 @@ class RunConfig(
 
     model_name_or_path: str = required("Hugging Face folder of the policy to train.", everyday=True)
     data_path: str = required(
-        "JSONL of questions: input_token_ids, or messages/prompt/input text, and answer.", everyday=True
+        "JSONL of questions: input_token_ids, or messages/prompt/input text, and answer. Or: environment, for rows that "
+        "the environment makes.",
+        everyday=True,
     )
     output_dir: str = option(
         "runs/default", "Folder for metrics, parameters and checkpoints (made if missing).", everyday=True

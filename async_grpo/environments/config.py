@@ -6,6 +6,8 @@ from typing import Any
 
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Section, option, parse_assignments
 
+ROWS = "environment"  # as --data-path: rows that the environment itself makes
+
 _environment = partial(option, panel="Environment")
 
 
@@ -15,8 +17,8 @@ class EnvironmentConfig(Section):
 
     environment: str | None = _environment(
         None,
-        "What plays with the policy: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or of a program; or "
-        "agent:COMMAND.",
+        "What plays with the policy: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or of a program; "
+        "agent:COMMAND; or PACKAGE:NAME of reasoning_gym, textarena.",
         everyday=True,
     )
     environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")

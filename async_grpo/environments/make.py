@@ -1,10 +1,11 @@
 """What `--environment` names, and the `Generation` that has it play."""
 
 from pathlib import Path
+from typing import Any
 
 from async_grpo.environments.agents import RunAgent
 from async_grpo.environments.chat import Chat
-from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
+from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.endpoint import Endpoint
 from async_grpo.environments.host import kind_of
 from async_grpo.environments.played import Played
@@ -23,6 +24,10 @@ ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
 }
+ECOSYSTEM = {  # PREFIX:NAME; and what is to be installed
+    "reasoning_gym": ("ecosystem/reasoning_gym.py:ReasoningGym", "reasoning-gym"),
+    "textarena": ("ecosystem/textarena.py:TextArena", "textarena"),
+}
 
 
 def source_of(name: str) -> SourceFile | None:
@@ -36,13 +41,42 @@ def source_of(name: str) -> SourceFile | None:
             f"--environment {name!r}: name its command, agent:python my_agent.py",
         )
         return None
-    known = {own: f"{Path(__file__).parent / path}" for own, path in ENVIRONMENTS.items()}
-    if not is_file(name) and name not in known:
-        names = f"{', '.join(known)}; or FILE.py:NAME, agent:COMMAND{nearest(name, known)}"
-        raise ConfigurationError(f"--environment {name!r} is unknown; known: {names}")
-    source = read_once(known.get(name, name))
-    kind_of(source.object())
+    own, package = ENVIRONMENTS.get(name), ""
+    prefix, _, inside = name.partition(":")
+    if prefix in ECOSYSTEM:
+        own, package = ECOSYSTEM[prefix]
+        refuse(not inside, f"--environment {name}: name one of its environments, {prefix}:NAME")
+    if own is None and not is_file(name):
+        known = [*ENVIRONMENTS, *(f"{other}:NAME" for other in ECOSYSTEM), "FILE.py:NAME", "agent:COMMAND"]
+        raise ConfigurationError(
+            f"--environment {name!r} is unknown; known: {', '.join(known)}{nearest(name, known)}"
+        )
+    source = read_once(name if own is None else str(Path(__file__).parent / own))
+    try:
+        kind_of(source.object())
+    except ConfigurationError as error:
+        refuse(bool(package), f"--environment {name}: {error}; is it installed? pip install {package}")
+        raise
     return source
+
+
+def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
+    """What the environment's constructor is given."""
+    prefix, _, inside = (config.environment or "").partition(":")
+    named = {"environment": inside} if prefix in ECOSYSTEM else {}
+    return config.environment_settings | named
+
+
+def rows_of(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
+    """The rows that an environment makes itself. split: "train" or "eval". ConfigurationError: it makes none."""
+    name = config.environment
+    source = source_of(name) if name else None
+    make = getattr(source.object(), "rows", None) if source else None
+    if make is None:
+        raise ConfigurationError(
+            f"--environment {name} makes no rows of its own ({ROWS!r} for data): give a JSONL file"
+        )
+    return make(split, **settings_of(config))
 
 
 def make_played(
@@ -70,7 +104,7 @@ def make_played(
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
     processes = EnvironmentProcesses(
-        *(source, config.environment_settings, config.environment_processes or PROCESSES),
+        *(source, settings_of(config), config.environment_processes or PROCESSES),
         config.environment_timeout_s,
     )
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)

@@ -12,6 +12,7 @@ from typing import Any
 
 from async_grpo.errors import DeadlineExceeded, PromptSetAside, RunFailed
 from async_grpo.experience.config import NO_FACTS, BatchConfig, RunFacts
+from async_grpo.experience.curriculum import make_curriculum
 from async_grpo.experience.dataset import PromptCursor, Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.packing import Packer
@@ -63,7 +64,8 @@ class ExperienceBatcher:
         sources = generation, verification, reference, proximal
         self.rollouts = Rollouts(config, facts, *sources, on_change=self._generating)
         self.evaluate = self.rollouts.evaluate
-        self.cursor = PromptCursor(questions, config.infinite_sampler_seed)
+        curriculum = make_curriculum(config, [question.row for question in questions])
+        self.cursor = PromptCursor(questions, config.infinite_sampler_seed, curriculum)
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
         self._alarms = StepAlarms(config, facts.best_rewards)
         self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
@@ -184,6 +186,8 @@ class ExperienceBatcher:
             reward, above = self.advantages.mean_reward(group), self.config.retire_solved_above
             if above is not None and reward is not None and reward >= above:
                 self.cursor.retire(group.prompt)
+            if self.cursor.curriculum is not None and reward is not None:
+                self.cursor.curriculum.observe(group.prompt.row, reward)
             teaches = self.config.zero_variance != "resample" or self.advantages.has_signal(group)
             fits = teaches and not self.advantages.wants_refill(group)
             if fits or group.resampled == self.config.max_resamples:
@@ -236,6 +240,7 @@ class ExperienceBatcher:
             **step_stats(closed.step, closed.groups, self._samples_done, self.config.steps_per_batch),
             "groups_without_signal": sum(not self.advantages.has_signal(group) for group in closed.groups),
             "questions_retired": len(self.cursor.retired),
+            **(self.cursor.curriculum.metrics() if self.cursor.curriculum else {}),
             "spans": [*generation.pop("spans", []), *self.rollouts.spans.take()],
             **self.utilization.take(generation.pop("busy")),
             **generation,

@@ -86,6 +86,15 @@ class BatchConfig(AlgorithmConfig):
     retire_solved_above: float | None = on_groups(
         None, "Draw a question no more once a group's mean reward reached this.", was="no_positive_resampling"
     )
+    curriculum: str | None = on_groups(
+        None,
+        "Column of the rows with their difficulty, whole numbers: of each task (their column task), only rows of one level "
+        "are drawn, from the lowest.",
+    )
+    curriculum_up_at: float = on_groups(
+        0.75, "The next higher level takes its place once 16 groups have this mean reward."
+    )
+    curriculum_down_at: float = on_groups(0.25, "And the next lower one once they have this.")
     min_valid_samples: int = on_groups(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
     truncation_alarm: float = on_groups(
         0.5, "Warn when more than this share of a step is truncated.", range=SHARE

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.experience.curriculum import Curriculum
 from async_grpo.options.fields import refuse
 from async_grpo.types import Prompt
 
@@ -25,46 +26,58 @@ class Question:
     where: str = ""
 
 
-def load_questions(
-    path: str | Path, tokenizer: Any, max_prompt_tokens: int, vocab_size: int
-) -> list[Question]:
-    """Read and check a whole data file.
-
-    The prompt is `input_token_ids` if the row has them, else `messages` (or a list in `prompt`) through the chat
-    template, else the text of `input` or `prompt`. The row always gets `input`, the prompt as text.
-    ConfigurationError: with file and line number, for anything that could not be trained on.
-    """
-    path = Path(path)
+def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a JSONL file, each with file and line. ConfigurationError: there is no such file, or it is not JSONL."""
+    path, where = Path(path), ""
     refuse(not path.is_file(), f"{path}: there is no such file")
-    questions = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line.decode("utf-8"))
+                yield where, json.loads(line.decode("utf-8"))
             except ValueError as error:  # not UTF-8, or not JSON
                 raise ConfigurationError(f"{where}: not JSON ({error})") from error
-            try:
-                token_ids = _prompt_tokens(row, tokenizer)
-                refuse(
-                    not 0 < len(token_ids) <= max_prompt_tokens,
-                    f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
-                    "--max-generation-tokens. Shorten or drop the row",
-                )
-                wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
-                refuse(
-                    wrong is not None,
-                    f"token id {wrong} is outside the model's vocabulary of {vocab_size}: the file was tokenised for "
-                    "another model",
-                )
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{where}: {error}") from error
-            if not isinstance(row.get("input"), str):
-                row["input"] = tokenizer.decode(token_ids)
-            questions.append(Question(np.asarray(token_ids, np.int32), row, where))
-    refuse(not questions, f"{path} holds no questions")
+    refuse(not where, f"{path} holds no questions")
+
+
+def load_questions(
+    path: str | Path, tokenizer: Any, max_prompt_tokens: int, vocab_size: int
+) -> list[Question]:
+    """`questions_of` a whole JSONL file."""
+    return questions_of(read_rows(path), tokenizer, max_prompt_tokens, vocab_size)
+
+
+def questions_of(
+    rows: Iterable[tuple[str, Any]], tokenizer: Any, max_prompt_tokens: int, vocab_size: int
+) -> list[Question]:
+    """Check rows, each given with where it comes from, and tokenise their prompts.
+
+    The prompt is `input_token_ids` if the row has them, else `messages` (or a list in `prompt`) through the chat
+    template, else the text of `input` or `prompt`. The row always gets `input`, the prompt as text.
+    ConfigurationError: with where it stands, for anything that could not be trained on.
+    """
+    questions = []
+    for where, row in rows:
+        try:
+            token_ids = _prompt_tokens(row, tokenizer)
+            refuse(
+                not 0 < len(token_ids) <= max_prompt_tokens,
+                f"a prompt of {len(token_ids)} tokens; between 1 and {max_prompt_tokens} fit this model and "
+                "--max-generation-tokens. Shorten or drop the row",
+            )
+            wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+            refuse(
+                wrong is not None,
+                f"token id {wrong} is outside the model's vocabulary of {vocab_size}: the file was tokenised for "
+                "another model",
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from error
+        if not isinstance(row.get("input"), str):
+            row["input"] = tokenizer.decode(token_ids)
+        questions.append(Question(np.asarray(token_ids, np.int32), row, where))
     return questions
 
 
@@ -91,11 +104,14 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
 class PromptCursor:
     """Walks through the questions for ever, each epoch in a new order; the one owner of the position.
 
-    A question may be retired: it is passed over in later epochs, until none is left; then all are back.
+    A question may be retired: it is passed over in later epochs, until none is left; then all are back. So is one that
+    the curriculum does not admit.
     """
 
-    def __init__(self, questions: Sequence[Question], seed: int) -> None:
-        self.questions, self.seed = questions, seed
+    def __init__(
+        self, questions: Sequence[Question], seed: int, curriculum: Curriculum | None = None
+    ) -> None:
+        self.questions, self.seed, self.curriculum = questions, seed, curriculum
         self.retired: set[int] = set()  # places in the data set
         self._drawn = self._epoch = 0
         self._left: list[int] = []  # of this epoch, the next one last
@@ -107,7 +123,9 @@ class PromptCursor:
         while True:
             if not self._left:
                 self._left, self._epoch = self._order(self._epoch), self._epoch + 1
-            if (place := self._left.pop()) not in self.retired:
+            place = self._left.pop()
+            admitted = self.curriculum is None or self.curriculum.admits(self.questions[place].row)
+            if admitted and place not in self.retired:
                 self._drawn += 1
                 return self.prompt(self._drawn - 1, place)
 
@@ -129,9 +147,13 @@ class PromptCursor:
     def state(self) -> dict[str, Any]:
         """The position, for `restore`: JSON."""
         left, retired = len(self._left), sorted(self.retired)
-        return {"drawn": self._drawn, "epoch": self._epoch, "left": left, "retired": retired}
+        curriculum = self.curriculum and self.curriculum.state()
+        told = {"drawn": self._drawn, "epoch": self._epoch, "left": left, "retired": retired}
+        return told | {"curriculum": curriculum}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, of the same questions and seed."""
         self._drawn, self._epoch, self.retired = state["drawn"], state["epoch"], set(state["retired"])
         self._left = self._order(self._epoch - 1)[: state["left"]] if state["left"] else []
+        if self.curriculum is not None and state["curriculum"] is not None:
+            self.curriculum.restore(state["curriculum"])

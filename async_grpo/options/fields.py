@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +114,7 @@ def parse_assignments(text: str, flag: str) -> dict[str, Any]:
     """`name=value,name=value` -> a dict; numbers and true/false/none become what they say.
 
     >>> parse_assignments("cap=5, cap_mode=clamp, normalize=false", "loss-options")
-    {'cap': 5.0, 'cap_mode': 'clamp', 'normalize': False}
+    {'cap': 5, 'cap_mode': 'clamp', 'normalize': False}
     """
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -137,10 +138,12 @@ def is_number(value: Any) -> bool:
 
 
 def _value(text: str) -> Any:
-    try:
-        return CONSTANTS[text.lower()] if text.lower() in CONSTANTS else float(text)
-    except ValueError:
-        return text
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def dashed(name: str) -> str:

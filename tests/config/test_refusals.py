@@ -87,7 +87,7 @@ METHODS = [  # refused once the estimator, the loss, the schedule or the transpo
     ({"policy_loss": "decoupled", "importance_level": "token"}, "leave --importance-level out"),
     ({"importance_level": "token"}, "count it twice"),
     ({"policy_loss": "clip_cov", "loss_options": "cov_low=3,cov_high=2"}, "cov_low"),
-    ({"loss_options": "clip_low=2"}, "clip_low=2.0.* share between 0 and 1"),
+    ({"loss_options": "clip_low=2"}, "clip_low=2.* share between 0 and 1"),
     ({"loss_options": "clip_low=0.1", "clip_low": 0.2}, "given twice"),
     ({"loss_options": "cap=1,cap=2"}, "cap is given twice"),
     ({"policy_loss": "gpg", "clip_low": 0.2}, "does not clip"),
