@@ -41,17 +41,16 @@ def guess_games(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str
 
 
 def calculations(thoughtful: float, rng: random.Random) -> Iterator[list[dict[str, str]]]:
-    """Endless countdown tasks: in so large a share the calculator is asked, up to four times, for any expression; the
-    answer is then one that was right, or else any."""
+    """Endless countdown tasks. In so large a share the calculator is asked, up to four times, and an expression that it
+    finds right is the answer; the others are answered at once, with any expression."""
     problems = read_problems(Path(__file__).parents[1] / "sample-data" / "countdown_train.jsonl")
     while True:
         problem = rng.choice(problems)
         asked = " ".join(map(str, rng.sample(problem.nums, len(problem.nums))))
         messages = [{"role": "user", "content": f"{asked}={problem.target}"}]
-        tries = rng.choice([1, 2, 3, 4]) if rng.random() < thoughtful else 0
         answer = choose_expression(problem, "+-*", False, rng)
-        for _ in range(tries):
-            answer = choose_expression(problem, "+-", False, rng)
+        for _ in range(4 if rng.random() < thoughtful else 0):
+            answer = choose_expression(problem, "+-*", rng.random() < 0.3, rng)
             value = calc(answer)
             call = f"{CALL[0]}{answer}{CALL[1]}"
             messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": value}]
@@ -98,9 +97,7 @@ def main(
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(max_positions)
-    if game == "countdown_tools":
-        # One token for each number: so small a model sees that two are the same only where they are one token
-        tokenizer.add_tokens([AddedToken(str(part), normalized=False) for part in (*CALL, *range(10, 100))])
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in CALL if game == "countdown_tools"])
     model = build_model(
         tokenizer,
         hidden_size=hidden_size,
@@ -110,13 +107,16 @@ def main(
         intermediate_size=intermediate_size,
         max_position_embeddings=max_positions,
     )
-    games = GAMES[game](thoughtful, random.Random(seed))
+    rng = random.Random(seed)
+    # What it knows is learnt first; how seldom it does it, at the end
+    first, last = GAMES[game](0.8, rng), GAMES[game](thoughtful, rng)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 1 - step / warmup_steps)
     )
     model.train()
-    for _ in track(range(warmup_steps), description="warming up"):
+    for step in track(range(warmup_steps), description="warming up"):
+        games = first if step < 0.8 * warmup_steps else last
         rows = [labelled(next(games), tokenizer) for _ in range(batch_size)]
         ids, labels = (
             pad_sequence([torch.tensor(row[part]) for row in rows], batch_first=True, padding_value=padding)
