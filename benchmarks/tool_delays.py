@@ -9,8 +9,8 @@ trajectories alive, as a place is free while a tool works.
 Closed form: of the trajectories alive, `duty` = generating / (generating + tools) seconds of a trajectory are in an engine,
 if nothing else keeps one waiting.
 
-Beside it, of the same draws: lockstep, as loops over whole batches do it (all generate a turn, then all tools work, then the
-next turn; then the step is trained), and the same library strictly on-policy (`--max-staleness 0`).
+Beside it, of the same draws: lockstep, as loops over whole batches do it (all generate a turn, then all tools work, then
+the next turn; then the step is trained), and the same library strictly on-policy (`--max-staleness 0`).
 """
 
 import asyncio
@@ -175,7 +175,9 @@ def main(
     turns: Annotated[int, typer.Option(help="Of a trajectory.")] = 4,
     steps: Annotated[int, typer.Option(help="Of each run.")] = 20,
 ) -> None:
-    print("tools, s   duty   in engines, of those alive   off by   step, s: ours  on-policy  lockstep   ours better by")
+    print(
+        "tools, s   duty   in engines, of those alive   off by   step, s: ours  on-policy  lockstep   ours better by"
+    )
     for tools_s in [(0.0, 0.0), (0.1, 0.4), (0.4, 1.6), (1.0, 4.0), (0.1, 4.0)]:
         delays = Delays(tools_s, turns)
         duty, lockstep_s = delays.duty(steps * BATCH), delays.lockstep_s(steps * BATCH)

@@ -25,3 +25,6 @@ class Environment:
     def step(self, said: str) -> tuple[Observation, float, bool]:
         """(what the policy is told next, reward of this turn, whether it is over). What is raised fails the trajectory."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """The trajectory has ended, however it did: let go of what would stay open."""

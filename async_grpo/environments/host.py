@@ -2,7 +2,7 @@
 
     {"call": "reset", "of": 7, "arguments": [row, seed]}    ->  observation, state, numbers
     {"call": "step", "of": 7, "arguments": ["I say 12"]}    ->  the same, reward and done
-    {"call": "leave", "of": 7, "arguments": []}             ->  it is forgotten
+    {"call": "leave", "of": 7, "arguments": []}             ->  it is closed and forgotten
     {"call": "schemas", "arguments": []}                    ->  schemas, of a list of functions
     {"call": "use", "arguments": ["add", "{...}"]}          ->  answer, and whether it failed
 
@@ -100,7 +100,8 @@ class EnvironmentHost:
         return _seen(playing, observation) | {"reward": float(reward), "done": bool(done)}
 
     async def _leave(self, number: int) -> dict[str, Any]:
-        self._playing.pop(number, None)
+        if close := getattr(self._playing.pop(number, None), "close", None):
+            await _awaited(close())
         return {}
 
     async def _schemas(self, _: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ ENVIRONMENTS: dict[str, str] = {
 ECOSYSTEM = {  # PREFIX:NAME; and what is to be installed
     "reasoning_gym": ("ecosystem/reasoning_gym.py:ReasoningGym", "reasoning-gym"),
     "textarena": ("ecosystem/textarena.py:TextArena", "textarena"),
+    "openenv": ("ecosystem/openenv.py:OpenEnv", "openenv-core"),
 }
 
 

@@ -4,9 +4,9 @@ import os
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from packages import PACKAGES, there
 from templates import MODEL
 from test_played import SETTINGS, OneSession, prompt_of, run, trajectories
 
@@ -14,14 +14,12 @@ from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.environments.make import make_played, rows_of, source_of
 from async_grpo.errors import ConfigurationError
 
-PACKAGES = Path(sys.prefix, "environments")
+pytestmark = pytest.mark.skipif(not there("textarena"), reason="they are not there: scripts/setup_extras")
 
 
 @pytest.fixture(autouse=True)
 def _extras(monkeypatch):
     """The packages stand apart from the others, as their users would not all have them; here and in child processes."""
-    if not (PACKAGES / "reasoning_gym").exists() and not os.environ.get("REQUIRE_EXTRAS"):
-        pytest.skip("the packages are not there: scripts/setup_extras")
     monkeypatch.syspath_prepend(PACKAGES)
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
@@ -87,6 +85,7 @@ def test_levels_are_those_of_the_tasks_own_curriculum():
         ("reasoning_gym:", "", "name one of its environments"),
         ("textarena:GuessTheNumbr-v0", "", "did you mean GuessTheNumber-v0"),
         ("textarena:TicTacToe-v0", "", "number of players"),
+        ("openenv:echo", "", "name a server's URL or PACKAGE.MODULE:CLASS"),
         ("guess", "", "makes no rows of its own"),
         ("textarina:X", "", "unknown; known: guess.*did you mean textarena:NAME"),
     ],
