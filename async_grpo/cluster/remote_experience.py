@@ -164,8 +164,7 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
             prepared.settings.max_total_tokens, config.max_tokens_per_gpu
         )  # or a rank could not train it
         settings = dataclasses.replace(prepared.settings, max_total_tokens=most)
-        play = partial(
-            make_played, config, config.model_name_or_path, settings, source_of(config.environment)
-        )
+        about = config.model_name_or_path, settings, source_of(config.environment)
+        play = partial(make_played, config, *about, folder=config.output_path.absolute())
     given = config, prepared.facts, num_ranks, ray.put(prepared.questions), verification, folder, play
     return controller.start_batcher.remote(*given)

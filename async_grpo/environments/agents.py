@@ -1,8 +1,9 @@
-"""`--environment agent:COMMAND`: a program of any kind, started once for each trajectory, that talks to the run's endpoint.
+"""Agents: programs of any kind that talk to the run's endpoint. `agent:COMMAND` is started once for each trajectory.
 
 It gets OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and the row of the data set as JSON on its standard input.
 It may report a reward (`POST /v1/result`); if it does not, its exit status tells: 0 is a reward of 1, 100 of 0, any other
-fails the trajectory.
+fails the trajectory. `--environment endpoint` starts none: agents that run elsewhere take trajectories (`POST
+/v1/trajectories`, address and key of the run are in `endpoint.json` in its output folder) and report their rewards.
 """
 
 import asyncio
@@ -13,8 +14,8 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Mapping
 
-from async_grpo.environments.endpoint import Endpoint
-from async_grpo.environments.policy import Policy
+from async_grpo.environments.endpoint import Endpoint, Trajectory
+from async_grpo.environments.policy import Policy, row_of
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.isolation.adapter_process import child_environment
 from async_grpo.types import Completion, Prompt
@@ -40,7 +41,6 @@ class RunAgent:
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
         variables = {**self._environment, "OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
-        row = {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _MAIN, str(os.getpid()), self._command),
             stdin=PIPE,
@@ -50,15 +50,15 @@ class RunAgent:
             start_new_session=True,
         )
         try:
-            said = await _talk(process, json.dumps(row).encode())
+            said = await _talk(process, json.dumps(row_of(prompt)).encode())
             status = await process.wait()
         finally:
             if process.returncode is None:
                 process.terminate()  # its guardian ends all that it started
                 await process.wait()
             self._endpoint.shut(key)
-        if (result := trajectory.result) is not None:
-            return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
+        if trajectory.result is not None:
+            return _reported(policy, trajectory)
         if policy.is_over:  # what it makes of that is no answer to its task
             return policy.trajectory(0.0)
         if status not in (SOLVED, NOT_SOLVED):
@@ -67,6 +67,33 @@ class RunAgent:
                 f"the agent ended with exit status {status} and reported nothing; it said: {said}"
             )
         return policy.trajectory(float(status == SOLVED), truncated=False)
+
+
+class AwaitAgent:
+    """A program: an agent that is started elsewhere claims the trajectory, plays it, and reports its result."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
+        key, trajectory = self._endpoint.open(policy)
+        try:
+            self._endpoint.offer(key)
+            async with asyncio.timeout(
+                0.9 * policy.limits.seconds
+            ):  # else it would count as one that went on too long
+                await trajectory.claimed.wait()
+            await trajectory.reported.wait()
+        except TimeoutError as error:
+            raise AgentFailed("no agent claimed it (POST /v1/trajectories with the run's key)") from error
+        finally:
+            self._endpoint.shut(key)
+        return _reported(policy, trajectory)
+
+
+def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
+    assert trajectory.result is not None
+    return policy.trajectory(trajectory.result.reward, truncated=False, numbers=trajectory.result.numbers)
 
 
 async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:

@@ -3,6 +3,7 @@
     POST /v1/chat/completions, /v1/completions     as OpenAI's, with tools, streaming, n, stop, max_tokens
     GET  /v1/models, /v1/row                       the policy; the row of the data set that the trajectory is about
     POST /v1/result {"reward": 1.0}                what the trajectory has earned, with further numbers for the metrics
+    POST /v1/trajectories                          with the run's key: a trajectory that waits for an agent, its key and row
 
 What is drawn is drawn as the run trains it: temperature, top_p, penalties and seeds of a request are ignored. A streamed
 answer comes when it is whole, in the pieces that clients expect.
@@ -14,18 +15,20 @@ import secrets
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from aiohttp import web
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from async_grpo.environments.policy import Policy, Reply, TrajectoryOver
+from async_grpo.environments.policy import Policy, Reply, TrajectoryOver, row_of
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.rewards.adapter.result import is_finite_number
 
 MAX_REQUEST_BYTES = 16 * 2**20
+CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
 MODEL = "policy"  # the name that the server gives it; any name is accepted
 
 
@@ -84,6 +87,7 @@ class Trajectory:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.result: Result | None = None
+        self.claimed, self.reported = asyncio.Event(), asyncio.Event()
         self._turns: set[asyncio.Future[list[Reply]]] = set()  # under way
 
     async def all_of(self, turns: Iterable[Awaitable[Reply]]) -> list[Reply]:
@@ -105,11 +109,15 @@ class Trajectory:
 
 
 class Endpoint:
-    """Listens on `host` (loopback, unless told otherwise) from `start` to `close`. Each open trajectory has a key."""
+    """Listens on `host` (loopback, unless told otherwise) from `start` to `close`. Each open trajectory has a key.
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._host, self._port = host, port
+    told: file that is to hold address and key of the run, for agents that are started elsewhere.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, told: Path | None = None) -> None:
+        self._host, self._port, self._told = host, port, told
         self._open: dict[str, Trajectory] = {}
+        self._run_key, self._unclaimed = secrets.token_urlsafe(32), asyncio.Queue[str]()
         self._runner: web.AppRunner | None = None
 
     @property
@@ -124,6 +132,7 @@ class Endpoint:
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._complete),
                 web.post("/v1/result", self._report),
+                web.post(CLAIMS, self._claim),
                 web.get("/v1/models", self._models),
                 web.get("/v1/row", self._row),
             ]
@@ -138,17 +147,27 @@ class Endpoint:
                 f"--endpoint-host {self._host} --endpoint-port {self._port} cannot be listened on ({error}): choose another"
             ) from error
         self._port = self._runner.addresses[0][1]
+        if self._told is not None:
+            self._told.unlink(missing_ok=True)
+            self._told.touch(mode=0o600)  # whoever can read it can take part in the run
+            self._told.write_text(json.dumps({"base_url": self.base_url, "key": self._run_key}))
 
     async def close(self) -> None:
         """Stop listening; requests under way are cancelled."""
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._told is not None:
+            self._told.unlink(missing_ok=True)
 
     def open(self, policy: Policy) -> tuple[str, Trajectory]:
         """A key for the trajectory of that policy."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._open[key] = trajectory = Trajectory(policy)
         return key, trajectory
+
+    def offer(self, key: str) -> None:
+        """Give the trajectory to the agent that asks for one next."""
+        self._unclaimed.put_nowait(key)
 
     def shut(self, key: str) -> None:
         """The trajectory has ended: its key opens nothing any more."""
@@ -160,8 +179,11 @@ class Endpoint:
         """Whose key it is; every error in the form that clients of OpenAI's API read."""
         try:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
-            trajectory = self._open.get(key.strip()) if kind.lower() == "bearer" else None
-            if trajectory is None:
+            key = key.strip() if kind.lower() == "bearer" else ""
+            if request.path == CLAIMS and secrets.compare_digest(key.encode(), self._run_key.encode()):
+                return await handler(request)
+            trajectory = self._open.get(key)
+            if trajectory is None or request.path == CLAIMS:
                 return _error(401, "no trajectory has this key, or it has ended", "invalid_api_key")
             request["trajectory"] = trajectory
             return await handler(request)
@@ -209,14 +231,23 @@ class Endpoint:
         if not all(map(is_finite_number, (result.reward, *result.numbers.values()))):
             raise ConfigurationError("reward: only finite numbers are allowed")
         request["trajectory"].result = result
+        request["trajectory"].reported.set()
         return _json({"object": "result", "reward": result.reward})
+
+    async def _claim(self, _: web.Request) -> web.StreamResponse:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLAIM_WAITS_S):
+                while (trajectory := self._open.get(key := await self._unclaimed.get())) is None:
+                    pass  # it has ended unclaimed
+                trajectory.claimed.set()
+                return _json({"key": key, "row": row_of(trajectory.policy.prompt)})
+        return web.Response(status=204)
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "async-grpo"}]})
 
     async def _row(self, request: web.Request) -> web.StreamResponse:
-        row = request["trajectory"].policy.prompt.row
-        return _json({name: value for name, value in row.items() if name != "input_token_ids"})
+        return _json(row_of(request["trajectory"].policy.prompt))
 
 
 async def _read(kind: type[Any], request: web.Request) -> Any:

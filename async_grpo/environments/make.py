@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from async_grpo.environments.agents import RunAgent
+from async_grpo.environments.agents import AwaitAgent, RunAgent
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.endpoint import Endpoint
@@ -18,7 +18,7 @@ from async_grpo.options.fields import nearest, refuse
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.protocols import Generation
 
-AGENT = "agent:"
+AGENT, ELSEWHERE = "agent:", "endpoint"
 PROCESSES, AGENTS = 4, 64  # by default
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
@@ -32,7 +32,7 @@ ECOSYSTEM = {  # PREFIX:NAME; and what is to be installed
 
 
 def source_of(name: str) -> SourceFile | None:
-    """The text that `--environment` names; it travels. None for an agent, which is a command.
+    """The text that `--environment` names; it travels. None for agents.
 
     ConfigurationError: it cannot be read, or nothing in it can play.
     """
@@ -42,13 +42,21 @@ def source_of(name: str) -> SourceFile | None:
             f"--environment {name!r}: name its command, agent:python my_agent.py",
         )
         return None
+    if name == ELSEWHERE:
+        return None
     own, package = ENVIRONMENTS.get(name), ""
     prefix, _, inside = name.partition(":")
     if prefix in ECOSYSTEM:
         own, package = ECOSYSTEM[prefix]
         refuse(not inside, f"--environment {name}: name one of its environments, {prefix}:NAME")
     if own is None and not is_file(name):
-        known = [*ENVIRONMENTS, *(f"{other}:NAME" for other in ECOSYSTEM), "FILE.py:NAME", "agent:COMMAND"]
+        known = [
+            *ENVIRONMENTS,
+            *(f"{other}:NAME" for other in ECOSYSTEM),
+            "FILE.py:NAME",
+            "agent:COMMAND",
+            ELSEWHERE,
+        ]
         raise ConfigurationError(
             f"--environment {name!r} is unknown; known: {', '.join(known)}{nearest(name, known)}"
         )
@@ -86,8 +94,9 @@ def make_played(
     settings: SharedRunSettings,
     source: SourceFile | None,
     generation: Generation,
+    folder: Path | None = None,
 ) -> Played:
-    """Trajectories of the environment, whose turns `generation` completes."""
+    """Trajectories of the environment, whose turns `generation` completes. folder: of the run, for agents elsewhere."""
     limits = TrajectoryLimits(
         *(config.max_turns, settings.max_total_tokens, config.max_turn_tokens, config.max_trajectory_s),
         settings.vocab_size,
@@ -95,8 +104,11 @@ def make_played(
     chat = Chat(load_tokenizer(model_path))
     if source is None:
         assert config.environment is not None
-        endpoint = Endpoint(config.endpoint_host, config.endpoint_port)
-        agent = RunAgent(config.environment.removeprefix(AGENT), endpoint)
+        is_elsewhere = config.environment == ELSEWHERE
+        told = folder / "endpoint.json" if folder and is_elsewhere else None
+        endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told)
+        command = config.environment.removeprefix(AGENT)
+        agent = AwaitAgent(endpoint) if is_elsewhere else RunAgent(command, endpoint)
         served = {"start": endpoint.start, "close": endpoint.close}
         return Played(
             generation, agent, chat, limits, at_once=config.environment_processes or AGENTS, **served

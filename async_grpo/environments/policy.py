@@ -16,6 +16,11 @@ from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
 
 
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What an environment is told of the prompt: its row, without the model's own token ids."""
+    return {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
+
+
 class TrajectoryOver(Exception):
     """A limit of the trajectory is reached: its program can only end."""
 

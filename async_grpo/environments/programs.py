@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from async_grpo.environments.policy import Policy, TrajectoryOver
+from async_grpo.environments.policy import Policy, TrajectoryOver, row_of
 from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses
 from async_grpo.types import Completion, Prompt
 
@@ -17,7 +17,7 @@ class Play:
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         rewards, states, messages = list[float](), list[str](), list[dict[str, Any]]()
         async with self._processes.place() as place:
-            told = await place.call("reset", _sendable(prompt.row), task_seed(self._seed, prompt))
+            told = await place.call("reset", row_of(prompt), task_seed(self._seed, prompt))
             try:
                 while not told.get("done"):
                     states.append(told["state"])
@@ -93,7 +93,3 @@ def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *
         observation = [{"role": "user", "content": observation}]
     messages += observation or []
     return messages
-
-
-def _sendable(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "input_token_ids"}

@@ -330,3 +330,61 @@ def test_a_port_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"--endpoint-port {port} cannot be listened on"):
             run(Endpoint(port=port).start())
+
+
+def test_agents_that_are_started_elsewhere_take_trajectories_and_report_them(tmp_path):
+    config = EnvironmentConfig(environment="endpoint", max_trajectory_s=20.0)
+    generation = OneSession(lambda: "yes")
+    played = make_played(config, str(MODEL), SETTINGS, None, generation, folder=tmp_path)
+
+    async def scenario():
+        await played.start()
+        file = tmp_path / "endpoint.json"
+        assert file.stat().st_mode & 0o777 == 0o600
+        told = json.loads(file.read_text())
+        prompts = [Prompt(n, np.array([5], np.int32), {"input": f"row {n}"}) for n in range(3)]
+
+        async def all_of(prompt):
+            return [one async for one in played.generate(prompt, 2)]
+
+        running = asyncio.gather(*map(all_of, prompts))
+        async with aiohttp.ClientSession() as session:
+
+            async def post(path, key, body=None):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with session.post(f"{told['base_url']}/{path}", json=body, headers=headers) as answer:
+                    return answer.status, await answer.json() if answer.status != 204 else None
+
+            async def agent():
+                status, taken = await post("trajectories", told["key"])
+                assert status == 200
+                said = [{"role": "user", "content": taken["row"]["input"]}]
+                assert (await post("chat/completions", taken["key"], {"messages": said}))[0] == 200
+                assert (await post("trajectories", taken["key"]))[0] == 401  # it is not the run's
+                number = float(taken["row"]["input"].split()[1])
+                assert (await post("result", taken["key"], {"reward": number}))[0] == 200
+                return taken["key"]
+
+            for wrong in ("", "x", told["key"][:-1]):
+                assert (await post("trajectories", wrong))[0] == 401
+            # the run's key opens no trajectory
+            assert (await post("chat/completions", told["key"], {"messages": said_hi}))[0] == 401
+            keys = await asyncio.gather(*(agent() for _ in range(6)))
+            groups = await running
+        assert len(set(keys)) == 6
+        assert [[one.outcome.reward for one in group] for group in groups] == [
+            [n, n] for n in (0.0, 1.0, 2.0)
+        ]
+        assert all(len(one.turns) == 1 and not one.outcome.failure for group in groups for one in group)
+        await played.close()
+        assert not file.exists()
+
+    said_hi = [{"role": "user", "content": "hi"}]
+    run(scenario())
+
+
+def test_a_trajectory_that_no_agent_takes_has_failed_and_says_so(tmp_path):
+    config = EnvironmentConfig(environment="endpoint", max_trajectory_s=0.5)
+    played = make_played(config, str(MODEL), SETTINGS, None, OneSession(lambda: "yes"), folder=tmp_path)
+    (one,) = run(trajectories(played, prompt_of()))
+    assert "no agent claimed it" in one.outcome.failure and one.outcome.reward is None

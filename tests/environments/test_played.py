@@ -318,7 +318,7 @@ def test_a_program_that_asked_for_nothing_has_failed(tmp_path):
     [
         (
             "gues",
-            "'gues' is unknown; known: guess, countdown_tools; or FILE.py:NAME, agent:COMMAND; did you mean guess?",
+            "FILE.py:NAME, agent:COMMAND, endpoint; did you mean guess?",
         ),
         ("{page}:add", "cannot play: name a class with reset and step, a list of functions"),
         ("{page}:Nobody", "defines no 'Nobody'"),
