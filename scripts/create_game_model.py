@@ -1,7 +1,8 @@
-"""Make a tiny chat model that knows how to play a game of async_grpo.environments, and plays it badly.
+r"""Make a tiny chat model that knows how to play a game of async_grpo.environments, and plays it badly.
 
     python scripts/create_game_model.py --output sample-data/guess-model
-    python scripts/create_game_model.py --game countdown_tools --output sample-data/tools-model
+    python scripts/create_game_model.py --game countdown_tools --output sample-data/tools-model --thoughtful 0.25 \
+        --warmup-steps 1500 --hidden-size 96 --num-layers 4 --num-heads 3 --intermediate-size 288
 
 Like scripts/create_tiny_model.py, but the warm-up is on whole games, turn by turn: the right words, mostly bad moves.
 """
@@ -108,8 +109,9 @@ def main(
         max_position_embeddings=max_positions,
     )
     rng = random.Random(seed)
-    # What it knows is learnt first; how seldom it does it, at the end
-    first, last = GAMES[game](0.8, rng), GAMES[game](thoughtful, rng)
+    # The calculator is learnt first; how seldom it is asked, at the end
+    first = GAMES[game](0.8 if game == "countdown_tools" else thoughtful, rng)
+    last = GAMES[game](thoughtful, rng)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 1 - step / warmup_steps)

@@ -15,6 +15,7 @@ import torch
 from test_generation_real import MODEL, SETTINGS, engine, environment, hf_logprobs, model, send, weights  # noqa: F401
 from test_whole_chain import left_behind
 
+from async_grpo.data import COUNTDOWN_TRAIN as DATA
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.played import Played
@@ -115,7 +116,7 @@ def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_f
         "output-dir": tmp_path / "run",
         "environment": "guess",
         "environment-processes": 4,
-        "num-training-batches": 40,
+        "num-training-batches": 30,
         "batch-size": 4,
         "samples-per-question": 4,
         "max-tokens-per-gpu": 512,
@@ -144,13 +145,93 @@ def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_f
     output = run.communicate(timeout=60)[0]
     assert run.returncode == 0, output[-3000:]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert len(lines) == 40 and killed == 3
+    assert len(lines) == 30 and killed == 3
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 40 * 16
+    assert len(samples) == 30 * 16
     failed = [sample for sample in samples if sample["status"] != "ok"]
     assert len(failed) == sum(line["environment_failures"] for line in lines)
     assert all(sample["advantage"] is None and sample["reward"] is None for sample in failed)
     assert {line["turns"] for line in lines} and all(1 <= line["turns"] <= 4 for line in lines)
+    give_up = time.monotonic() + 20
+    while (left := left_behind(tmp_path)) and time.monotonic() < give_up:
+        time.sleep(0.5)
+    assert left == []
+
+
+AGENT = """
+import json, os, sys
+from openai import OpenAI
+
+row, client = json.load(sys.stdin), OpenAI()
+tool = {"type": "function", "function": {"name": "add", "description": "a + b", "parameters": {"type": "object"}}}
+messages, told = [{"role": "user", "content": row["input"]}], []
+for turn in range(3):
+    asked = dict(model="policy", messages=messages, tools=[tool], max_tokens=20)
+    if turn == 1:
+        text, usage = "", None
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    else:
+        answer = client.chat.completions.create(**asked)
+        text, usage = answer.choices[0].message.content or "", answer.usage
+    told.append(usage.completion_tokens)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and now?"}]
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps(told) + "\\n")
+sys.exit(0 if len(text) % 2 else 100)
+"""
+
+
+def test_a_script_with_the_official_client_is_trained_and_loses_no_token_with_a_killed_engine(tmp_path):
+    """Ten steps of an unmodified script with tools and streaming, two rewards; the only engine dies on the way."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    rows = [json.loads(line) for line in DATA.read_text().splitlines()[:64]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "run-name": tmp_path.name,
+        "model-name-or-path": MODEL,
+        "data-path": tmp_path / "rows.jsonl",
+        "output-dir": tmp_path / "run",
+        "environment": f"agent:exec {sys.executable} {tmp_path / 'agent.py'} {tmp_path / 'told.jsonl'}",
+        "environment-processes": 3,
+        "reward-fns": "environment,format",
+        "num-training-batches": 10,
+        "batch-size": 1,
+        "samples-per-question": 4,
+        "max-tokens-per-gpu": 2048,
+        "max-generation-tokens": 200,
+        "engine-restarts": 2,
+    }
+    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager", "--no-mask-truncated"]
+    run = subprocess.Popen(
+        [*command, *(f"--{name}={value}" for name, value in options.items())],
+        env=os.environ | {"RUN_MARK": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics, killed = tmp_path / "run" / "training_metrics.jsonl", False
+    give_up = time.monotonic() + 200
+    while run.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.1)
+        if not killed and metrics.exists() and metrics.read_text().count("\n") >= 3:
+            family = psutil.Process(run.pid).children(recursive=True)
+            (core,) = [one for one in family if "VLLM::EngineCore" in " ".join(one.cmdline())]
+            core.send_signal(signal.SIGKILL)
+            killed = True
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, output[-3000:]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(lines) == 10 and killed and "was lost" in output
+    assert all(line["samples_in_batch"] == 4 and not line["environment_failures"] for line in lines)
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert len(told) == 40 and all(len(turns) == 3 for turns in told)
+    trained = sum(line["avg_output_tokens"] * line["samples_in_batch"] for line in lines)
+    assert trained == pytest.approx(
+        sum(map(sum, told))
+    )  # every token that a client was told of, and no other
+    assert all(0 <= line["environment/reward"] <= 1 and "format/reward" in line for line in lines)
     give_up = time.monotonic() + 20
     while (left := left_behind(tmp_path)) and time.monotonic() < give_up:
         time.sleep(0.5)
