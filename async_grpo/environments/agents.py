@@ -13,6 +13,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Mapping
+from pathlib import Path
 
 from async_grpo.environments.endpoint import Endpoint, Trajectory
 from async_grpo.environments.policy import Policy, row_of
@@ -23,6 +24,7 @@ from async_grpo.types import Completion, Prompt
 SOLVED, NOT_SOLVED = 0, 100  # exit statuses
 MAX_PROCESSES = 256  # of one agent
 KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -40,22 +42,12 @@ class RunAgent:
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
-        variables = {**self._environment, "OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _MAIN, str(os.getpid()), self._command),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=STDOUT,
-            env=child_environment(variables),
-            start_new_session=True,
-        )
+        process = await _started(self._command, self._endpoint.base_url, key, self._environment)
         try:
             said = await _talk(process, json.dumps(row_of(prompt)).encode())
             status = await process.wait()
         finally:
-            if process.returncode is None:
-                process.terminate()  # its guardian ends all that it started
-                await process.wait()
+            await _end(process)
             self._endpoint.shut(key)
         if trajectory.result is not None:
             return _reported(policy, trajectory)
@@ -70,10 +62,14 @@ class RunAgent:
 
 
 class AwaitAgent:
-    """A program: an agent that is started elsewhere claims the trajectory, plays it, and reports its result."""
+    """A program: an agent that is started elsewhere claims the trajectory, plays it, and reports its result.
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    command: of one that is started here, to play all of them; it is given the run's key.
+    """
+
+    def __init__(self, endpoint: Endpoint, command: str = "") -> None:
+        self._endpoint, self._command = endpoint, command
+        self._watching: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
@@ -90,10 +86,56 @@ class AwaitAgent:
             self._endpoint.shut(key)
         return _reported(policy, trajectory)
 
+    async def start(self) -> None:
+        """Listen, and start the command, if there is one."""
+        await self._endpoint.start()
+        if self._command:
+            process = await _started(self._command, self._endpoint.base_url, self._endpoint.run_key)
+            self._watching = asyncio.create_task(self._watch(process))
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            said = (await _talk(process, b"")).replace(self._endpoint.run_key, "(the run's key)")
+            status = await process.wait()
+            self._endpoint.fail(f"who plays them ended with exit status {status}; it said: {said}")
+        finally:
+            await _end(process)
+
+    async def close(self) -> None:
+        """End what `start` began."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._endpoint.close()
+
 
 def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
-    assert trajectory.result is not None
-    return policy.trajectory(trajectory.result.reward, truncated=False, numbers=trajectory.result.numbers)
+    result = trajectory.result
+    assert result is not None
+    if result.failure:
+        raise AgentFailed(result.failure)
+    # At a limit it may still have been scored, as far as it came
+    return policy.trajectory(result.reward, truncated=bool(policy.is_over), numbers=result.numbers)
+
+
+async def _started(
+    command: str, base_url: str, key: str, more: Mapping[str, str] | None = None
+) -> asyncio.subprocess.Process:
+    variables = {**(more or {}), "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _MAIN, str(os.getpid()), command),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=STDOUT,
+        env=child_environment(variables),
+        start_new_session=True,
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()  # its guardian ends all that it started
+        await process.wait()
 
 
 async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
@@ -109,9 +151,15 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
     return said.decode(errors="replace").strip()
 
 
+def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without this package on the path: an agent may be of another interpreter, that our packages do not fit."""
+    kept = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path != PACKAGE_ROOT]
+    return {**variables, "PYTHONPATH": os.pathsep.join(kept)}
+
+
 def main(owner_pid: int, command: str) -> None:
     """Below a guardian, become the agent."""
     spare = os.open(os.devnull, os.O_RDONLY)
     split_off_guardian(owner_pid, spare, MAX_PROCESSES)
     os.close(spare)
-    os.execvp("/bin/sh", ["/bin/sh", "-c", command])
+    os.execve("/bin/sh", ["/bin/sh", "-c", command], for_agents(os.environ))

@@ -2,7 +2,8 @@
 
     POST /v1/chat/completions, /v1/completions     as OpenAI's, with tools, streaming, n, stop, max_tokens
     GET  /v1/models, /v1/row                       the policy; the row of the data set that the trajectory is about
-    POST /v1/result {"reward": 1.0}                what the trajectory has earned, with further numbers for the metrics
+    POST /v1/result {"reward": 1.0}                what the trajectory has earned, with further numbers for the metrics;
+                                                   or {"failure": "why"}
     POST /v1/trajectories                          with the run's key: a trajectory that waits for an agent, its key and row
 
 What is drawn is drawn as the run trains it: temperature, top_p, penalties and seeds of a request are ignored. A streamed
@@ -12,16 +13,26 @@ answer comes when it is whole, in the pieces that clients expect.
 import asyncio
 import json
 import secrets
-import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from aiohttp import web
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from async_grpo.environments.openai_api import (
+    MODEL,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    Result,
+    as_template,
+    body_of,
+    read,
+    streamed,
+)
 from async_grpo.environments.policy import Policy, Reply, TrajectoryOver, row_of
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
@@ -29,56 +40,6 @@ from async_grpo.rewards.adapter.result import is_finite_number
 
 MAX_REQUEST_BYTES = 16 * 2**20
 CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
-MODEL = "policy"  # the name that the server gives it; any name is accepted
-
-
-Word = Annotated[str, Field(min_length=1)]
-
-
-class Request(BaseModel):
-    """What both kinds of requests may say; all else is ignored."""
-
-    model: str = MODEL
-    n: Annotated[int, Field(ge=1, le=64)] = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
-
-
-class Function(BaseModel, extra="allow"):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class Call(BaseModel, extra="allow"):
-    function: Function
-
-
-class Text(BaseModel):
-    type: Literal["text"]  # images are not taken
-    text: str
-
-
-class ChatMessage(BaseModel, extra="allow"):
-    role: str
-    content: str | list[Text] | None = None
-    tool_calls: list[Call] | None = None
-
-
-class ChatRequest(Request):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-
-
-class CompletionRequest(Request):
-    prompt: str | list[Annotated[int, Field(ge=0)]]
-
-
-class Result(BaseModel):
-    reward: float
-    numbers: dict[str, float] = {}
 
 
 class Trajectory:
@@ -102,6 +63,12 @@ class Trajectory:
                 raise ConfigurationError("the trajectory has ended") from None
             raise
 
+    def report(self, result: Result) -> None:
+        """The last one counts."""
+        self.result = result
+        self.claimed.set()
+        self.reported.set()
+
     def end(self) -> None:
         """Nothing is sampled for it any more."""
         for together in tuple(self._turns):
@@ -117,7 +84,8 @@ class Endpoint:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, told: Path | None = None) -> None:
         self._host, self._port, self._told = host, port, told
         self._open: dict[str, Trajectory] = {}
-        self._run_key, self._unclaimed = secrets.token_urlsafe(32), asyncio.Queue[str]()
+        self.run_key, self._unclaimed = secrets.token_urlsafe(32), asyncio.Queue[str]()
+        self._broken: Result | None = None
         self._runner: web.AppRunner | None = None
 
     @property
@@ -150,7 +118,7 @@ class Endpoint:
         if self._told is not None:
             self._told.unlink(missing_ok=True)
             self._told.touch(mode=0o600)  # whoever can read it can take part in the run
-            self._told.write_text(json.dumps({"base_url": self.base_url, "key": self._run_key}))
+            self._told.write_text(json.dumps({"base_url": self.base_url, "key": self.run_key}))
 
     async def close(self) -> None:
         """Stop listening; requests under way are cancelled."""
@@ -163,7 +131,15 @@ class Endpoint:
         """A key for the trajectory of that policy."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._open[key] = trajectory = Trajectory(policy)
+        if self._broken is not None:
+            trajectory.report(self._broken)
         return key, trajectory
+
+    def fail(self, reason: str) -> None:
+        """Who would play all trajectories is gone: they have failed, those to come as well."""
+        self._broken = Result(failure=reason)
+        for trajectory in self._open.values():
+            trajectory.report(self._broken)
 
     def offer(self, key: str) -> None:
         """Give the trajectory to the agent that asks for one next."""
@@ -180,7 +156,7 @@ class Endpoint:
         try:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             key = key.strip() if kind.lower() == "bearer" else ""
-            if request.path == CLAIMS and secrets.compare_digest(key.encode(), self._run_key.encode()):
+            if request.path == CLAIMS and secrets.compare_digest(key.encode(), self.run_key.encode()):
                 return await handler(request)
             trajectory = self._open.get(key)
             if trajectory is None or request.path == CLAIMS:
@@ -200,12 +176,12 @@ class Endpoint:
             return _error(503, str(error), "engine_lost")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(ChatRequest, request)
-        messages = list(map(_as_template, asked.messages))
+        asked = await read(ChatRequest, request)
+        messages = list(map(as_template, asked.messages))
         return await self._answer(request, asked, messages, tools=asked.tools)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = await _read(CompletionRequest, request)
+        asked = await read(CompletionRequest, request)
         policy: Policy = request["trajectory"].policy
         prompt = asked.prompt
         refuse(len(prompt) == 0, "prompt: it is empty")
@@ -223,16 +199,16 @@ class Endpoint:
         most = min(limits, default=None)
         turns = (policy.complete(context, max_tokens=most, stop=stop, **more) for _ in range(asked.n))
         replies = await request["trajectory"].all_of(turns)
-        answer = _body(asked, replies, stop)
-        return await _streamed(request, asked, answer) if asked.stream else _json(answer)
+        answer = body_of(asked, replies, stop)
+        return await streamed(request, asked, answer) if asked.stream else web.json_response(answer)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
-        result = await _read(Result, request)
-        if not all(map(is_finite_number, (result.reward, *result.numbers.values()))):
-            raise ConfigurationError("reward: only finite numbers are allowed")
-        request["trajectory"].result = result
-        request["trajectory"].reported.set()
-        return _json({"object": "result", "reward": result.reward})
+        result = await read(Result, request)
+        finite = all(map(is_finite_number, (result.reward or 0.0, *result.numbers.values())))
+        refuse(not finite, "reward: only finite numbers are allowed")
+        refuse((result.reward is None) != bool(result.failure), "give either a reward or a failure")
+        request["trajectory"].report(result)
+        return web.json_response({"object": "result", "reward": result.reward})
 
     async def _claim(self, _: web.Request) -> web.StreamResponse:
         with suppress(TimeoutError):
@@ -240,92 +216,20 @@ class Endpoint:
                 while (trajectory := self._open.get(key := await self._unclaimed.get())) is None:
                     pass  # it has ended unclaimed
                 trajectory.claimed.set()
-                return _json({"key": key, "row": row_of(trajectory.policy.prompt)})
+                return web.json_response({"key": key, "row": row_of(trajectory.policy.prompt)})
         return web.Response(status=204)
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "async-grpo"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "async-grpo"}]}
+        )
 
     async def _row(self, request: web.Request) -> web.StreamResponse:
-        return _json(row_of(request["trajectory"].policy.prompt))
-
-
-async def _read(kind: type[Any], request: web.Request) -> Any:
-    """The body of a request; ValidationError, or an HTTP error, for what is none."""
-    try:
-        return TypeAdapter(kind).validate_python(json.loads(await request.text()))
-    except (ValueError, RecursionError, LookupError) as error:
-        if isinstance(error, ValidationError):
-            raise
-        raise web.HTTPBadRequest(text=f"the body is no JSON: {type(error).__name__}") from error
-
-
-def _as_template(message: ChatMessage) -> dict[str, Any]:
-    """As chat templates know it: its content is one text."""
-    told = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        told["content"] = "".join(part.text for part in message.content)
-    return told
-
-
-def _body(asked: Request, replies: Sequence[Reply], stop: Sequence[str]) -> dict[str, Any]:
-    is_chat, tokens = isinstance(asked, ChatRequest), sum(len(reply.completion) for reply in replies)
-    choices = []
-    for index, reply in enumerate(replies):
-        reason = "length" if reply.completion.truncated else "stop"
-        if is_chat:
-            message = dict(reply.message)
-            if message.get("tool_calls"):
-                reason = "tool_calls" if reason == "stop" else reason
-            choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": None})
-        else:
-            text = next(
-                (reply.text.removesuffix(end) for end in stop if reply.text.endswith(end)), reply.text
-            )
-            choices.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
-    given = replies[0].prompt_tokens
-    return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": asked.model,
-        "choices": choices,
-        "usage": {"prompt_tokens": given, "completion_tokens": tokens, "total_tokens": given + tokens},
-    }
-
-
-async def _streamed(request: web.Request, asked: Request, answer: dict[str, Any]) -> web.StreamResponse:
-    """The answer as server-sent events."""
-    usage = answer.pop("usage")
-    if is_chat := isinstance(asked, ChatRequest):
-        answer["object"] = "chat.completion.chunk"
-    events = []
-    for choice in answer.pop("choices"):
-        index, reason = choice["index"], choice["finish_reason"]
-        if is_chat:
-            message = choice["message"]
-            calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-            delta = {**message, **({"tool_calls": calls} if calls else {})}
-            events += [{"index": index, "delta": delta, "finish_reason": None}]
-            events += [{"index": index, "delta": {}, "finish_reason": reason}]
-        else:
-            events += [{"index": index, "text": choice["text"], "finish_reason": reason, "logprobs": None}]
-    lines = [answer | {"choices": [event]} for event in events]
-    if (asked.stream_options or {}).get("include_usage"):
-        lines.append(answer | {"choices": [], "usage": usage})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    with suppress(ConnectionError):  # who asked has gone: the turn counts all the same
-        await response.prepare(request)
-        for line in [*map(json.dumps, lines), "[DONE]"]:
-            await response.write(f"data: {line}\n\n".encode())
-        await response.write_eof()
-    return response
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.json_response(body, status=status)
+        return web.json_response(row_of(request["trajectory"].policy.prompt))
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return _json({"error": {"message": message, "type": kind, "code": code, "param": None}}, status)
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status
+    )

@@ -1,9 +1,15 @@
 """What `--environment` names, and the `Generation` that has it play."""
 
+import json
+import os
+import shlex
+import subprocess
+import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from async_grpo.environments.agents import AwaitAgent, RunAgent
+from async_grpo.environments.agents import AwaitAgent, RunAgent, for_agents
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.endpoint import Endpoint
@@ -20,10 +26,12 @@ from async_grpo.protocols import Generation
 
 AGENT, ELSEWHERE = "agent:", "endpoint"
 PROCESSES, AGENTS = 4, 64  # by default
+ROWS_WITHIN_S = 600.0
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
 }
+VERIFIERS = Path(__file__).parent / "ecosystem" / "verifiers_program" / "verifiers_agent.py"
 ECOSYSTEM = {  # PREFIX:NAME; and what is to be installed
     "reasoning_gym": ("ecosystem/reasoning_gym.py:ReasoningGym", "reasoning-gym"),
     "textarena": ("ecosystem/textarena.py:TextArena", "textarena"),
@@ -42,10 +50,10 @@ def source_of(name: str) -> SourceFile | None:
             f"--environment {name!r}: name its command, agent:python my_agent.py",
         )
         return None
-    if name == ELSEWHERE:
+    prefix, _, inside = name.partition(":")
+    if name == ELSEWHERE or (prefix == "verifiers" and inside):
         return None
     own, package = ENVIRONMENTS.get(name), ""
-    prefix, _, inside = name.partition(":")
     if prefix in ECOSYSTEM:
         own, package = ECOSYSTEM[prefix]
         refuse(not inside, f"--environment {name}: name one of its environments, {prefix}:NAME")
@@ -78,7 +86,9 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 
 def rows_of(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
     """The rows that an environment makes itself. split: "train" or "eval". ConfigurationError: it makes none."""
-    name = config.environment
+    name = config.environment or ""
+    if name.startswith("verifiers:"):
+        return _verifiers_rows(config, split)
     source = source_of(name) if name else None
     make = getattr(source.object(), "rows", None) if source else None
     if make is None:
@@ -86,6 +96,32 @@ def rows_of(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
             f"--environment {name} makes no rows of its own ({ROWS!r} for data): give a JSONL file"
         )
     return make(split, **settings_of(config))
+
+
+def _verifiers_command(config: EnvironmentConfig, mode: str, *more: str) -> list[str]:
+    options: dict[str, Any] = {}
+    for dotted, value in config.environment_settings.items():
+        *path, last = dotted.split(".")
+        reduce(lambda inside, part: inside.setdefault(part, {}), path, options)[last] = value
+    python = str(options.pop("python", sys.executable))
+    assert config.environment is not None
+    name = config.environment.removeprefix("verifiers:")
+    return [python, str(VERIFIERS), mode, name, json.dumps(options), *more]
+
+
+def _verifiers_rows(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
+    command = _verifiers_command(config, "rows", split)
+    try:
+        ended = subprocess.run(
+            command, env=for_agents(os.environ), capture_output=True, text=True, timeout=ROWS_WITHIN_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"--environment {config.environment}: {error}") from error
+    if ended.returncode:
+        hint = "; --environment-options python=PATH names the interpreter that verifiers is installed in"
+        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ConfigurationError(f"--environment {config.environment}: {last}{hint}")
+    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def make_played(
@@ -104,15 +140,16 @@ def make_played(
     chat = Chat(load_tokenizer(model_path))
     if source is None:
         assert config.environment is not None
-        is_elsewhere = config.environment == ELSEWHERE
-        told = folder / "endpoint.json" if folder and is_elsewhere else None
+        told = folder / "endpoint.json" if folder and config.environment == ELSEWHERE else None
         endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told)
-        command = config.environment.removeprefix(AGENT)
-        agent = AwaitAgent(endpoint) if is_elsewhere else RunAgent(command, endpoint)
-        served = {"start": endpoint.start, "close": endpoint.close}
-        return Played(
-            generation, agent, chat, limits, at_once=config.environment_processes or AGENTS, **served
-        )
+        at_once = config.environment_processes or AGENTS
+        if config.environment.startswith(AGENT):
+            one = RunAgent(config.environment.removeprefix(AGENT), endpoint)
+            served = {"start": endpoint.start, "close": endpoint.close}
+            return Played(generation, one, chat, limits, at_once=at_once, **served)
+        is_verifiers = config.environment != ELSEWHERE
+        agent = AwaitAgent(endpoint, shlex.join(_verifiers_command(config, "play")) if is_verifiers else "")
+        return Played(generation, agent, chat, limits, at_once=at_once, start=agent.start, close=agent.close)
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
