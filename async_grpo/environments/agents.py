@@ -24,7 +24,7 @@ from async_grpo.types import Completion, Prompt
 SOLVED, NOT_SOLVED = 0, 100  # exit statuses
 MAX_PROCESSES = 256  # of one agent
 KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -42,12 +42,14 @@ class RunAgent:
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
-        process = await _started(self._command, self._endpoint.base_url, key, self._environment)
         try:
-            said = await _talk(process, json.dumps(row_of(prompt)).encode())
-            status = await process.wait()
+            process = await _started(self._command, self._endpoint.base_url, key, self._environment)
+            try:
+                said = await _talk(process, json.dumps(row_of(prompt)).encode())
+                status = await process.wait()
+            finally:
+                await _end(process)
         finally:
-            await _end(process)
             self._endpoint.shut(key)
         if trajectory.result is not None:
             return _reported(policy, trajectory)
@@ -75,9 +77,8 @@ class AwaitAgent:
         key, trajectory = self._endpoint.open(policy)
         try:
             self._endpoint.offer(key)
-            async with asyncio.timeout(
-                0.9 * policy.limits.seconds
-            ):  # else it would count as one that went on too long
+            # Before the trajectory's own time is up: it would count as one that went on too long
+            async with asyncio.timeout(0.9 * policy.limits.seconds):
                 await trajectory.claimed.wait()
             await trajectory.reported.wait()
         except TimeoutError as error:
@@ -153,7 +154,8 @@ async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
 
 def for_agents(variables: Mapping[str, str]) -> dict[str, str]:
     """Without this package on the path: an agent may be of another interpreter, that our packages do not fit."""
-    kept = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path != PACKAGE_ROOT]
+    paths = variables.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [path for path in paths if Path(path).resolve() != PACKAGE_ROOT]
     return {**variables, "PYTHONPATH": os.pathsep.join(kept)}
 
 

@@ -210,13 +210,15 @@ class Endpoint:
         request["trajectory"].report(result)
         return web.json_response({"object": "result", "reward": result.reward})
 
-    async def _claim(self, _: web.Request) -> web.StreamResponse:
+    async def _claim(self, request: web.Request) -> web.StreamResponse:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLAIM_WAITS_S):
                 while (trajectory := self._open.get(key := await self._unclaimed.get())) is None:
                     pass  # it has ended unclaimed
-                trajectory.claimed.set()
-                return web.json_response({"key": key, "row": row_of(trajectory.policy.prompt)})
+                if request.transport is not None and not request.transport.is_closing():
+                    trajectory.claimed.set()
+                    return web.json_response({"key": key, "row": row_of(trajectory.policy.prompt)})
+                self.offer(key)  # who asked has gone
         return web.Response(status=204)
 
     async def _models(self, _: web.Request) -> web.StreamResponse:

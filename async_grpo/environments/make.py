@@ -58,13 +58,8 @@ def source_of(name: str) -> SourceFile | None:
         own, package = ECOSYSTEM[prefix]
         refuse(not inside, f"--environment {name}: name one of its environments, {prefix}:NAME")
     if own is None and not is_file(name):
-        known = [
-            *ENVIRONMENTS,
-            *(f"{other}:NAME" for other in ECOSYSTEM),
-            "FILE.py:NAME",
-            "agent:COMMAND",
-            ELSEWHERE,
-        ]
+        named = [f"{other}:NAME" for other in (*ECOSYSTEM, "verifiers")]
+        known = [*ENVIRONMENTS, *named, "FILE.py:NAME", "agent:COMMAND", ELSEWHERE]
         raise ConfigurationError(
             f"--environment {name!r} is unknown; known: {', '.join(known)}{nearest(name, known)}"
         )

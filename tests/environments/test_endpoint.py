@@ -388,3 +388,35 @@ def test_a_trajectory_that_no_agent_takes_has_failed_and_says_so(tmp_path):
     played = make_played(config, str(MODEL), SETTINGS, None, OneSession(lambda: "yes"), folder=tmp_path)
     (one,) = run(trajectories(played, prompt_of()))
     assert "no agent claimed it" in one.outcome.failure and one.outcome.reward is None
+
+
+def test_who_asks_for_a_trajectory_and_goes_away_takes_none(tmp_path):
+    config = EnvironmentConfig(environment="endpoint", max_trajectory_s=30.0)
+    played = make_played(config, str(MODEL), SETTINGS, None, OneSession(lambda: "yes"), folder=tmp_path)
+
+    async def scenario():
+        await played.start()
+        told = json.loads((tmp_path / "endpoint.json").read_text())
+        url, headers = f"{told['base_url']}/trajectories", {"Authorization": f"Bearer {told['key']}"}
+        async with aiohttp.ClientSession() as gone:
+            with pytest.raises(asyncio.TimeoutError):
+                async with asyncio.timeout(0.3), gone.post(url, headers=headers):
+                    pass
+        await asyncio.sleep(0.1)
+
+        async def play():
+            return [one async for one in played.generate(prompt_of(), 1)]
+
+        running = asyncio.ensure_future(play())
+        async with aiohttp.ClientSession() as session:
+            async with session.post(url, headers=headers) as answer:
+                taken = await answer.json()
+            own = {"Authorization": f"Bearer {taken['key']}"}
+            body = {"failure": "the tool is broken"}
+            async with session.post(f"{told['base_url']}/result", json=body, headers=own) as answer:
+                assert answer.status == 200
+            (one,) = await running
+        assert "the tool is broken" in one.outcome.failure and one.outcome.reward is None
+        await played.close()
+
+    run(scenario())

@@ -9,7 +9,7 @@ def environment(sample: dict[str, Any]) -> float:
     """The trajectory's own reward."""
     if (reward := sample.get("environment_reward")) is None:
         raise ValueError(
-            "the environment gives no reward: name others by --reward-fns, which score the last turn"
+            "the environment gives no reward, or did not end in time: others, by --reward-fns, score the last turn"
         )
     return float(reward)
 
