@@ -35,15 +35,13 @@ class AgentFailed(RuntimeError):
 class RunAgent:
     """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
 
-    def __init__(
-        self, command: str, endpoint: Endpoint, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self._command, self._endpoint, self._environment = command, endpoint, dict(environment or {})
+    def __init__(self, command: str, endpoint: Endpoint) -> None:
+        self._command, self._endpoint = command, endpoint
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
         try:
-            process = await _started(self._command, self._endpoint.base_url, key, self._environment)
+            process = await _started(self._command, self._endpoint.base_url, key)
             try:
                 said = await _talk(process, json.dumps(row_of(prompt)).encode())
                 status = await process.wait()
@@ -115,20 +113,16 @@ def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
     assert result is not None
     if result.failure:
         raise AgentFailed(result.failure)
-    # At a limit it may still have been scored, as far as it came
-    return policy.trajectory(result.reward, truncated=bool(policy.is_over), numbers=result.numbers)
+    return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
 
 
-async def _started(
-    command: str, base_url: str, key: str, more: Mapping[str, str] | None = None
-) -> asyncio.subprocess.Process:
-    variables = {**(more or {}), "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+async def _started(command: str, base_url: str, key: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _MAIN, str(os.getpid()), command),
         stdin=PIPE,
         stdout=PIPE,
         stderr=STDOUT,
-        env=child_environment(variables),
+        env=child_environment({"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}),
         start_new_session=True,
     )
 

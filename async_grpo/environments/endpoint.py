@@ -36,7 +36,6 @@ from async_grpo.environments.openai_api import (
 from async_grpo.environments.policy import Policy, Reply, TrajectoryOver, row_of
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
-from async_grpo.rewards.adapter.result import is_finite_number
 
 MAX_REQUEST_BYTES = 16 * 2**20
 CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
@@ -204,8 +203,6 @@ class Endpoint:
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         result = await read(Result, request)
-        finite = all(map(is_finite_number, (result.reward or 0.0, *result.numbers.values())))
-        refuse(not finite, "reward: only finite numbers are allowed")
         refuse((result.reward is None) != bool(result.failure), "give either a reward or a failure")
         request["trajectory"].report(result)
         return web.json_response({"object": "result", "reward": result.reward})

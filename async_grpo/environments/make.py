@@ -140,11 +140,10 @@ def make_played(
         at_once = config.environment_processes or AGENTS
         if config.environment.startswith(AGENT):
             one = RunAgent(config.environment.removeprefix(AGENT), endpoint)
-            served = {"start": endpoint.start, "close": endpoint.close}
-            return Played(generation, one, chat, limits, at_once=at_once, **served)
-        is_verifiers = config.environment != ELSEWHERE
-        agent = AwaitAgent(endpoint, shlex.join(_verifiers_command(config, "play")) if is_verifiers else "")
-        return Played(generation, agent, chat, limits, at_once=at_once, start=agent.start, close=agent.close)
+            return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)
+        command = "" if config.environment == ELSEWHERE else shlex.join(_verifiers_command(config, "play"))
+        agent = AwaitAgent(endpoint, command)
+        return Played(generation, agent, chat, limits, at_once=at_once, needs=agent)
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
@@ -153,4 +152,4 @@ def make_played(
         config.environment_timeout_s,
     )
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
-    return Played(generation, program, chat, limits, start=processes.start, close=processes.close)
+    return Played(generation, program, chat, limits, needs=processes)

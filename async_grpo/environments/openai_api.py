@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from async_grpo.environments.policy import Reply
 
@@ -58,9 +58,9 @@ class CompletionRequest(Request):
 
 
 class Result(BaseModel):
-    reward: float | None = None
+    reward: FiniteFloat | None = None
     failure: str = ""  # then it has failed
-    numbers: dict[str, float] = {}
+    numbers: dict[str, FiniteFloat] = {}
 
 
 async def read(kind: type[Any], request: web.Request) -> Any:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from async_grpo.environments.chat import Chat
 from async_grpo.environments.config import TrajectoryLimits
@@ -22,12 +22,19 @@ async def one_completion(prompt: Prompt, policy: Policy) -> Completion:
     return policy.trajectory()
 
 
+class Needs(Protocol):
+    """What a program cannot do without: processes, a server."""
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+
 class Played:
     """`Generation` of trajectories; its turns are completed by another one.
 
     Args:
         at_once: trajectories; the others wait, and their time does not run (None: all).
-        start, close: of what the program needs.
+        needs: of the program, started and closed with this.
     """
 
     def __init__(
@@ -38,12 +45,11 @@ class Played:
         limits: TrajectoryLimits,
         *,
         at_once: int | None = None,
-        start: Callable[[], Awaitable[object]] | None = None,
-        close: Callable[[], Awaitable[object]] | None = None,
+        needs: Needs | None = None,
     ) -> None:
         self._generation, self._program, self._chat, self._limits = generation, program, chat, limits
         self._places = asyncio.Semaphore(at_once) if at_once else nullcontext()
-        self._start, self._close = start, close
+        self._needs = needs
 
     async def generate(
         self, prompt: Prompt, count: int, sampling: Sampling | None = None, session: Session | None = None
@@ -98,10 +104,10 @@ class Played:
 
     async def start(self) -> None:
         """Make what the program needs. ConfigurationError: it cannot be made."""
-        if self._start is not None:
-            await self._start()
+        if self._needs is not None:
+            await self._needs.start()
 
     async def close(self) -> None:
         """End what the program needed."""
-        if self._close is not None:
-            await self._close()
+        if self._needs is not None:
+            await self._needs.close()

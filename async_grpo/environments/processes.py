@@ -37,20 +37,10 @@ class EnvironmentProcesses:
 
     Args:
         source: the file and its object. options: for the environment's constructor.
-        environment: variables for the processes beside the allow-list.
     """
 
-    def __init__(
-        self,
-        source: SourceFile,
-        options: Mapping[str, Any],
-        count: int,
-        timeout_s: float,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self._processes = [
-            EnvironmentProcess(source, source.name, options, environment=environment) for _ in range(count)
-        ]
+    def __init__(self, source: SourceFile, options: Mapping[str, Any], count: int, timeout_s: float) -> None:
+        self._processes = [EnvironmentProcess(source, source.name, options) for _ in range(count)]
         self._timeout_s = timeout_s
         self._alive = dict.fromkeys(self._processes, 0)  # trajectories
         self._numbers = itertools.count()

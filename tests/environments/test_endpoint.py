@@ -238,7 +238,7 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
         ("completions", {"prompt": [1, -2]}, "prompt"),
         ("completions", {"prompt": [1] * 4000}, "the trajectory is over: it has had its 4000 tokens"),
         ("result", {"reward": "much"}, "reward"),
-        ("result", {"reward": float("nan")}, "only finite numbers"),
+        ("result", {"reward": float("nan")}, "finite number"),
         ("nothing", {}, "404"),
     ],
 )

@@ -105,10 +105,9 @@ class Server:
 
     def sessions(self) -> tuple[int, int]:
         """How many environments are open there, and how many connections."""
+        connections = [one for one in psutil.Process(self.process.pid).net_connections() if one.raddr]
         with urllib.request.urlopen(f"{self.url}/open", timeout=10) as answer:
-            found = json.load(answer)
-            others = [one for one in psutil.Process(self.process.pid).net_connections() if one.raddr]
-            return found, len(others) - 1  # this one
+            return json.load(answer), len(connections)
 
     def close(self) -> None:
         self.kill()
@@ -144,9 +143,7 @@ def played(environment: str, generation=None, timeout_s=20.0, turns=16, **option
     processes = EnvironmentProcesses(SourceFile.read(f"{FILE}:OpenEnv"), options, 1, timeout_s)
     limits, program = TrajectoryLimits(turns, 4000, None, 60), Play(processes, 0)
     generation = generation or OneSession(lambda: "hm")
-    return Played(
-        generation, program, chat_of("appends"), limits, start=processes.start, close=processes.close
-    )
+    return Played(generation, program, chat_of("appends"), limits, needs=processes)
 
 
 def told(one) -> list[str]:
