@@ -59,9 +59,7 @@ PLACES = {  # module, dataclass of options, function
     "replay": ("programs.replay",),
     "plot": ("programs.plot",),
 }
-COMMANDS = {
-    name: Command(HELP[name], f"async_grpo.{module}", *own) for name, (module, *own) in PLACES.items()
-}
+COMMANDS = {name: Command(HELP[name], f"async_grpo.{at}", *own) for name, (at, *own) in PLACES.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -85,9 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
     for name, command in COMMANDS.items():
         app.command(name, help=command.help)(lambda: None)
-    data = typer.Typer(
-        help="Make training data for a tokenizer: data countdown, data gsm8k.", no_args_is_help=True
-    )
+    data = typer.Typer(help="Make training data: data countdown, data gsm8k.", no_args_is_help=True)
     data.command("countdown")(create_count_down.main)
     data.command("gsm8k")(create_gsm8k.main)
     app.add_typer(data, name="data")
@@ -133,9 +129,7 @@ def _imported(name: str) -> ModuleType:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         broken = "torchvision" in str(cause)  # built for another torch, and nothing here needs it
-        way_out = (
-            "pip uninstall torchvision torchaudio torchcodec" if broken else "see README.md on installing"
-        )
+        way_out = "pip uninstall torchvision torchaudio torchcodec" if broken else "see README.md"
         raise SystemExit(f"error: {name} cannot be imported: {cause}: {way_out}") from error
 
 

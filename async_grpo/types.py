@@ -83,9 +83,7 @@ class Tokens:
 class Turn:
     """So many sampled tokens of a trajectory, and what stood before them."""
 
-    before: (
-        np.ndarray
-    )  # (E,) int32, since the turn before, of an environment; of a fresh one, all that the engine saw
+    before: np.ndarray  # (E,) int32, of an environment; of a fresh one, all that the engine saw
     tokens: int
     fresh: bool = False  # it begins a sequence of its own: the history was rewritten, or it is the first turn
     said: str = ""  # `before` as text, of a fresh one what is new in it
@@ -99,12 +97,8 @@ class Outcome:
     reward: float | None = None  # the environment's own; None: it has none to give
     failure: str = ""  # why there is nothing to be scored: it is no zero
     turn_rewards: tuple[float, ...] = ()  # of the environment's own, one per turn; () if it gives none
-    states: tuple[
-        str, ...
-    ] = ()  # names of what each turn found, to compare equal ones (GiGPO); () if not named
-    numbers: Mapping[str, float] = field(
-        default_factory=dict
-    )  # `turns`, `tool_calls` ...: go into the metrics
+    states: tuple[str, ...] = ()  # names of what each turn found, for GiGPO; () if not named
+    numbers: Mapping[str, float] = field(default_factory=dict)  # for the metrics: `tool_calls` ...
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,7 @@ class AlgorithmConfig(Section):
         "How token losses become one number.",
         choices="async_grpo.algorithm.aggregation:AGGREGATIONS",
     )
-    clip_low: float | None = _algorithm(
-        None, "The ratio is clipped below 1 - this (default: the loss's own).", range=SHARE
-    )
+    clip_low: float | None = _algorithm(None, "Clip ratios below 1 - this (None: the loss's).", range=SHARE)
     clip_high: float | None = _algorithm(
         None, "The ratio is clipped above 1 + this (default: the loss's own).", range=NOT_NEGATIVE
     )
@@ -88,9 +86,7 @@ class AlgorithmConfig(Section):
         everyday=True,
     )
     kl_kind: str = _algorithm("k3", "Estimator of that KL; a + at the end: gradient of k2.", choices=KL_KINDS)
-    kl_clamp: float | None = _algorithm(
-        None, "Hold each token's KL within plus and minus this.", range=POSITIVE
-    )
+    kl_clamp: float | None = _algorithm(None, "Hold each token's KL within +- this.", range=POSITIVE)
     kl_in_reward: bool = _algorithm(False, "Take the KL off the reward instead of adding it to the loss.")
 
     old_policy: str = off_policy(
@@ -101,9 +97,7 @@ class AlgorithmConfig(Section):
     importance_level: str = off_policy(
         "none", "Importance weights current (or proximal) / engine.", choices=("none", "token", "sequence")
     )
-    importance_mode: str = off_policy(
-        "truncate", "truncate (TIS) or mask (IcePop).", choices=("truncate", "mask")
-    )
+    importance_mode: str = off_policy("truncate", "TIS (truncate) or IcePop.", choices=("truncate", "mask"))
     importance_low: float | None = off_policy(None, "Lowest weight.", range=NOT_NEGATIVE)
     importance_high: float = off_policy(2.0, "Highest weight; inf: no limit.", range=POSITIVE, unbounded=True)
     importance_normalize: bool = off_policy(False, "Divide the weights by their mean over the step.")
@@ -124,9 +118,7 @@ class AlgorithmConfig(Section):
     overlong_penalty: float = on_groups(1.0, "What the longest completion loses.", range=POSITIVE)
 
     critic_coef: float = _critic(0.5, "Weight of the value loss (estimator gae).", range=NOT_NEGATIVE)
-    critic_clip: float = _critic(
-        0.5, "Values are clipped to this distance from the old ones.", range=POSITIVE
-    )
+    critic_clip: float = _critic(0.5, "Values are clipped to this distance from old ones.", range=POSITIVE)
     critic_trunk_gradient: bool = _critic(True, "Let the value loss train the policy's trunk as well.")
 
     temperature: float = _generation(1.0, "Sampling temperature, and the divisor of the policy's logits.")

@@ -95,10 +95,8 @@ class PolicyLoss:
         name, known = self.function.__name__, keywords(self.function)
         unknown = ", ".join(sorted(options.keys() - known.keys()))
         refuse(bool(unknown), f"the loss {name} has no option {unknown}; known: {', '.join(known) or 'none'}")
-        refuse(
-            self.needs_proximal and options.get("proximal_logprobs") is None,
-            f"the loss {name} needs proximal_logprobs; run a proximal logprob worker or choose another loss",
-        )
+        lacks = self.needs_proximal and options.get("proximal_logprobs") is None
+        refuse(lacks, f"the loss {name} needs proximal_logprobs: run a proximal logprob worker")
         mask, given = mask.bool(), (logprobs, old_logprobs.detach(), advantages.detach())
         logprobs, old_logprobs, advantages = (torch.where(mask, values, 0) for values in given)
         batch = LossBatch(logprobs, old_logprobs, advantages, mask, sequence_ids)

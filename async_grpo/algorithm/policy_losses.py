@@ -166,9 +166,7 @@ def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Lo
 
     Gao et al. 2025 ("Soft Adaptive Policy Optimization"), with its temperatures: tau_pos where A > 0, else tau_neg.
     """
-    refuse(
-        min(tau_pos, tau_neg) <= 0, f"sapo has tau_pos {tau_pos} and tau_neg {tau_neg}; both must be positive"
-    )
+    refuse(min(tau_pos, tau_neg) <= 0, f"sapo: tau_pos {tau_pos} and tau_neg {tau_neg} must be positive")
     tau = torch.full_like(batch.ratio, tau_neg).masked_fill(batch.advantages > 0, tau_pos)
     gate = torch.sigmoid(tau * (batch.ratio - 1)) * 4 / tau
     return -batch.advantages * gate, ratio_metrics(batch.ratio)

@@ -163,9 +163,8 @@ class GenerationWorkers(RegisteredWorkers):
         in_vain = 0
         for _ in range(MOST_ATTEMPTS):
             had = len(owed), sum(map(len, begun.values()))
-            tokens_each = (
-                len(prompt.token_ids) + int(self._mean_length) + max(map(len, begun.values()), default=0)
-            )
+            has = len(prompt.token_ids) + max(map(len, begun.values()), default=0)
+            tokens_each = has + int(self._mean_length)
             who, prefers = f"prompt {prompt.ordinal}", session.worker_id
             async with self.lease(who, len(owed), tokens_each, prefers) as (link, lease):
                 session.worker_id = lease.worker_id
@@ -187,9 +186,7 @@ class GenerationWorkers(RegisteredWorkers):
             in_vain = in_vain + 1 if had == (len(owed), sum(map(len, begun.values()))) else 0
             if in_vain == ATTEMPTS:
                 break
-        raise PromptSetAside(
-            f"worker after worker was lost over prompt {prompt.ordinal}, the last: {self._last_lost}"
-        )
+        raise PromptSetAside(f"worker after worker was lost over prompt {prompt.ordinal}: {self._last_lost}")
 
     async def take_stats(self) -> dict[str, Any]:
         """See `Generation`; an engine that does not answer at once is counted in a later step."""

@@ -160,9 +160,8 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
     play = None
     if config.environment is not None:
-        most = min(
-            prepared.settings.max_total_tokens, config.max_tokens_per_gpu
-        )  # or a rank could not train it
+        # Of more, a rank could not train it
+        most = min(prepared.settings.max_total_tokens, config.max_tokens_per_gpu)
         settings = dataclasses.replace(prepared.settings, max_total_tokens=most)
         about = config.model_name_or_path, settings, source_of(config.environment)
         play = partial(make_played, config, *about, folder=config.output_path.absolute())

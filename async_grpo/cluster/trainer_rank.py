@@ -142,9 +142,8 @@ def open_run(config: RunConfig, settings: SharedRunSettings) -> Any:
         actor = zero_cpu_actor(RunController, name=CONTROLLER, **on_this_node())
         return actor.remote(settings, config.worker_grace_s, Channel, absolute(config.scheduling))
     except ValueError as error:
-        raise ConfigurationError(
-            f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
-        ) from error
+        why = f"a run named {config.run_name!r} is open on this cluster: choose another --run-name"
+        raise ConfigurationError(why) from error
 
 
 def await_workers(controller: Any, config: RunConfig) -> str:

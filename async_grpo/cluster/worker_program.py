@@ -97,9 +97,7 @@ class Run:
             if ray.wait([self.closed], timeout=within_s)[0]:
                 raise _Ended(f"the run is over: {ray.get(self.closed)}")
         except RayActorError as error:
-            raise _TrainerDied(
-                "the trainer is gone: the run's controller died without closing the run"
-            ) from error
+            raise _TrainerDied("the trainer is gone: the controller died without closing the run") from error
 
 
 class Worker:
@@ -126,9 +124,7 @@ class Worker:
             if self.offers and run.unless_closed(self.actor.begin_anew.remote(run.settings)):
                 return self.offers
             if self.offers:
-                log.info(
-                    "its settings have changed, or an update did not end: the worker loads the model again"
-                )
+                log.info("its settings changed, or an update did not end: the worker loads the model again")
                 self.end()
                 self.begin()
             starting = self.actor.start.remote(self.config, run.settings)
@@ -165,9 +161,8 @@ def _make_actor(config: WorkerConfig) -> Any:
     generates = config.mode == GENERATION
     gpus = config.tensor_parallel_size if generates else 1
     here = ray.get_runtime_context().get_node_id()
-    nodes = [
-        node for node in ray.nodes() if node["NodeID"] == here or (config.node != "here" and node["Alive"])
-    ]
+    elsewhere = config.node != "here"
+    nodes = [node for node in ray.nodes() if node["NodeID"] == here or (elsewhere and node["Alive"])]
     has_gpus = config.node == "gpu" or any(node["Resources"].get("GPU") for node in nodes)
     actor = zero_cpu_actor(
         GenerationActor if generates else LogprobActor,

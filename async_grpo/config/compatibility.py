@@ -81,8 +81,10 @@ def broken_values(c: "RunConfig") -> Broken:
     if c.curriculum is not None and c.retire_solved_above is not None:
         yield (
             "curriculum retire_solved_above",
-            "do not fit: all rows of a level could be retired; use one of them",
+            "do not fit: all rows of a level may be retired",
         )
+    if not c.curriculum_down_at < c.curriculum_up_at:
+        yield "curriculum_down_at curriculum_up_at", "leave nothing between them: give down below up"
     yield from _broken_rejection(c)
     yield from _idle_values(c)
 
@@ -105,13 +107,10 @@ def _broken_rejection(c: "RunConfig") -> Broken:
 
 def _idle_values(c: "RunConfig") -> Broken:
     resamples = c.zero_variance == "resample" or "refill" in c.failure_policies.values()
+    weighs, importance = c.importance_level != "none", "importance_mode importance_low importance_high"
     for used, flags, why in (
         (c.kl_coef, "kl_kind kl_clamp kl_in_reward", "--kl-coef above 0: give --kl-coef"),
-        (
-            c.importance_level != "none",
-            "importance_mode importance_low importance_high importance_normalize",
-            "--importance-level token or sequence",
-        ),
+        (weighs, f"{importance} importance_normalize", "--importance-level token or sequence"),
         (resamples, "max_resamples", "--zero-variance resample (or --on-reward-failure with refill)"),
         (c.overlong_buffer, "overlong_penalty", "--overlong-buffer above 0"),
         (c.curriculum, "curriculum_up_at curriculum_down_at", "--curriculum"),
@@ -177,10 +176,6 @@ def _broken_loss(c: "RunConfig") -> Broken:
         why = "the loss weighs by the engine's policy itself; leave --importance-level out"
         yield "policy_loss importance_level", f"weigh twice: {why}"
     if weighs and loss.uses_ratio and c.old_policy == "behaviour":
-        why = (
-            "would count it twice: the loss already holds the ratio to the engine's policy. Use --old-policy"
-        )
-        yield (
-            "policy_loss importance_level",
-            f"{why} current or proximal, or a loss without a ratio (grpo, gpg)",
-        )
+        why = "would count it twice: the loss holds the ratio to the engine's policy. Use --old-policy"
+        why += " current or proximal, or a loss without a ratio (grpo, gpg)"
+        yield "policy_loss importance_level", why

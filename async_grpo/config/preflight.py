@@ -59,9 +59,8 @@ class Prepared:
         ConfigurationError: they cannot be found, or do not fit the configuration or the data.
         """
         config = replace(self.config, reward_fns=names)
-        rewards = _checked_rewards(
-            config, [*self.questions, *chain.from_iterable(self.eval_questions.values())]
-        )
+        both = [*self.questions, *chain.from_iterable(self.eval_questions.values())]
+        rewards = _checked_rewards(config, both)
         if self.resumed is not None:
             refuse_changes(config, Path(self.settings.checkpoint), self.resumed.options)
         return replace(self, config=config, rewards=rewards)

@@ -21,6 +21,7 @@ FIXED = {
     "model_name_or_path": "the weights are that model's, and it stays the KL reference",
     "data_path": "the place in the data would be that of other questions",
     "environment": "the groups that are finished are trajectories of that one",
+    "curriculum": "the levels that the run has come to are of that column",
     "infinite_sampler_seed": "the order of the questions and every draw come of it",
     "samples_per_question": "the groups that are finished have that size",
     "groups_per_step": "steps are counted in groups of that number",
@@ -60,9 +61,8 @@ def find_checkpoint(config: RunConfig) -> tuple[Path, Manifest] | None:
     refuse_changes(config, found[0], found[1].options)
     if found[1].inputs != (now := inputs(config)):
         what = ", ".join(name for name in now if now[name] != found[1].inputs.get(name))
-        raise ConfigurationError(
-            f"the file of --{dashed(what)} is not the one that the run of {found[0]} read; {WAY_OUT}"
-        )
+        other = f"the file of --{dashed(what)} is not the one that the run of {found[0]} read"
+        raise ConfigurationError(f"{other}; {WAY_OUT}")
     _tell_changes(config, found[1])
     return found
 
@@ -103,9 +103,8 @@ def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -
         value, before = options[name], earlier.get(name, options[name])
         if value != before and not (name == "reward_fns" and not value):  # else the workers will name them
             flags = DERIVED.get(name, f"--{dashed(name)}")
-            raise ConfigurationError(
-                f"{flags}: {value}, and was {before} in the run of {where}: {reason}; {WAY_OUT}"
-            )
+            changed = f"{flags}: {value}, and was {before} in the run of {where}"
+            raise ConfigurationError(f"{changed}: {reason}; {WAY_OUT}")
 
 
 def _tell_changes(config: RunConfig, manifest: Manifest) -> None:

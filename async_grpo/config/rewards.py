@@ -157,10 +157,8 @@ def _broken_roles(c: RunConfig, r: ResolvedRewards) -> Broken:
     if unpaid := _unknown(with_tpm, r.judges):
         yield "reward_limits", f"gives {unpaid} a tpm, but it is no judge: limit its concurrency or rpm"
     if judges := ", ".join(name for name in r.judges if name in r.whole_groups):
-        yield (
-            "reward_fns",
-            f"names the judge {judges}, whose post_process_scores is never called: use a function",
-        )
+        why = "whose post_process_scores is never called: use a function"
+        yield "reward_fns", f"names the judge {judges}, {why}"
     if not r.judges:
         flags = "judge_urls judge_model_id judge_idle_sleep_s http_scorer_urls"
         yield from idle(c, flags, f"with {', '.join(r.everyone)}, which ask no server")

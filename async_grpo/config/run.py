@@ -40,9 +40,7 @@ class MemberConfig(Section):
     run_name: str = option(
         "default", "Keeps runs on one cluster apart; workers join the run of the same name.", everyday=True
     )
-    start_timeout_s: float = _cluster(
-        900.0, "Longest wait for the others to load and to join.", range=POSITIVE
-    )
+    start_timeout_s: float = _cluster(900.0, "Longest wait for others to load and join.", range=POSITIVE)
     logging_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
 
 
@@ -82,15 +80,9 @@ class RunConfig(
         None,
         "Also keep the checkpoint whose evaluation on this NAME of --eval-data-path is best; evaluated steps are saved.",
     )
-    checkpoint_timeout_s: float = _output(
-        1800.0, "Longest time for a checkpoint to be written.", range=POSITIVE
-    )
-    grace_s: float = _output(
-        60.0, "Time to save and end in when told to end (SIGTERM, Ctrl-C).", range=POSITIVE
-    )
-    max_hours: float | None = _output(
-        None, "Save and end after so many hours, with exit code 75.", range=POSITIVE
-    )
+    checkpoint_timeout_s: float = _output(1800.0, "Longest writing of a checkpoint.", range=POSITIVE)
+    grace_s: float = _output(60.0, "Time to save in when told to end (SIGTERM, Ctrl-C).", range=POSITIVE)
+    max_hours: float | None = _output(None, "Save and end after so many hours (code 75).", range=POSITIVE)
     stall_s: float | None = _output(
         None, "Find out why no step ends for so long (default: 3 median steps, at least 120).", range=POSITIVE
     )

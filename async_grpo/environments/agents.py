@@ -55,9 +55,7 @@ class RunAgent:
             return policy.trajectory(0.0)
         if status not in (SOLVED, NOT_SOLVED):
             said = said.replace(key, "(its key)")
-            raise AgentFailed(
-                f"the agent ended with exit status {status} and reported nothing; it said: {said}"
-            )
+            raise AgentFailed(f"the agent ended with exit status {status} and no report; it said: {said}")
         return policy.trajectory(float(status == SOLVED), truncated=False)
 
 

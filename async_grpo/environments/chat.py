@@ -32,7 +32,7 @@ class Chat:
         """The text that the policy goes on with. ConfigurationError: the template refuses the messages."""
         refuse(
             not self._has_template,
-            "the model's tokenizer has no chat template: give tokens, or another model",
+            "the tokenizer has no chat template: give tokens, or another model",
         )
         asks = not messages or messages[-1].get("role") != "assistant"
         try:
@@ -48,9 +48,7 @@ class Chat:
 
     def encode(self, text: str) -> np.ndarray:
         """(N,) int32; special tokens as the text spells them, and no others."""
-        text = text.encode(
-            errors="replace"
-        ).decode()  # a lone surrogate, from JSON, is no text to a tokenizer
+        text = text.encode(errors="replace").decode()  # a lone surrogate, from JSON, is none to a tokenizer
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:

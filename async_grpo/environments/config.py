@@ -18,7 +18,7 @@ class EnvironmentConfig(Section):
     environment: str | None = _environment(
         None,
         "What plays with the policy: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or of a program; "
-        "agent:COMMAND; endpoint (agents that are started elsewhere); reasoning_gym:NAME, textarena:NAME, openenv:NAME.",
+        "agent:COMMAND; endpoint (agents that are started elsewhere); {reasoning_gym,textarena,openenv,verifiers}:NAME.",
         everyday=True,
     )
     environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")

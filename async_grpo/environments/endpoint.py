@@ -1,7 +1,7 @@
 """The run as an OpenAI-compatible server: whoever talks to it with the key of a trajectory has it recorded and trained.
 
     POST /v1/chat/completions, /v1/completions     as OpenAI's, with tools, streaming, n, stop, max_tokens
-    GET  /v1/models, /v1/row                       the policy; the row of the data set that the trajectory is about
+    GET  /v1/models                                the policy
     POST /v1/result {"reward": 1.0}                what the trajectory has earned, with further numbers for the metrics;
                                                    or {"failure": "why"}
     POST /v1/trajectories                          with the run's key: a trajectory that waits for an agent, its key and row
@@ -101,7 +101,6 @@ class Endpoint:
                 web.post("/v1/result", self._report),
                 web.post(CLAIMS, self._claim),
                 web.get("/v1/models", self._models),
-                web.get("/v1/row", self._row),
             ]
         )
         self._runner = web.AppRunner(served, access_log=None, shutdown_timeout=2.0)
@@ -219,16 +218,11 @@ class Endpoint:
         return web.Response(status=204)
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        return web.json_response(
-            {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "async-grpo"}]}
-        )
-
-    async def _row(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(row_of(request["trajectory"].policy.prompt))
+        own = {"id": MODEL, "object": "model", "owned_by": "async-grpo"}
+        return web.json_response({"object": "list", "data": [own]})
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response(
-        {"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status
-    )
+    told = {"message": message, "type": kind, "code": code, "param": None}
+    return web.json_response({"error": told}, status=status)

@@ -78,9 +78,8 @@ class EnvironmentHost:
 
     async def _reply(self, asked: Message) -> dict[str, Any]:
         try:
-            return {"status": "ok"} | await getattr(self, f"_{asked['call']}")(
-                asked.get("of"), *asked["arguments"]
-            )
+            method = getattr(self, f"_{asked['call']}")
+            return {"status": "ok"} | await method(asked.get("of"), *asked["arguments"])
         except BaseException as error:  # sys.exit() and time-outs of libraries would end the process
             return failure(describe(error))
 
@@ -110,10 +109,8 @@ class EnvironmentHost:
     async def _use(self, _: Any, name: str, arguments: str) -> dict[str, Any]:
         """What a tool answers; what it raises, or that it cannot be called so, is an answer, too."""
         if name not in self._tools:
-            return {
-                "answer": f"error: there is no tool {name!r}, only {', '.join(self._tools)}",
-                "failed": True,
-            }
+            known = ", ".join(self._tools)
+            return {"answer": f"error: there is no tool {name!r}, only {known}", "failed": True}
         try:
             given = json.loads(arguments)
             if not isinstance(given, dict):

@@ -24,19 +24,19 @@ from async_grpo.options.fields import nearest, refuse
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.protocols import Generation
 
-AGENT, ELSEWHERE = "agent:", "endpoint"
+HERE, ELSEWHERE = Path(__file__).parent, "endpoint"
 PROCESSES, AGENTS = 4, 64  # by default
 ROWS_WITHIN_S = 600.0
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
 }
-VERIFIERS = Path(__file__).parent / "ecosystem" / "verifiers_program" / "verifiers_agent.py"
-ECOSYSTEM = {  # PREFIX:NAME; and what is to be installed
+ECOSYSTEM = {  # and what is to be installed
     "reasoning_gym": ("ecosystem/reasoning_gym.py:ReasoningGym", "reasoning-gym"),
     "textarena": ("ecosystem/textarena.py:TextArena", "textarena"),
     "openenv": ("ecosystem/openenv.py:OpenEnv", "openenv-core"),
 }
+PREFIXES = {"agent": "COMMAND", "verifiers": "NAME"} | dict.fromkeys(ECOSYSTEM, "NAME")
 
 
 def source_of(name: str) -> SourceFile | None:
@@ -44,26 +44,18 @@ def source_of(name: str) -> SourceFile | None:
 
     ConfigurationError: it cannot be read, or nothing in it can play.
     """
-    if name.startswith(AGENT):
-        refuse(
-            not name.removeprefix(AGENT).strip(),
-            f"--environment {name!r}: name its command, agent:python my_agent.py",
-        )
-        return None
     prefix, _, inside = name.partition(":")
-    if name == ELSEWHERE or (prefix == "verifiers" and inside):
+    unnamed = prefix in PREFIXES and not inside.strip()
+    refuse(unnamed, f"--environment {name!r}: say which one, {prefix}:{PREFIXES.get(prefix)}")
+    if name == ELSEWHERE or prefix in ("agent", "verifiers"):
         return None
-    own, package = ENVIRONMENTS.get(name), ""
-    if prefix in ECOSYSTEM:
-        own, package = ECOSYSTEM[prefix]
-        refuse(not inside, f"--environment {name}: name one of its environments, {prefix}:NAME")
+    own, package = ECOSYSTEM.get(prefix, (ENVIRONMENTS.get(name), ""))
     if own is None and not is_file(name):
-        named = [f"{other}:NAME" for other in (*ECOSYSTEM, "verifiers")]
-        known = [*ENVIRONMENTS, *named, "FILE.py:NAME", "agent:COMMAND", ELSEWHERE]
-        raise ConfigurationError(
-            f"--environment {name!r} is unknown; known: {', '.join(known)}{nearest(name, known)}"
-        )
-    source = read_once(name if own is None else str(Path(__file__).parent / own))
+        prefixed = [f"{one}:{behind}" for one, behind in PREFIXES.items()]
+        known = [*ENVIRONMENTS, *prefixed, "FILE.py:NAME", ELSEWHERE]
+        names = f"{', '.join(known)}{nearest(name, known)}"
+        raise ConfigurationError(f"--environment {name!r} is unknown; known: {names}")
+    source = read_once(name if own is None else str(HERE / own))
     try:
         kind_of(source.object())
     except ConfigurationError as error:
@@ -87,9 +79,7 @@ def rows_of(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
     source = source_of(name) if name else None
     make = getattr(source.object(), "rows", None) if source else None
     if make is None:
-        raise ConfigurationError(
-            f"--environment {name} makes no rows of its own ({ROWS!r} for data): give a JSONL file"
-        )
+        raise ConfigurationError(f"--environment {name} makes no rows (--data-path {ROWS}): give a file")
     return make(split, **settings_of(config))
 
 
@@ -98,18 +88,16 @@ def _verifiers_command(config: EnvironmentConfig, mode: str, *more: str) -> list
     for dotted, value in config.environment_settings.items():
         *path, last = dotted.split(".")
         reduce(lambda inside, part: inside.setdefault(part, {}), path, options)[last] = value
-    python = str(options.pop("python", sys.executable))
-    assert config.environment is not None
-    name = config.environment.removeprefix("verifiers:")
-    return [python, str(VERIFIERS), mode, name, json.dumps(options), *more]
+    program = str(HERE / "ecosystem" / "verifiers_program" / "verifiers_agent.py")
+    python, name = str(options.pop("python", sys.executable)), str(config.environment).partition(":")[2]
+    return [python, program, mode, name, json.dumps(options), *more]
 
 
 def _verifiers_rows(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
     command = _verifiers_command(config, "rows", split)
     try:
-        ended = subprocess.run(
-            command, env=for_agents(os.environ), capture_output=True, text=True, timeout=ROWS_WITHIN_S
-        )
+        told: Any = {"env": for_agents(os.environ), "capture_output": True, "text": True}
+        ended = subprocess.run(command, timeout=ROWS_WITHIN_S, **told)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"--environment {config.environment}: {error}") from error
     if ended.returncode:
@@ -134,22 +122,19 @@ def make_played(
     )
     chat = Chat(load_tokenizer(model_path))
     if source is None:
-        assert config.environment is not None
-        told = folder / "endpoint.json" if folder and config.environment == ELSEWHERE else None
+        prefix, _, command = str(config.environment).partition(":")
+        told = folder / "endpoint.json" if folder and prefix == ELSEWHERE else None
         endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told)
         at_once = config.environment_processes or AGENTS
-        if config.environment.startswith(AGENT):
-            one = RunAgent(config.environment.removeprefix(AGENT), endpoint)
+        if prefix == "agent":
+            one = RunAgent(command, endpoint)
             return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)
-        command = "" if config.environment == ELSEWHERE else shlex.join(_verifiers_command(config, "play"))
-        agent = AwaitAgent(endpoint, command)
+        agent = AwaitAgent(endpoint, shlex.join(_verifiers_command(config, "play")) if command else "")
         return Played(generation, agent, chat, limits, at_once=at_once, needs=agent)
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
-    processes = EnvironmentProcesses(
-        *(source, settings_of(config), config.environment_processes or PROCESSES),
-        config.environment_timeout_s,
-    )
+    count = config.environment_processes or PROCESSES
+    processes = EnvironmentProcesses(source, settings_of(config), count, config.environment_timeout_s)
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
     return Played(generation, program, chat, limits, needs=processes)

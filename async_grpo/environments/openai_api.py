@@ -92,9 +92,8 @@ def body_of(asked: Request, replies: Sequence[Reply], stop: Sequence[str]) -> di
                 reason = "tool_calls" if reason == "stop" else reason
             choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": None})
         else:
-            text = next(
-                (reply.text.removesuffix(end) for end in stop if reply.text.endswith(end)), reply.text
-            )
+            said = reply.text
+            text = next((said.removesuffix(end) for end in stop if said.endswith(end)), said)
             choices.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
     given = replies[0].prompt_tokens
     return {

@@ -54,9 +54,7 @@ class Policy:
         sampling: Sampling | None = None,
     ) -> None:
         self.prompt, self.recorder, self.limits = prompt, recorder, limits
-        self.failure: AsyncGrpoError | None = (
-            None  # of an engine: whatever the program makes of it, the run hears of it
-        )
+        self.failure: AsyncGrpoError | None = None  # of an engine: the run hears of it in any case
         self.is_over = ""  # the limit that was reached
         self._generation, self._sampling = generation, sampling or Sampling()
         self._session, self._begun = Session(member), time.monotonic()

@@ -21,9 +21,8 @@ class Play:
             try:
                 while not told.get("done"):
                     states.append(told["state"])
-                    reply = await policy.complete(
-                        _context(prompt, messages, told["observation"], first=not rewards)
-                    )
+                    context = _context(prompt, messages, told["observation"], first=not rewards)
+                    reply = await policy.complete(context)
                     messages.append(reply.message)
                     told = await place.call("step", reply.text)
                     rewards.append(told["reward"])
@@ -32,9 +31,8 @@ class Play:
             named = states if any(states) else ()
             numbers = told["numbers"] | {"environment_s": place.seconds}
         # An answer that was cut is one all the same, if the environment takes it
-        return policy.trajectory(
-            sum(rewards), turn_rewards=rewards, states=named, truncated=False, numbers=numbers
-        )
+        told = {"turn_rewards": rewards, "states": named, "numbers": numbers}
+        return policy.trajectory(sum(rewards), truncated=False, **told)
 
 
 class UseTools:
@@ -60,14 +58,11 @@ class UseTools:
                         function = call["function"]
                         try:
                             answer = await place.call("use", function["name"], function["arguments"])
-                        except (
-                            EnvironmentFailed
-                        ) as error:  # late, or its process died: the next call has a new one
+                        except EnvironmentFailed as error:  # late, or dead: the next call has a new process
                             answer = {"answer": f"error: {error}", "failed": True}
                         calls, errors = calls + 1, errors + answer["failed"]
-                        messages.append(
-                            {"role": "tool", "tool_call_id": call["id"], "content": answer["answer"]}
-                        )
+                        told = {"tool_call_id": call["id"], "content": answer["answer"]}
+                        messages.append({"role": "tool"} | told)
             except TrajectoryOver:
                 pass
             numbers = {"tool_calls": calls, "tool_errors": errors, "environment_s": place.seconds}

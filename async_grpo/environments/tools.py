@@ -16,14 +16,10 @@ except Exception as error:
 def python(code: str) -> str:
     """Run a Python program and return what it prints. It has no network, no files and a few seconds."""
     ran = Sandbox(cpu_s=4.0, wall_s=8.0).run_program(AROUND.format(code), "")
-    said = ran.output.decode(errors="replace")
-    if ran.timed_out:
-        return f"{said[:MAX_OUTPUT]}\nerror: it took too long"
-    if not ran.ended_well:
-        return (
-            f"{said[:MAX_OUTPUT]}\nerror: it ended with an error" if said else "error: it ended with an error"
-        )
-    return said[:MAX_OUTPUT] or "(it printed nothing)"
+    said = ran.output.decode(errors="replace")[:MAX_OUTPUT]
+    if ran.ended_well:
+        return said or "(it printed nothing)"
+    return f"{said}\nerror: it {'took too long' if ran.timed_out else 'ended with an error'}".lstrip()
 
 
 TOOLS = [python]

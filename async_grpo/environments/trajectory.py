@@ -91,9 +91,8 @@ class Recorder:
     def add(self, ask: Ask, completion: Completion) -> dict[str, Any]:
         """Note a turn; returns it as a message."""
         sequence = ask.goes_on
-        if (
-            sequence is None or len(sequence.token_ids) != len(ask.token_ids) - ask.new
-        ):  # or it went on meanwhile
+        # It may have gone on meanwhile
+        if sequence is None or len(sequence.token_ids) != len(ask.token_ids) - ask.new:
             sequence = _Sequence(NOTHING, "")
             self._sequences.append(sequence)
             ask = replace(ask, new=len(ask.token_ids))
@@ -115,34 +114,25 @@ class Recorder:
         in_order = [turn for sequence in self._sequences for turn in sequence.turns]
         numbers, turns, parts = zip(*in_order, strict=True) if in_order else ((), (), ())
         last: Completion | None = max(in_order, key=lambda one: one[0])[2] if in_order else None
-        arrays = [
-            np.concatenate(of) for of in zip(*(part.arrays for part in parts), strict=True)
-        ] or NO_TOKENS
+        by_kind = zip(*(part.arrays for part in parts), strict=True)
+        token_ids, logprobs, versions = list(map(np.concatenate, by_kind)) or NO_TOKENS
         ends = None
-        if (
-            last is not None and last.char_ends is not None
-        ):  # the tokens of other turns end before the first of its characters
+        if last is not None and last.char_ends is not None:
+            # The tokens of other turns end before the first of its characters
             own = [last.char_ends if part is last else np.zeros(len(part), np.int32) for part in parts]
             ends = np.concatenate(own)
         if truncated is None:
             truncated = last is not None and last.truncated
-        token_ids, logprobs, versions = arrays
+        rewards = tuple(outcome.turn_rewards[number] for number in numbers if outcome.turn_rewards)
+        states = tuple(outcome.states[number] for number in numbers if outcome.states)
         return Completion(
-            token_ids,
-            logprobs,
-            versions,
+            *(token_ids, logprobs, versions),
             finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
             text=last.text if last else "",
             char_ends=ends,
             member=member,
             turns=tuple(turns),
-            outcome=replace(
-                outcome,
-                turn_rewards=tuple(
-                    outcome.turn_rewards[number] for number in numbers if outcome.turn_rewards
-                ),
-                states=tuple(outcome.states[number] for number in numbers if outcome.states),
-            ),
+            outcome=replace(outcome, turn_rewards=rewards, states=states),
         )
 
     def _continued(self, goes_on: _Sequence, new: np.ndarray, text: str | None = None) -> Ask:

@@ -33,9 +33,7 @@ class BatchConfig(AlgorithmConfig):
     train_minibatch_size: int | None = _batches(
         None, "Samples per optimizer step (default: the whole batch).", range=POSITIVE
     )
-    num_training_batches: int = _batches(
-        1_000_000, "Iterations; also the horizon of the schedules.", range=POSITIVE
-    )
+    num_training_batches: int = _batches(1_000_000, "Iterations, the schedules' horizon.", range=POSITIVE)
     max_tokens_per_gpu: int = _batches(36_000, "Token budget of one micro-batch on one rank.", range=POSITIVE)
     max_staleness: int = _batches(
         1, "Oldest policy a trained token may come from, in steps (0: on-policy).", range=NOT_NEGATIVE
@@ -57,11 +55,9 @@ class BatchConfig(AlgorithmConfig):
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
         own=True,
     )
-    infinite_sampler_seed: int = option(
-        37, "Seed of the order of questions and of everything random.", "Batches"
-    )
+    infinite_sampler_seed: int = option(37, "Seed of the questions' order and everything random.", "Batches")
     dump_samples_filename: str | None = option(
-        None, "Also write every sample, as JSONL, into output_dir.", "Output"
+        None, "Also write all samples (JSONL, in output_dir).", "Output"
     )
     experience_timeout_s: float = option(
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
@@ -96,9 +92,7 @@ class BatchConfig(AlgorithmConfig):
     )
     curriculum_down_at: float = on_groups(0.25, "And the next lower one once they have this.")
     min_valid_samples: int = on_groups(2, "Rewards that a group needs, or it is left out.", range=POSITIVE)
-    truncation_alarm: float = on_groups(
-        0.5, "Warn when more than this share of a step is truncated.", range=SHARE
-    )
+    truncation_alarm: float = on_groups(0.5, "Warn above this share of truncated completions.", range=SHARE)
     failure_alarm: float = option(
         0.1, "Warn when more than this share of a reward's calls fails.", "Rewards", range=SHARE
     )

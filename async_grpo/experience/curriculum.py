@@ -5,7 +5,6 @@ from typing import Any
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import BatchConfig
-from async_grpo.options.fields import refuse
 
 WINDOW = 16  # groups of one level that are looked at before it changes
 
@@ -13,13 +12,13 @@ WINDOW = 16  # groups of one level that are looked at before it changes
 class Curriculum:
     """The level of each task (the rows' column `task`, where they have one), from its lowest.
 
-    rows: of the data set. column: of their levels, whole numbers. down_at, up_at: mean rewards of a level's last `WINDOW`
-    groups at which the next lower or higher one takes its place.
+    rows: of the data set. config: the column of their levels, whole numbers, and the mean rewards of a level's last
+    `WINDOW` groups at which the next lower or higher one takes its place.
 
-    ConfigurationError: a row has no level, or the bounds leave nothing between them.
+    ConfigurationError: a row has no level.
 
     >>> rows = [{"level": 1}, {"level": 2}]
-    >>> curriculum = Curriculum(rows, "level", down_at=0.25, up_at=0.75)
+    >>> curriculum = Curriculum(rows, BatchConfig(curriculum="level"))
     >>> [curriculum.admits(row) for row in rows]
     [True, False]
     >>> for _ in range(WINDOW):
@@ -28,19 +27,13 @@ class Curriculum:
     [False, True]
     """
 
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], column: str, *, down_at: float, up_at: float
-    ) -> None:
-        refuse(
-            not down_at < up_at, f"--curriculum-down-at {down_at} must be below --curriculum-up-at {up_at}"
-        )
-        self._column, self._down_at, self._up_at = column, down_at, up_at
+    def __init__(self, rows: Sequence[Mapping[str, Any]], config: BatchConfig) -> None:
+        self._config, self._column = config, str(config.curriculum)
         levels: dict[str, set[int]] = {}
         for row in rows:
-            if type(level := row.get(column)) is not int:
-                raise ConfigurationError(
-                    f"--curriculum {column}: a row has {level!r} there, not a whole number: {dict(row)!r:.200}"
-                )
+            if type(level := row.get(self._column)) is not int:
+                found = f"a row has {level!r} there, not a whole number: {dict(row)!r:.200}"
+                raise ConfigurationError(f"--curriculum {self._column}: {found}")
             levels.setdefault(_task(row), set()).add(level)
         self._levels = {task: sorted(of_task) for task, of_task in levels.items()}
         self._at = dict.fromkeys(levels, 0)  # places among its levels
@@ -65,7 +58,7 @@ class Curriculum:
             return
         mean, at = sum(recent) / len(recent), self._at[task]
         del recent[0]
-        moved = at + (mean >= self._up_at) - (mean <= self._down_at)
+        moved = at + (mean >= self._config.curriculum_up_at) - (mean <= self._config.curriculum_down_at)
         if 0 <= moved < len(self._levels[task]) and moved != at:
             self._at[task] = moved
             recent.clear()
@@ -81,10 +74,7 @@ class Curriculum:
 
 def make_curriculum(config: BatchConfig, rows: Sequence[Mapping[str, Any]]) -> Curriculum | None:
     """What `--curriculum` asks for. ConfigurationError: the rows have no levels."""
-    if config.curriculum is None:
-        return None
-    bounds = {"down_at": config.curriculum_down_at, "up_at": config.curriculum_up_at}
-    return Curriculum(rows, config.curriculum, **bounds)
+    return Curriculum(rows, config) if config.curriculum else None
 
 
 def _task(row: Mapping[str, Any]) -> str:

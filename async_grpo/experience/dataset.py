@@ -42,13 +42,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     refuse(not where, f"{path} holds no questions")
 
 
-def load_questions(
-    path: str | Path, tokenizer: Any, max_prompt_tokens: int, vocab_size: int
-) -> list[Question]:
-    """`questions_of` a whole JSONL file."""
-    return questions_of(read_rows(path), tokenizer, max_prompt_tokens, vocab_size)
-
-
 def questions_of(
     rows: Iterable[tuple[str, Any]], tokenizer: Any, max_prompt_tokens: int, vocab_size: int
 ) -> list[Question]:
@@ -93,9 +86,8 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
         refuse(not has_template, "a row of messages, but the model's tokenizer has no chat template")
         are_messages = messages and all(isinstance(said, dict) and "content" in said for said in messages)
         refuse(not are_messages, "messages must be a list of objects with role and content")
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return tokenizer.apply_chat_template(messages, **how)
     if isinstance(text := row.get("input", row.get("prompt")), str):
         return tokenizer.encode(text)
     raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")

@@ -36,9 +36,8 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
     drawn = max((len(group.samples) for group in groups), default=0)
     rewards, passed, answers = list[list[float]](), list[list[bool]](), list[list[str]]()
     for group in groups:
-        scored = [
-            (reward, s.completion.text) for s in group.samples if (reward := s.verdict.reward) is not None
-        ]
+        given = [(sample.verdict.reward, sample.completion.text) for sample in group.samples]
+        scored = [(reward, text) for reward, text in given if reward is not None]
         if scored:  # what could not be scored says nothing
             rewards.append([reward for reward, _ in scored])
             passed.append([reward >= pass_reward for reward, _ in scored])

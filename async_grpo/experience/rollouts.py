@@ -124,9 +124,8 @@ class Rollouts:
         for role, source, name in self._recomputed if sequences else ():
             with self.spans.measure(role, "logprobs"):
                 answers = await source.logprobs(token_ids, begins)
-            found = iter(
-                one.sampled(of, begin) for one, of, begin in zip(sequences, answers, begins, strict=True)
-            )
+            rows = zip(sequences, answers, begins, strict=True)
+            found = iter(one.sampled(of, begin) for one, of, begin in rows)
             own = [np.concatenate([*islice(found, len(sample.sequences))]) for sample in samples]
             samples = tuple(replace(s, **{name: p}) for s, p in zip(samples, own, strict=True))
         return replace(group, samples=samples)

@@ -107,9 +107,8 @@ class StepAssembler:
 
     def offer(self, group: Group) -> list[Event]:
         """A group is complete. Returns the last rounds and the end of every step that it completes."""
-        assert self._due(group.sequence_number) >= self.step, (
-            f"group {group.sequence_number} comes after step {self.step} began"
-        )
+        number = group.sequence_number
+        assert self._due(number) >= self.step, f"group {number} comes after step {self.step} began"
         insort(self._finished, group, key=lambda finished: finished.sequence_number)
         events: list[Event] = []
         while self._finished and self._takes_place(self._finished[0]):

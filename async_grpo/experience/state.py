@@ -80,9 +80,8 @@ class ExperienceState:
                 samples.append(_sample(asked, sample, own))
                 begin = end
             baseline = VERDICT.validate_python(row["baseline"])
-            alive[row["number"]] = Group(
-                asked, tuple(samples), row["admitted_version"], row["number"], baseline, row["resampled"]
-            )
+            told = row["admitted_version"], row["number"], baseline, row["resampled"]
+            alive[row["number"]] = Group(asked, tuple(samples), *told)
         return cls(**content, alive=alive)
 
 

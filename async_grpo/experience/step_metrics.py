@@ -94,9 +94,7 @@ def step_stats(step: int, groups: Sequence[Group], total_samples: int, batch_ste
         "prompts_resampled": sum(group.resampled for group in groups),
         "perc_with_0_advantage": _mean(float(not np.any(sample.advantages)) for sample in trained),
         "perc_truncated_samples": _mean(sample.completion.truncated for sample in samples),
-        "repeated_endings": repeated_endings(
-            (g.prompt.row.get("input"), s.completion.text) for g in groups for s in g.samples
-        ),
+        "repeated_endings": repeated_endings((s.prompt.row.get("input"), s.completion.text) for s in samples),
         "num_modified_samples": 0,
         "avg_modified_reward": None,
         "avg_non_modified_reward": rewards["avg_reward"],

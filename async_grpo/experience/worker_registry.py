@@ -90,9 +90,8 @@ class WorkerRegistry:
         self._active = active = [member for member in self._members.values() if member.active]
         self._largest = max((member.info.max_sequences for member in self._members.values()), default=0)
         # (2, active): places and tokens, as arrays to compare a thousand workers in microseconds
-        self._limits = np.array(
-            [[m.info.max_sequences for m in active], [m.info.max_tokens for m in active]], float
-        )
+        limits = [m.info.max_sequences for m in active], [m.info.max_tokens for m in active]
+        self._limits = np.array(limits, float)
         self._held = np.array([[m.sequences for m in active], [m.tokens for m in active]], float)
         for column, member in enumerate(active):
             member.column = column
@@ -174,9 +173,8 @@ class WorkerRegistry:
         known = self._members.get(prefers)
         if self._policy is not least_loaded or not self._active:
             fitting = [member for member in self._active if member.has_room(sequences)]
-            return (
-                known if known in fitting else self._policy(fitting, sequences, tokens) if fitting else None
-            )
+            chosen = self._policy(fitting, sequences, tokens) if fitting else None
+            return known if known in fitting else chosen
         shares = np.add(self._held, ((sequences,), (tokens,))) / self._limits  # `least_loaded`, all at once
         loads = np.where(shares[0] <= 1, shares.max(axis=0), np.inf)
         best = int(loads.argmin())

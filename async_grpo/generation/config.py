@@ -104,12 +104,9 @@ class EngineOptions(Section):
 
     @property
     def further_options(self) -> dict[str, Any]:
-        """`--engine-options` by name; whole numbers are ints, as the engine's arguments are."""
+        """`--engine-options` by name."""
         found = parse_assignments(self.engine_options, "engine-options")
-        return {
-            name.replace("-", "_"): int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in found.items()
-        }
+        return {name.replace("-", "_"): value for name, value in found.items()}
 
     @property
     def max_sequences(self) -> int:

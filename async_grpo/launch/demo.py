@@ -55,14 +55,9 @@ class DemoConfig(Section):
     """What one may vary about the demo."""
 
     seed: int = option(37, "Seed of everything random.", "Demo")
-    output_dir: str = option(
-        "runs/demo", "Where everything is written; an earlier demo there is replaced.", "Demo"
-    )
+    output_dir: str = option("runs/demo", "Folder of it all; an earlier demo is replaced.", "Demo")
     environment: str = option(
-        COUNTDOWN,
-        "countdown: one answer; guess: a game in several turns.",
-        "Demo",
-        choices=(COUNTDOWN, GUESS),
+        COUNTDOWN, "countdown: one answer; guess: a game in several turns.", "Demo", choices=tuple(TASKS)
     )
     steps: int = option(90, "Optimizer steps.", "Demo", range=POSITIVE)
     max_staleness: int = option(

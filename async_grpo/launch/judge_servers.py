@@ -23,14 +23,10 @@ _judge = partial(option, panel="Judge")
 class LocalJudge(RewardConfig):
     """A model that `async-grpo run` serves for the judges of the registry file."""
 
-    judge_model: str | None = _judge(
-        None, "Serve this folder by vLLM for llm_judge, generative_rm or reward_model."
-    )
+    judge_model: str | None = _judge(None, "A folder to serve for llm_judge, generative_rm or reward_model.")
     judge_replicas: int = _judge(1, "Servers of the judge, between which calls are balanced.", range=POSITIVE)
     judge_runner: str = _judge("auto", "vLLM's runner of the judge.", choices=("auto", "generate", "pooling"))
-    judge_max_model_len: int | None = _judge(
-        None, "Longest prompt and reply of the judge, in tokens.", range=POSITIVE
-    )
+    judge_max_model_len: int | None = _judge(None, "Tokens of its longest prompt and reply.", range=POSITIVE)
     judge_gpus: str | None = _judge(
         None,
         "A visible GPU for each server, shared with others: 0,1. By default the last ones, which it has alone.",

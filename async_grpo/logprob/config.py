@@ -10,9 +10,7 @@ class LogprobConfig(Section):
     """What one logprob worker is started with."""
 
     max_tokens_per_gpu: int = option(46_000, "Tokens of one packed forward.", "Logprob mode", range=POSITIVE)
-    max_wait_s: float = option(
-        0.02, "Longest wait for a forward to fill up.", "Logprob mode", range=NOT_NEGATIVE
-    )
+    max_wait_s: float = option(0.02, "Longest wait for a full forward.", "Logprob mode", range=NOT_NEGATIVE)
     role: str = option(
         "reference",
         "reference (frozen) or proximal (follows the policy).",

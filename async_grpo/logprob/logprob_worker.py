@@ -171,7 +171,5 @@ def _copy_weights(policy: PolicyModel, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in known or known[name].shape != tensor.shape:
             expected = tuple(known[name].shape) if name in known else "no such tensor"
-            raise WeightsDidNotLand(
-                f"received {name} of shape {tuple(tensor.shape)}; the model expects {expected}"
-            )
+            raise WeightsDidNotLand(f"received {name} of shape {tuple(tensor.shape)}; expected: {expected}")
         known[name].copy_(tensor)

@@ -113,9 +113,7 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
         named.append(load_tokenizer(folder).eos_token_id)
     ids = {i for value in named if value is not None for i in ([value] if isinstance(value, int) else value)}
     if not ids:
-        raise ConfigurationError(
-            f"{folder} names no end token; add eos_token_id to its generation_config.json"
-        )
+        raise ConfigurationError(f"{folder} has no end token; add eos_token_id to generation_config.json")
     return tuple(sorted(ids))
 
 

@@ -130,9 +130,8 @@ def packed_attention(
         return _attend_with_kernel(q, k, v, packing, scaling).index_select(0, packing.firsts)[None], None
     outputs = []
     for index in packing.buckets:
-        q, k, v = (
-            one.index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1) for one in heads
-        )
+        found = (one.index_select(1, index.flatten()) for one in heads)
+        q, k, v = (one.unflatten(1, index.shape).transpose(0, 1) for one in found)
         output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.places)[None], None

@@ -84,9 +84,8 @@ def panel_of(field: "dataclasses.Field[Any]") -> str:
 
 
 def _parser(fields: Fields, help: str, program: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        program, "%(prog)s [options]", help, argument_default=argparse.SUPPRESS, allow_abbrev=False
-    )
+    how: Any = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(program, "%(prog)s [options]", help, **how)
     panels = {panel: parser.add_argument_group(panel) for panel in map(panel_of, fields)}
     for field in fields:
         kind: Any = next(iter(get_args(field.type)), field.type)  # `float` of `float | None`

@@ -28,9 +28,7 @@ class ReplayConfig(RunConfig):
     """The options of the run, and where its record is."""
 
     recorded: str = required("The run's folder.", "Replay")
-    from_step: int = option(
-        0, "Begin after this step: one that has a checkpoint, or 0.", "Replay", range=NOT_NEGATIVE
-    )
+    from_step: int = option(0, "Begin after this step, of a checkpoint, or 0.", "Replay", range=NOT_NEGATIVE)
 
 
 def main(argv: list[str] | None = None, program: str | None = None) -> None:

@@ -45,13 +45,9 @@ class VerifyConfig(Section):
     reward_fns: str = required(
         "Comma list of rewards: names of the registry file, or FILE.py:NAME for one of another file.", "Bench"
     )
-    reward_registry: str | None = _bench(
-        None, "The registry file of rewards (default: reward_registry.py here)."
-    )
+    reward_registry: str | None = _bench(None, "The registry file (default: reward_registry.py here).")
     reward_options: str = _bench("", "Keyword options for the rewards that name them: weight=0.2,...")
-    reward_env: str = _bench(
-        "", "Comma list of environment variables that the rewards' processes get as well."
-    )
+    reward_env: str = _bench("", "Comma list of variables that the rewards' processes get as well.")
     judge_urls: str = _bench("", "Where the judges without an url of their own are asked: URL,URL,...")
     http_scorer_urls: str = _bench("", "The same for http_scorer.")
     workers: int = _bench(2, "Processes for each reward.", range=POSITIVE)

@@ -36,9 +36,7 @@ class RewardConfig(Section):
         "Comma list of rewards: names of the registry file, or FILE.py:NAME (default: what the workers name).",
         everyday=True,
     )
-    reward_registry: str | None = _reward(
-        None, "The registry file (default: reward_registry.py here).", everyday=True
-    )
+    reward_registry: str | None = _reward(None, "Registry file (default: reward_registry.py).", everyday=True)
     reward_options: str = _reward("", "Keyword options for the rewards that name them: weight=0.2,...")
     reward_env: str = _reward(
         "", "Comma list of environment variables that the rewards' processes get as well: MY_API_KEY,..."
@@ -50,9 +48,7 @@ class RewardConfig(Section):
     )
     verifiers: str = _reward("", "The same by name: math_verify=8,code=16.")
     evaluation_verifiers: int = _reward(2, "Worker processes for each reward in evaluations.", range=POSITIVE)
-    reward_timeout_s: float = _reward(
-        30.0, "Longest scoring of one sample; then it counts as timed out.", range=POSITIVE
-    )
+    reward_timeout_s: float = _reward(30.0, "Longest scoring of a sample; then it timed out.", range=POSITIVE)
     reward_memory_gb: float = _reward(8.0, "Memory (address space) of one reward process.", range=POSITIVE)
 
     reward_combine: str = _reward(
@@ -69,23 +65,17 @@ class RewardConfig(Section):
     )
     reward_fallback: str = _reward("", "Who is asked when one has failed: judge=rule.")
 
-    reward_limits: str = _reward(
-        "", "Limits over the whole cluster: judge.concurrency=8,judge.rpm=60,judge.tpm=90000."
-    )
+    reward_limits: str = _reward("", "Cluster-wide limits: judge.concurrency=8,judge.rpm=60,judge.tpm=90000.")
     verdict_cache: str | None = _reward(None, "SQLite file that remembers verdicts across runs.")
     verdict_cache_mb: float | None = _reward(
         None, "Keep it to so many megabytes: the longest unused verdicts go first.", range=POSITIVE
     )
-    judge_budget: float | None = _reward(
-        None, "Most that paid judges may cost, in their currency.", range=NOT_NEGATIVE
-    )
+    judge_budget: float | None = _reward(None, "Cap on paid judges, in their currency.", range=NOT_NEGATIVE)
     judge_budget_policy: str = _reward(
         "pause", "At its end: pause, or fallback (--reward-fallback).", choices=("pause", "fallback")
     )
 
-    judge_urls: str = _judge(
-        "", "Where the judges are asked whose entry says no url: URL,URL,... (equal replicas)."
-    )
+    judge_urls: str = _judge("", "Where judges are asked whose entry says no url: URL,URL,... (replicas).")
     http_scorer_urls: str = _judge(
         "", "The same for http_scorer; by default where examples/http_scorer_server.py listens."
     )

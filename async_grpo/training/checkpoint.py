@@ -137,9 +137,7 @@ class Checkpointer:
                 raise DeadlineExceeded(
                     f"a checkpoint was not written within {self.timeout_s:.0f} s (--checkpoint-timeout-s)"
                 ) from error
-            log.error(
-                "a checkpoint could not be written; the run goes on, the one before it stays: %s", error
-            )
+            log.error("a checkpoint could not be written; the run goes on, the last one stays: %s", error)
             failed = True
         # A rank that ended now, before rank 0 has sealed it, would have torchrun end rank 0
         return not self.ranks.max([float(failed)])[0]

@@ -154,9 +154,8 @@ class Objective:
         if self.config.rejection_statistic is None:
             return row.mask
         corrected, behaviour = _corrected(logprobs, row), row.behaviour_logprobs
-        return rejection_mask(
-            corrected, behaviour, row.mask, sequence_ids=row.sequence_ids, **self._rejection
-        )
+        ids, how = row.sequence_ids, self._rejection
+        return rejection_mask(corrected, behaviour, row.mask, sequence_ids=ids, **how)
 
     def weights(self, logprobs: Tensor, row: BatchTensors, mask: Tensor) -> Tensor:
         """Importance weights for the engine's policy; divided by `row.weight_mean` if it is known."""

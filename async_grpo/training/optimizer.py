@@ -56,9 +56,8 @@ def begun(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The `step`, `exp_avg` and `exp_avg_sq` of a parameter; before the first step as AdamW begins."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
-        empty: Any = getattr(
-            optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like)
-        )  # torchao's
+        # torchao's makes its own
+        empty: Any = getattr(optimizer, "_new_buffer", lambda like, signed: torch.zeros_like(like))
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state |= {"exp_avg": empty(parameter, True), "exp_avg_sq": empty(parameter, False)}
     return state

@@ -70,9 +70,7 @@ def shard_policy(
 def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
     groups, left_over = divmod(ranks.world_size, fsdp_size)
     if left_over:
-        raise ConfigurationError(
-            f"--fsdp-size {fsdp_size} does not divide the {ranks.world_size} ranks of the trainer"
-        )
+        raise ConfigurationError(f"--fsdp-size {fsdp_size} does not divide {ranks.world_size} ranks")
     shape = (groups, fsdp_size) if groups > 1 else (fsdp_size,)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
 

@@ -96,9 +96,7 @@ class Trainer:
         self._proof()  # the groups alive are those of a policy that is live
         self.checkpointer.save(self.version, self.samples, end_reason)
         if end_reason and not self.checkpointer.wait():
-            raise RunFailed(
-                f"the run was to end ({end_reason}), and its last checkpoint could not be written"
-            )
+            raise RunFailed(f"the run was to end ({end_reason}); its last checkpoint could not be written")
 
     def _accumulate_until_step_end(self, clock: "StepClock") -> StepEnd | None:
         """The end of the step; None: the run ends before, and what it goes on with is saved."""

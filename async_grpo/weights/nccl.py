@@ -124,9 +124,7 @@ class NCCLPublisher(Publisher):
                     raise
                 self._leave_group()
                 lost = WorkerLost(f"an engine was lost in the transfer that this one was part of ({error})")
-                for worker_id in tuple(
-                    engines.members
-                ):  # they hold a part of the weights, or still wait for it
+                for worker_id in tuple(engines.members):  # they hold a part of the weights, or wait for it
                     engines.fence(worker_id, lost)
         self._source.drain()
         engines.each("resume", draft.version)

@@ -41,9 +41,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK].to(torch.int64)
-        offset = (
-            start * _GOLDEN + 2**63
-        ) % 2**64 - 2**63  # wraps as int64 does; even, so a multiplier stays odd
+        # Wraps as int64 does; even, so a multiplier stays odd
+        offset = (start * _GOLDEN + 2**63) % 2**64 - 2**63
         total += (chunk * multipliers[: chunk.numel()]).sum() + chunk.sum() * offset
     return int(total)
 

@@ -10,9 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-COLUMNS = (
-    8  # of each matrix: at learning rate 1e-6 one in a hundred bfloat16 values of size 0.02 changes per step
-)
+# Of each matrix: at learning rate 1e-6 one in a hundred bfloat16 values of size 0.02 changes per step
+COLUMNS = 8
 _TINY = 1e-30  # below: some kernels flush these to zero
 _MIX = (-7046029254386353131, 32), (-4658895280553007687, 29)  # of splitmix64: odd multiplier, shift
 

@@ -167,9 +167,8 @@ def in_use(model: torch.nn.Module) -> dict[str, int]:
 
 def _held(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
     rank, is_row = get_tensor_model_parallel_rank(), isinstance(layer, RowParallelLinear)
-    is_split = isinstance(layer, (LinearBase, VocabParallelEmbedding)) and not isinstance(
-        layer, ReplicatedLinear
-    )
+    may_split = isinstance(layer, (LinearBase, VocabParallelEmbedding))
+    is_split = may_split and not isinstance(layer, ReplicatedLinear)
     if rank and (not is_split or (is_row and name == "bias")):
         return weight.new_zeros(1)
     method, multiplies = getattr(layer, "quant_method", None), isinstance(layer, (LinearBase, ParallelLMHead))
@@ -188,9 +187,8 @@ def _held(layer: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 DRAWN = "drawn"  # further argument of a request: tokens that another engine drew before, with the same seed
-_BEGINS: WeakKeyDictionary[torch.Generator, torch.Tensor] = (
-    WeakKeyDictionary()
-)  # of a request: before its first draw here
+# Of a request: before its first draw here
+_BEGINS = WeakKeyDictionary[torch.Generator, torch.Tensor]()
 
 
 def drawing_on(add: Any) -> Any:

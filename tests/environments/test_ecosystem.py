@@ -82,11 +82,11 @@ def test_levels_are_those_of_the_tasks_own_curriculum():
         ("reasoning_gym:chain_sums", "", r"'chain_sums' is unknown; did you mean chain_sum, "),
         ("reasoning_gym:chain_sum=0", "", "the weight '0' of chain_sum"),
         ("reasoning_gym:chain_sum", "prompt=no", "there are .*default"),
-        ("reasoning_gym:", "", "name one of its environments"),
+        ("reasoning_gym:", "", "say which one, reasoning_gym:NAME"),
         ("textarena:GuessTheNumbr-v0", "", "did you mean GuessTheNumber-v0"),
         ("textarena:TicTacToe-v0", "", "number of players"),
         ("openenv:echo", "", "name a server's URL or PACKAGE.MODULE:CLASS"),
-        ("guess", "", "makes no rows of its own"),
+        ("guess", "", "makes no rows"),
         ("textarina:X", "", "unknown; known: guess.*did you mean textarena:NAME"),
     ],
 )

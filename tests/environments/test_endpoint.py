@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint: agents with the official client, keys, nonsense over HTTP, and agents that end badly."""
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -92,7 +93,7 @@ def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_toke
         (
             "import sys; print('no idea'); sys.exit(1)",
             None,
-            "exit status 1 and reported nothing; it said: no idea",
+            "exit status 1 and no report; it said: no idea",
         ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None, "exit status -9"),
         ("REPORT({'reward': 0.5, 'numbers': {'tries': 2}}); import sys; sys.exit(3)", 0.5, ""),
@@ -190,8 +191,6 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
         async with Server(2) as server:
             one, two = server.keys
             assert one != two and len(one) > 40
-            assert (await server.ask(one, "row", method="GET"))[1] == {"input": "row 0"}
-            assert (await server.ask(two, "row", method="GET"))[1] == {"input": "row 1"}
             assert (await server.ask(one, "chat/completions", MESSAGES))[0] == 200
             assert server.policies[0].recorder.num_turns == 1 and server.policies[1].recorder.num_turns == 0
             assert (await server.ask(two, "result", {"reward": 1}))[0] == 200
@@ -279,9 +278,7 @@ def test_a_thousand_malformed_requests_neither_end_it_nor_leave_anything(caplog)
              b'{"messages": [{"role": "tool", "content": "\\ud800"}]}']
         )  # fmt: skip
         length = dice.choice([len(body)] * 6 + [len(body) + 7, -1, 10**9])
-        path = dice.choice(
-            ["chat/completions"] * 6 + ["completions", "result", "models", "../etc", "%00", "row"]
-        )
+        path = dice.choice(["chat/completions"] * 6 + ["completions", "result", "models", "../etc", "%00"])
         method = dice.choice(["POST"] * 5 + ["GET", "PUT", "BREW"])
         auth = dice.choice([f"Bearer {key}"] * 4 + ["Basic eDp5", "Bearer", "\x01"])
         head = f"{method} /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: {auth}\r\nContent-Length: {length}\r\n\r\n"
@@ -292,17 +289,18 @@ def test_a_thousand_malformed_requests_neither_end_it_nor_leave_anything(caplog)
         async with Server() as server:
             statuses = set()
             tasks_before, files_before = len(asyncio.all_tasks()), psutil.Process().num_fds()
-            for _ in range(1000):
+
+            async def ask():
                 reader, writer = await asyncio.open_connection("127.0.0.1", server.endpoint._port)
                 writer.write(nonsense(server.keys[0]))
                 if dice.random() < 0.3:
                     writer.write_eof()
-                try:
-                    answer = await asyncio.wait_for(reader.read(200), 0.05)
-                    statuses.add(answer[9:12])
-                except (TimeoutError, ConnectionError):
-                    pass
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    statuses.add((await asyncio.wait_for(reader.read(200), 0.1))[9:12])
                 writer.close()
+
+            for _ in range(20):
+                await asyncio.gather(*(ask() for _ in range(50)))
             raised = {record.exc_info[0] for record in caplog.records if record.exc_info}
             # What is no HTTP, and who has gone, is not ours
             errors = [

@@ -280,7 +280,7 @@ def test_a_class_that_cannot_share_a_process_and_a_name_alone_are_refused():
 def test_rows_of_the_two_splits_share_no_seed(monkeypatch):
     monkeypatch.syspath_prepend(str(PACKAGES))
     kind = SourceFile.read(f"{FILE}:OpenEnv").object()
-    options = {"environment": "http://127.0.0.1:8000", "action_field": None, "tasks": 50.0}
+    options = {"environment": "http://127.0.0.1:8000", "action_field": None, "tasks": 50}
     train, held_out = (kind.rows(split, **options) for split in ("train", "eval"))
     seeds = [{row["seed"] for row in rows} for rows in (train, held_out)]
     assert len(seeds[0]) == len(seeds[1]) == 50 and not seeds[0] & seeds[1]

@@ -318,8 +318,10 @@ def test_a_program_that_asked_for_nothing_has_failed(tmp_path):
     [
         (
             "gues",
-            "FILE.py:NAME, agent:COMMAND, endpoint; did you mean guess?",
+            "agent:COMMAND, verifiers:NAME, reasoning_gym:NAME, textarena:NAME, openenv:NAME, FILE.py:NAME, ",
         ),
+        ("gues", "FILE.py:NAME, endpoint; did you mean guess?"),
+        ("agent: ", "say which one, agent:COMMAND"),
         ("{page}:add", "cannot play: name a class with reset and step, a list of functions"),
         ("{page}:Nobody", "defines no 'Nobody'"),
         ("nowhere.py:Game", "cannot read 'nowhere.py'"),

@@ -15,8 +15,8 @@ from async_grpo.experience.dataset import PromptCursor, Question
 ROWS = [{"task": task, "level": level, "n": n} for task in "ab" for level in (1, 3, 4) for n in range(5)]
 
 
-def curriculum(**bounds) -> Curriculum:
-    return Curriculum(ROWS, "level", **{"down_at": 0.25, "up_at": 0.75} | bounds)
+def curriculum() -> Curriculum:
+    return Curriculum(ROWS, BatchConfig(curriculum="level", curriculum_down_at=0.25, curriculum_up_at=0.75))
 
 
 def row(task: str, level: int) -> dict:
@@ -63,11 +63,9 @@ def test_the_cursor_draws_only_rows_of_the_current_levels_and_goes_on_after_a_re
     assert [next(again).question for _ in range(40)] == [next(cursors[0]).question for _ in range(40)]
 
 
-def test_rows_without_levels_and_bounds_that_cross_are_refused():
+def test_rows_without_levels_are_refused():
     config = BatchConfig(curriculum="level")
     for bad in ({}, {"level": "Level 3"}, {"level": True}, {"level": 1.5}):
         with pytest.raises(ConfigurationError, match="--curriculum level: a row has"):
             make_curriculum(config, [row("a", 1), bad])
-    with pytest.raises(ConfigurationError, match="must be below"):
-        curriculum(down_at=0.8)
     assert make_curriculum(BatchConfig(), [{}]) is None

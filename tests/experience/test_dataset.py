@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.experience.dataset import PromptCursor, Question, load_questions
+from async_grpo.experience.dataset import PromptCursor, Question, questions_of, read_rows
 
 
 class Letters:
@@ -29,7 +29,7 @@ class Letters:
 def load(tmp_path, *rows, tokenizer=None):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
-    return load_questions(path, tokenizer or Letters(), max_prompt_tokens=8, vocab_size=26)
+    return questions_of(read_rows(path), tokenizer or Letters(), max_prompt_tokens=8, vocab_size=26)
 
 
 def test_a_prompt_comes_from_token_ids_or_messages_or_text_in_this_order(tmp_path):
@@ -74,7 +74,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path):
 
 def test_a_missing_and_an_empty_file_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="there is no such file"):
-        load_questions(tmp_path / "none.jsonl", Letters(), 8, 26)
+        questions_of(read_rows(tmp_path / "none.jsonl"), Letters(), 8, 26)
     with pytest.raises(ConfigurationError, match="holds no questions"):
         load(tmp_path, "")
 

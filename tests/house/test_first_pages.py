@@ -13,7 +13,7 @@ import pytest
 
 from async_grpo.__main__ import COMMANDS, config_class, main
 from async_grpo.data import FOLDER, TINY_MODEL
-from async_grpo.experience.dataset import load_questions
+from async_grpo.experience.dataset import questions_of, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -72,7 +72,7 @@ def test_rows_of_the_hub_become_questions(tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    first, second = load_questions(tmp_path / "rows.jsonl", tokenizer, 1000, len(tokenizer))
+    first, second = questions_of(read_rows(tmp_path / "rows.jsonl"), tokenizer, 1000, len(tokenizer))
     assert first.row["answer"] == "2" and second.row["answer"] == r"\frac{1}{2}"
     assert (
         "final answer within \\boxed{}" in first.row["input"]

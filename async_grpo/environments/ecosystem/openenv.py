@@ -27,7 +27,7 @@ class OpenEnv:
         self, environment: str, action_field: str = "message", observation_field: str = "", tasks: int = 1000
     ) -> None:
         refuse(":" not in environment, f"openenv:{environment}: name a server's URL or PACKAGE.MODULE:CLASS")
-        self._environment, self._tasks = environment, int(tasks)
+        self._environment, self._tasks = environment, tasks
         self._field, self._shown = action_field, observation_field
         self._session: Any = None
         self.numbers = {"wrong_actions": 0.0}

@@ -45,10 +45,8 @@ class ReasoningGym(Environment):
         cls, split: str, environment: str, tasks: int = 1000, levels: int = 0, prompt: str | None = "default"
     ) -> list[dict[str, Any]]:
         """The mixture; what is held out has other seeds. ConfigurationError: it names what is not there."""
-        refuse(
-            prompt is not None and prompt not in SYSTEM_PROMPTS,
-            f"prompt={prompt}: there are {', '.join(SYSTEM_PROMPTS)}",
-        )
+        unknown = prompt not in (None, *SYSTEM_PROMPTS)
+        refuse(unknown, f"prompt={prompt}: there are {', '.join(SYSTEM_PROMPTS)}")
         system = [{"role": "system", "content": SYSTEM_PROMPTS[prompt]}] if prompt else []
         weights = _weights(environment, levels)
         rows = []
@@ -84,9 +82,7 @@ def _weights(environment: str, levels: int) -> dict[str, float]:
         name, _, weight = part.strip().partition("=")
         known = CURRICULA if levels else DATASETS
         what = "has no curriculum, leave out levels" if name in DATASETS else "is unknown"
-        refuse(
-            name not in known, f"--environment reasoning_gym: the task {name!r} {what}{nearest(name, known)}"
-        )
+        refuse(name not in known, f"--environment reasoning_gym: task {name!r} {what}{nearest(name, known)}")
         try:
             weights[name] = float(weight or 1)
         except ValueError:

@@ -36,9 +36,8 @@ class TextArena(Environment):
         try:
             cls(environment).reset({}, 0)
         except Exception as error:  # of the game's own code
-            raise ConfigurationError(
-                f"--environment textarena:{environment}: {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigurationError(f"--environment textarena:{environment}: {why}") from error
         return [{"input": environment, "seed": FIRST_SEEDS[split] + task} for task in range(tasks)]
 
     def reset(self, row: dict[str, Any], seed: int) -> str:

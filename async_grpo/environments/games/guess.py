@@ -10,8 +10,8 @@ GUESS = re.compile(r"\d+")
 class Guess:
     """Numbers from `low` to `high`; the reward is 1 when it is found within `guesses`, else 0."""
 
-    def __init__(self, low: float = 1, high: float = 16, guesses: float = 4) -> None:
-        self._low, self._high, self._left = int(low), int(high), int(guesses)
+    def __init__(self, low: int = 1, high: int = 16, guesses: int = 4) -> None:
+        self._low, self._high, self._left = low, high, guesses
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         self._number = random.Random(seed).randint(self._low, self._high)

@@ -132,9 +132,7 @@ def function_of(adapter: Any) -> Callable[..., Any]:
         if any(name in vars(base) for base in owner.__mro__):  # getattr would find how classes are called
             return getattr(adapter, name)
     title = getattr(adapter, "__name__", repr(adapter))
-    raise ConfigurationError(
-        f"{title} is no reward: register a function, or a class with __call__ or compute_score"
-    )
+    raise ConfigurationError(f"{title} is no reward: give a function, a class with __call__ or compute_score")
 
 
 def accepted_options(

@@ -51,9 +51,8 @@ class Scorecard:
             else:
                 self.failures.setdefault((result.status.value, result.reason), []).append(line)
         if len({(result.status, result.reward, result.steps) for result in runs}) > 1:
-            self.unsteady[line] = [
-                result.status.value if result.reward is None else f"{result.reward:.6g}" for result in runs
-            ]
+            given = ((one.status.value, one.reward) for one in runs)
+            self.unsteady[line] = [said if reward is None else f"{reward:.6g}" for said, reward in given]
 
     def lines(self) -> Iterator[str]:
         """For the terminal: how often it gave which reward, why none, and where runs differ."""
@@ -67,9 +66,7 @@ class Scorecard:
         for (status, reason), lines in self.failures.items():
             times = f", {len(lines)} in all" if len(lines) > 1 else ""
             failures.append(f"{status}, line {lines[0]}{times}: {one_line(reason)}")
-        unsteady = [
-            f"not steady, line {line}: {', then '.join(said)}" for line, said in self.unsteady.items()
-        ]
+        unsteady = [f"not steady, line {at}: {', then '.join(said)}" for at, said in self.unsteady.items()]
         for found in (failures, unsteady):
             yield from (f"  {text}" for text in found[:MAX_EXAMPLES])
             if len(found) > MAX_EXAMPLES:

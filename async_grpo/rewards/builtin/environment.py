@@ -19,8 +19,6 @@ def environment_turns(sample: dict[str, Any]) -> dict[str, Any]:
     """The reward of each turn, on its last token."""
     ends, rewards = sample.get("turn_ends", []), sample.get("turn_rewards", [])
     if not rewards or len(rewards) != len(ends):
-        raise ValueError(
-            "the environment gives no reward for each turn: use the reward `environment`, or another"
-        )
+        raise ValueError("the environment gives no reward for each turn: use the reward `environment`")
     steps = [{"reward": reward, "token_end": end} for reward, end in zip(rewards, ends, strict=True)]
     return {"step_rewards": steps}

@@ -79,9 +79,8 @@ def as_text(value: Any) -> str:
 def is_conversation(value: Any) -> bool:
     """Whether it is a list of {"role": ..., "content": ...}."""
     messages = value if isinstance(value, list) else []
-    return bool(messages) and all(
-        isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages
-    )
+    needed = {"role", "content"}
+    return bool(messages) and all(isinstance(one, dict) and needed <= one.keys() for one in messages)
 
 
 def conversation(sample: Mapping[str, Any]) -> list[dict[str, str]]:

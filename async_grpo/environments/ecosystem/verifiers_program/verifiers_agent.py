@@ -66,15 +66,12 @@ async def play(env: Any, tasks: dict[int, Any], key: str, row: dict[str, Any]) -
 async def play_all(name: str, options: dict[str, Any]) -> None:
     """Take trajectories and report them, until the endpoint closes."""
     loaded: dict[str, tuple[Any, dict[int, Any]]] = {}  # by split
-    async with (
-        AsyncExitStack() as stack,
-        httpx.AsyncClient(timeout=60) as client,
-        asyncio.TaskGroup() as group,
-    ):
+    http = httpx.AsyncClient(timeout=60)
+    async with AsyncExitStack() as stack, http, asyncio.TaskGroup() as group:
 
         async def post(path: str, key: str, body: Any = None) -> Any:
             url = f"{os.environ['OPENAI_BASE_URL']}/{path}"
-            return await client.post(url, json=body, headers={"Authorization": f"Bearer {key}"})
+            return await http.post(url, json=body, headers={"Authorization": f"Bearer {key}"})
 
         async def play_one(key: str, row: dict[str, Any]) -> None:
             try:
@@ -94,9 +91,7 @@ async def play_all(name: str, options: dict[str, Any]) -> None:
             if row["split"] not in loaded:
                 env, _ = loaded[row["split"]] = load(name, options, row["split"])
                 await stack.enter_async_context(env.serving())
-                env._interception = (
-                    None  # it would keep a client for each key; now each trajectory has its own
-                )
+                env._interception = None  # or it would keep a client for each trajectory's key
             group.create_task(play_one(taken.json()["key"], row))
 
 
