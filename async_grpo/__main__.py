@@ -71,9 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments and arguments[0] in COMMANDS:
         run_program(arguments[0], arguments[1:])
         return
-    app = typer.Typer(
-        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
-    )
+    plain: Any = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+    app = typer.Typer(add_completion=False, no_args_is_help=True, **plain)
 
     @app.callback()
     def options(

@@ -173,9 +173,8 @@ class GenerationWorkers(RegisteredWorkers):
                 async with aclosing(completions):
                     async for completion in completions:
                         if not isinstance(completion, Completion):
-                            begun |= {
-                                m: begun[m] + new if m in begun else new for m, new in completion.items()
-                            }
+                            for member, new in completion.items():
+                                begun[member] = begun[member] + new if member in begun else new
                             continue
                         del owed[completion.member]
                         self.registry.release(lease)  # its place, while its siblings generate

@@ -112,9 +112,8 @@ class RayEngines:
     def _ask(self, method: str, of_each: dict[str, tuple[Any, ...]], others_s: float) -> dict[str, Any]:
         """The answers by worker. Who has none is fenced: by its own death, after `--sync-timeout-s`, or when so many
         seconds have passed since another was lost."""
-        asked = {
-            self._members[name][1].transfer.remote(method, *args): name for name, args in of_each.items()
-        }
+        actors = {name: self._members[name][1] for name in of_each}
+        asked = {actors[name].transfer.remote(method, *args): name for name, args in of_each.items()}
         answers, waiting_for, give_up = dict[str, Any](), list(asked), time.monotonic() + self.timeout_s
         with waiting("weights", f"a policy (NCCL: {method})", ", ".join(of_each)):
             while waiting_for:

@@ -17,7 +17,8 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
 Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # of Hermes, Qwen and others
+# Of Hermes, Qwen and others. It stops at the next tag, or a babble of tags would take its square in time
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>", re.DOTALL)
 LOOK_BACK = 8  # tokens before a piece, with which it is decoded: some tokenizers drop a first space
 
 

@@ -57,3 +57,7 @@ class TrajectoryLimits:
     turn_tokens: int | None
     seconds: float
     vocabulary: int = 1 << 31
+
+    @property
+    def tokens_told(self) -> str:
+        return f"{self.tokens} tokens (--max-generation-tokens, and the longest prompt)"

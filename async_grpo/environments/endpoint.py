@@ -74,6 +74,9 @@ class Trajectory:
             together.cancel()
 
 
+TRAJECTORY = web.RequestKey("trajectory", Trajectory)
+
+
 class Endpoint:
     """Listens on `host` (loopback, unless told otherwise) from `start` to `close`. Each open trajectory has a key.
 
@@ -159,7 +162,7 @@ class Endpoint:
             trajectory = self._open.get(key)
             if trajectory is None or request.path == CLAIMS:
                 return _error(401, "no trajectory has this key, or it has ended", "invalid_api_key")
-            request["trajectory"] = trajectory
+            request[TRAJECTORY] = trajectory
             return await handler(request)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
@@ -180,10 +183,11 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await read(CompletionRequest, request)
-        policy: Policy = request["trajectory"].policy
+        policy: Policy = request[TRAJECTORY].policy
         prompt = asked.prompt
         refuse(len(prompt) == 0, "prompt: it is empty")
         if isinstance(prompt, str):
+            policy.refuse_endless(prompt)
             return await self._answer(request, asked, policy.recorder.ask_text(prompt))
         refuse(max(prompt) >= policy.limits.vocabulary, f"prompt: {max(prompt)} is no token of the model")
         return await self._answer(request, asked, np.asarray(prompt, np.int32))
@@ -191,19 +195,19 @@ class Endpoint:
     async def _answer(
         self, request: web.Request, asked: Request, context: Any, **more: Any
     ) -> web.StreamResponse:
-        policy: Policy = request["trajectory"].policy
+        policy: Policy = request[TRAJECTORY].policy
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         limits = [one for one in (asked.max_tokens, asked.max_completion_tokens) if one is not None]
         most = min(limits, default=None)
         turns = (policy.complete(context, max_tokens=most, stop=stop, **more) for _ in range(asked.n))
-        replies = await request["trajectory"].all_of(turns)
+        replies = await request[TRAJECTORY].all_of(turns)
         answer = body_of(asked, replies, stop)
         return await streamed(request, asked, answer) if asked.stream else web.json_response(answer)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         result = await read(Result, request)
         refuse((result.reward is None) != bool(result.failure), "give either a reward or a failure")
-        request["trajectory"].report(result)
+        request[TRAJECTORY].report(result)
         return web.json_response({"object": "result", "reward": result.reward})
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:

@@ -25,8 +25,7 @@ from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.protocols import Generation
 
 HERE, ELSEWHERE = Path(__file__).parent, "endpoint"
-PROCESSES, AGENTS = 4, 64  # by default
-ROWS_WITHIN_S = 600.0
+PROCESSES, AGENTS, ROWS_WITHIN_S = 4, 64, 600.0  # the first two by default
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",

@@ -67,27 +67,23 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
         async with self._places:
-            return await self._play_now(prompt, member, sampling)
-
-    async def _play_now(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
-        recorder = Recorder(self._chat)
-        policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
-        failure = ""
-        try:
-            async with asyncio.timeout(self._limits.seconds) as limit:
-                return self._checked(policy, await self._program(prompt, policy))
-        except TrajectoryOver:
-            pass  # and the program has not caught it
-        except TimeoutError as error:
-            if limit.expired():
-                policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
-            else:
-                failure = f"TimeoutError: {error}"
-        except Exception as error:
-            if policy.failure is not None:
-                raise policy.failure from error
-            failure = f"{type(error).__name__}: {error}"
-        return policy.trajectory(failure=failure)
+            recorder, failure = Recorder(self._chat), ""
+            policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
+            try:
+                async with asyncio.timeout(self._limits.seconds) as limit:
+                    return self._checked(policy, await self._program(prompt, policy))
+            except TrajectoryOver:
+                pass  # and the program has not caught it
+            except TimeoutError as error:
+                if limit.expired():
+                    policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
+                else:
+                    failure = f"TimeoutError: {error}"
+            except Exception as error:
+                if policy.failure is not None:
+                    raise policy.failure from error
+                failure = f"{type(error).__name__}: {error}"
+            return policy.trajectory(failure=failure)
 
     def _checked(self, policy: Policy, returned: Any) -> Completion:
         if policy.failure is not None:  # the program has made something else of it
@@ -95,7 +91,8 @@ class Played:
         if not isinstance(returned, Completion):
             raise TypeError(f"the program returned a {type(returned).__name__}, not policy.trajectory(...)")
         if returned.outcome is not None and not returned.outcome.failure and not len(returned):
-            raise ValueError("the program never asked the policy for anything")
+            why = f": it was over, after {policy.is_over}" if policy.is_over else ""
+            raise ValueError(f"the program never asked the policy for anything{why}")
         return returned
 
     async def take_stats(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from async_grpo.errors import AsyncGrpoError
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
 
+MOST_CHARACTERS = 64  # of a token, on average
+
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """What an environment is told of the prompt: its row, without the model's own token ids."""
@@ -56,6 +58,7 @@ class Policy:
         self.prompt, self.recorder, self.limits = prompt, recorder, limits
         self.failure: AsyncGrpoError | None = None  # of an engine: the run hears of it in any case
         self.is_over = ""  # the limit that was reached
+        self._asked = 0  # turns, also those under way: an agent may ask for many at once
         self._generation, self._sampling = generation, sampling or Sampling()
         self._session, self._begun = Session(member), time.monotonic()
 
@@ -77,8 +80,9 @@ class Policy:
         ConfigurationError: the chat template refuses the messages.
         """
         recorder, limits = self.recorder, self.limits
-        if recorder.num_turns >= limits.turns:
+        if self._asked == limits.turns:
             self._end(f"{limits.turns} turns (--max-turns)")
+        self.refuse_endless(context)
         if isinstance(context, Ask):
             ask = context
         elif isinstance(context, str):
@@ -88,11 +92,12 @@ class Policy:
         else:
             ask = recorder.ask_tokens(np.asarray(context, np.int32))
         if (room := limits.tokens - len(ask.token_ids)) < 1:
-            self._end(f"{limits.tokens} tokens (--max-generation-tokens, and the longest prompt)")
+            self._end(limits.tokens_told)
         wanted = [room, max_tokens, limits.turn_tokens, self._sampling.max_tokens]
         most = min(limit for limit in wanted if limit is not None)
         sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
         asked = replace(self.prompt, token_ids=ask.token_ids)
+        self._asked += 1
         try:
             async for completion in self._generation.generate(asked, 1, sampling, self._session):
                 message = recorder.add(ask, completion)
@@ -101,6 +106,11 @@ class Policy:
             self.failure = error
             raise
         raise AssertionError("an engine yields what it is asked for, or raises")
+
+    def refuse_endless(self, context: Any) -> None:
+        """TrajectoryOver: it is so long that to tokenise it would hold up the run."""
+        if not isinstance(context, Ask) and len(str(context)) > MOST_CHARACTERS * self.limits.tokens:
+            self._end(self.limits.tokens_told)
 
     def _end(self, limit: str) -> None:
         self.is_over = self.is_over or limit

@@ -48,11 +48,6 @@ class Recorder:
         self._raw: dict[str, str] = {}  # what was sampled, by the message that it was handed out as
         self.num_turns = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Of the longest sequence."""
-        return max((len(sequence.token_ids) for sequence in self._sequences), default=0)
-
     def ask_tokens(self, token_ids: np.ndarray) -> Ask:
         """Of all tokens so far, as ids."""
         fitting = [s for s in self._sequences if np.array_equal(token_ids[: len(s.token_ids)], s.token_ids)]

@@ -69,9 +69,8 @@ class ExperienceBatcher:
         self.budget = StalenessBudget(config.groups_per_step, config.max_staleness, config.groups_alive)
         self._alarms = StepAlarms(config, facts.best_rewards)
         self.packer = Packer(num_ranks, config.max_tokens_per_gpu, facts.hidden_size)
-        self.steps = StepAssembler(
-            self.budget, self.packer, self.advantages, whole_steps=config.deterministic
-        )
+        parts = self.budget, self.packer, self.advantages
+        self.steps = StepAssembler(*parts, whole_steps=config.deterministic)
         self.utilization = EngineUtilization()
         self._queues: list[asyncio.Queue[Queued]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._tasks: set[asyncio.Task] = set()

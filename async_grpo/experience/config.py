@@ -56,9 +56,7 @@ class BatchConfig(AlgorithmConfig):
         own=True,
     )
     infinite_sampler_seed: int = option(37, "Seed of the questions' order and everything random.", "Batches")
-    dump_samples_filename: str | None = option(
-        None, "Also write all samples (JSONL, in output_dir).", "Output"
-    )
+    dump_samples_filename: str | None = option(None, "Also write samples (JSONL) into output_dir.", "Output")
     experience_timeout_s: float = option(
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
     )

@@ -259,9 +259,8 @@ class GenerationWorker:
 
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""
-        params = SamplingParams(
-            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
-        )
+        how: Any = {"detokenize": False, "skip_reading_prefix_cache": True}
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, **how)
         with self._at_work():
             final = await self._last_output(tokens_input(token_ids.tolist()), params, new_name())
         steps = zip(final.prompt_logprobs[1:], token_ids[1:].tolist(), strict=True)

@@ -142,12 +142,11 @@ def _attend_with_kernel(
 ) -> Tensor:
     """(N, heads, D) each, in half precision on a GPU."""
     longest, bounds = packing.longest, packing.boundaries
+    given = query, key, value, bounds, bounds, longest, longest
     if flash_attn_varlen_func is not None:
-        return flash_attn_varlen_func(
-            query, key, value, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True
-        )
+        return flash_attn_varlen_func(*given, softmax_scale=scaling, causal=True)
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": True, "window_size": (-1, 0)}  # causal
-    attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    attended = varlen_attn(*given, **options)
     assert isinstance(attended, Tensor)  # a pair only where the normalisers are asked for
     return attended
 

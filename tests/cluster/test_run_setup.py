@@ -187,7 +187,7 @@ def test_the_controller_s_death_is_named(run, handle):
         for _ in range(300):  # the order takes its way
             answer(run.settings.remote())
             time.sleep(0.1)
-    with pytest.raises(WorkerLost, match="the trainer is gone: the run's controller died"):
+    with pytest.raises(WorkerLost, match="the trainer is gone: the controller died"):
         told.unless_closed(handle.exchange.remote("x", [], True), 30)
 
 

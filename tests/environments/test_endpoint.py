@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import sys
 from pathlib import Path
@@ -87,6 +88,29 @@ def test_an_unmodified_script_with_the_official_client_is_recorded_token_by_toke
 
 
 @pytest.mark.parametrize(
+    ("name", "says", "options", "turns", "reward"),
+    [
+        ("class Game", "yes, please", {"environment_options": "size=2"}, 2, 2.0),
+        ("def add", "so it is 2", {}, 1, None),
+        ("async def twice", "no", {}, 2, 1.0),
+        ("import json, sys", "right", {}, 1, 1.0),
+        ("import json, sys", "wrong", {}, 1, 0.0),
+    ],
+)
+def test_the_programs_of_the_page_play(tmp_path, name, says, options, turns, reward):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (text,) = re.findall(rf"```python\n({name}.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.py").write_text(text)
+    inside = {"class Game": "Game", "def add": "TOOLS", "async def twice": "twice"}.get(name)
+    command = f"agent:exec {sys.executable} {tmp_path / 'mine.py'}"
+    environment = f"{tmp_path / 'mine.py'}:{inside}" if inside else command
+    config = EnvironmentConfig(environment=environment, **options)
+    playing = make_played(config, str(MODEL), SETTINGS, source_of(environment), OneSession(lambda: says))
+    (one,) = run(trajectories(playing, prompt_of(answer="right")))
+    assert (one.outcome.failure, len(one.turns), one.outcome.reward) == ("", turns, reward)
+
+
+@pytest.mark.parametrize(
     ("text", "reward", "failure"),
     [
         ("import sys; sys.exit(100)", 0.0, ""),
@@ -143,14 +167,14 @@ def test_an_agent_that_never_ends_is_ended_with_all_that_it_started(tmp_path):
 class Server:
     """An endpoint with some open trajectories."""
 
-    def __init__(self, count: int = 1, generation=None) -> None:
+    def __init__(self, count: int = 1, generation=None, turns: int = 1000) -> None:
         self.generation = generation or OneSession(lambda: "hm")
-        self.endpoint, self.count = Endpoint(), count
+        self.endpoint, self.count, self.turns = Endpoint(), count, turns
 
     async def __aenter__(self):
         await self.endpoint.start()
         chat = chat_of("appends")
-        limits = TrajectoryLimits(1000, 4000, None, 60, 300)
+        limits = TrajectoryLimits(self.turns, 4000, None, 60, 300)
         prompts = [Prompt(0, np.empty(0, np.int32), {"input": f"row {n}"}) for n in range(self.count)]
         self.policies = [Policy(self.generation, Recorder(chat), prompt, 0, limits) for prompt in prompts]
         self.keys, self.trajectories = zip(*map(self.endpoint.open, self.policies), strict=True)
@@ -206,6 +230,17 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
     run(story())
 
 
+def test_an_agent_that_asks_for_many_turns_at_once_gets_as_many_as_it_may():
+    async def story():
+        async with Server(turns=16) as server:
+            asked = (server.ask(server.keys[0], "completions", {"prompt": "x"}) for _ in range(100))
+            answers = await asyncio.gather(*asked)
+            ended = [body["error"]["code"] for status, body in answers if status == 400]
+            assert ended == ["trajectory_over"] * 84 and len(server.generation.requests) == 16
+
+    run(story())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -236,6 +271,7 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
         ("completions", {"prompt": [1, 300]}, "prompt: 300 is no token of the model"),
         ("completions", {"prompt": [1, -2]}, "prompt"),
         ("completions", {"prompt": [1] * 4000}, "the trajectory is over: it has had its 4000 tokens"),
+        ("completions", {"prompt": "x" * 300_000}, "the trajectory is over: it has had its 4000 tokens"),
         ("result", {"reward": "much"}, "reward"),
         ("result", {"reward": float("nan")}, "finite number"),
         ("nothing", {}, "404"),

@@ -11,6 +11,7 @@ import pytest
 from templates import MODEL, Talkative, chat_of
 
 from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
+from async_grpo.environments.chat import message_of
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.environments.played import Played, one_completion
@@ -306,6 +307,24 @@ def test_a_lost_engine_is_the_run_s_matter_whatever_the_program_makes_of_it(tmp_
     for name in ("catches_everything", "two_turns", "Echo"):
         with pytest.raises(WorkerLost, match="no generation worker"):
             run(trajectories(played(tmp_path, name, Dead())[0], prompt_of(tell="x")))
+
+
+def test_a_babble_of_tags_is_read_in_no_time_and_the_last_call_in_it_is_one():
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    message = message_of("<tool_call>{" * 50_000 + call)  # the square of that would take minutes
+    assert [one["function"]["name"] for one in message["tool_calls"]] == ["add"]
+
+
+def test_what_is_longer_than_any_trajectory_is_not_tokenised(tmp_path):
+    (tmp_path / "page.py").write_text(
+        "class Long:\n"
+        "    def reset(self, row, seed): return 'x ' * 5_000_000\n"
+        "    def step(self, said): return '', 1.0, True\n"
+    )
+    config = EnvironmentConfig(environment=f"{tmp_path / 'page.py'}:Long")
+    playing = make_played(config, str(MODEL), SETTINGS, source_of(config.environment), OneSession())
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert "it was over, after 4000 tokens (--max-generation-tokens" in one.outcome.failure
 
 
 def test_a_program_that_asked_for_nothing_has_failed(tmp_path):

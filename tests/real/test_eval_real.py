@@ -26,17 +26,18 @@ from async_grpo.training.sharding import shard_policy
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 SAMPLES = 4
+RUNS = {
+    "countdown": {"model_name_or_path": "tiny-model", "reward_fns": "countdown,format", "max_generation_tokens": 24},
+    "guess": {"model_name_or_path": "guess-model", "environment": "guess", "max_generation_tokens": 100,
+              "max_turn_tokens": 6},
+}  # fmt: skip
 
 
-def checkpoint_of(folder: Path, held_out: Path) -> Path:
-    """Step 7 of a run of the tiny model, whose last norm is 0: every token is as likely as any other."""
-    options = {
-        "model_name_or_path": str(DATA / "tiny-model"),
-        "data_path": str(DATA / "countdown_train.jsonl"),
-        "eval_data_path": f"held={held_out}",
-        "reward_fns": "countdown,format",
-        "max_generation_tokens": 24,
-    }
+def checkpoint_of(folder: Path, held_out: Path, name: str) -> Path:
+    """Step 7 of a run of a tiny model, whose last norm is 0: every token is as likely as any other."""
+    files = {"data_path": str(DATA / f"{name}_train.jsonl"), "eval_data_path": f"held={held_out}"}
+    options = RUNS[name] | files
+    options["model_name_or_path"] = str(DATA / options["model_name_or_path"])
     with distributed_run("cpu", timeout_s=60) as ranks:
         policy = shard_policy(PolicyModel(load_causal_lm(options["model_name_or_path"], "float32")), ranks)
         with torch.no_grad():
@@ -49,11 +50,14 @@ def checkpoint_of(folder: Path, held_out: Path) -> Path:
     return checkpoints_of(folder)[0]
 
 
-def test_a_checkpoint_is_evaluated_with_its_own_weights_and_the_options_of_its_run(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "answered"), [("countdown", "countdown/answer_reward"), ("guess", "environment/reward")]
+)
+def test_a_checkpoint_is_evaluated_with_its_own_weights_and_the_options_of_its_run(tmp_path, name, answered):
     held_out, results = tmp_path / "held_out.jsonl", tmp_path / "results"
-    questions = (DATA / "countdown_heldout.jsonl").read_text().splitlines(keepends=True)
+    questions = (DATA / f"{name}_heldout.jsonl").read_text().splitlines(keepends=True)
     held_out.write_text("".join(questions[:24]))
-    checkpoint = checkpoint_of(tmp_path / "run", held_out)
+    checkpoint = checkpoint_of(tmp_path / "run", held_out, name)
     command = [sys.executable, "-m", "async_grpo", "eval", str(checkpoint), f"--eval-samples={SAMPLES}"]
     command += [f"--output-dir={results}", "--enforce-eager"]
     environment = {**os.environ, "RUN_MARK": str(results)}
@@ -73,8 +77,9 @@ def test_a_checkpoint_is_evaluated_with_its_own_weights_and_the_options_of_its_r
     assert line["eval_avg_reward"] == pytest.approx(np.mean([np.mean(group) for group in groups.values()]))
     pairs = [[any(pair) for pair in itertools.combinations(group, 2)] for group in passed]
     assert line["eval_pass@2"] == pytest.approx(np.mean([np.mean(of) for of in pairs]))
-    # The model that the run began with answers a sixth of them, in the right form
-    assert line["eval_countdown/answer_reward"] < 0.02
+    # The models that the runs began with answer a sixth of them, or a quarter
+    assert line[f"eval_{answered}"] < 0.03
+    assert [len(sample.get("turns", ())) for sample in samples] == [4 * (name == "guess")] * len(samples)
     assert len({sample["completion"] for sample in samples}) > 0.9 * len(samples)
     assert "held-out held at step 7" in done.stdout and f"{SAMPLES} x 24 completions" in done.stdout
     for word in ("mean reward", f"avg@{SAMPLES}", f"pass@{SAMPLES}", f"majority@{SAMPLES}", "96 of 96"):

@@ -216,7 +216,7 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_good_checkpoint_stays(tmp_p
     with no_file_longer_than(4096 if fails == "training" else largest):
         checkpointer.save(2, 16)
         assert not checkpointer.wait()
-    assert "could not be written; the run goes on, the one before it stays" in caplog.text
+    assert "could not be written; the run goes on, the last one stays" in caplog.text
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000001"]
     checkpointer.save(3, 24)
     assert checkpointer.wait() and verify(checkpoints_of(tmp_path)[0]).step == 3

@@ -165,9 +165,7 @@ class NoReward:
 
 def test_what_cannot_be_called_the_class_of_a_judge_and_an_impossible_batch_are_refused():
     for thing in (None, NoReward, NoReward()):
-        with pytest.raises(
-            ConfigurationError, match="is no reward: register a function, or a class with __call__"
-        ):
+        with pytest.raises(ConfigurationError, match="is no reward: give a function, a class with __call__"):
             traits_of(thing)
     with pytest.raises(ConfigurationError, match=r"register a judge itself, Judge\(...\), not its class"):
         traits_of(Judge)

@@ -107,7 +107,7 @@ def test_every_layout_takes_the_steps_of_one_rank(both, ranks):
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():
-    with pytest.raises(ConfigurationError, match="--fsdp-size 3 does not divide the 4 ranks"):
+    with pytest.raises(ConfigurationError, match="--fsdp-size 3 does not divide 4 ranks"):
         shard_policy(PolicyModel(tiny_model()), Ranks(0, 4, torch.device("cpu")), fsdp_size=3)
 
 
