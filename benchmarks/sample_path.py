@@ -45,15 +45,16 @@ class ScriptedLink:
         self._version = version
 
     async def stream(
-        self, _method: str, _prompt: np.ndarray, count: int, _greedy: bool
+        self, _method: str, _prompt: np.ndarray, seeds: dict[int, int], _sampling: None
     ) -> AsyncGenerator[Any]:
-        for member in range(count):
+        for member in seeds:
             yield Completion(
                 np.arange(TOKENS, dtype=np.int32),
                 np.full(TOKENS, -1.0, np.float32),
                 np.full(TOKENS, self._version(), np.int32),
                 FinishReason.STOP,
                 TEXTS[member % len(TEXTS)],
+                member=member,
             )
 
     async def call(self, _method: str) -> dict[str, Any]:
