@@ -47,7 +47,7 @@ class Prompt:
     ordinal: int
     token_ids: np.ndarray  # (L,) int32
     row: dict[str, Any]  # the JSONL row: `input`, `answer` and any other column
-    question: int = -1  # its place in the data set; -1: held out
+    question: int = -1  # its place in the data set; below 0: held out
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,9 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min(sample.completion.oldest_version for sample in self.samples)
+        """Of its tokens; a trajectory may have failed before it had any."""
+        versions = (s.completion.oldest_version for s in self.samples if len(s.completion))
+        return min(versions, default=self.admitted_version)
 
     @property
     def rewards(self) -> list[float]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from async_grpo.types import Completion, Prompt
 
 SOLVED, NOT_SOLVED = 0, 100  # exit statuses
 MAX_PROCESSES = 256  # of one agent
+ENDS_WITHIN_S = 10.0
 KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
@@ -110,7 +112,7 @@ def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
     result = trajectory.result
     assert result is not None
     if result.failure:
-        raise AgentFailed(result.failure)
+        raise AgentFailed(result.failure[:KEPT_OUTPUT])
     return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
 
 
@@ -128,7 +130,12 @@ async def _started(command: str, base_url: str, key: str) -> asyncio.subprocess.
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()  # its guardian ends all that it started
-        await process.wait()
+        process.send_signal(signal.SIGCONT)  # the agent may have stopped it
+        try:
+            await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
 
 async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:

@@ -19,14 +19,23 @@ from async_grpo.options.fields import refuse
 Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
 # Of Hermes, Qwen and others. It stops at the next tag, or a babble of tags would take its square in time
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>", re.DOTALL)
+MOST_CHARACTERS = 64  # of a token, on average
 LOOK_BACK = 8  # tokens before a piece, with which it is decoded: some tokenizers drop a first space
 
 
-class Chat:
-    """A tokenizer with its chat template. Without one, messages cannot be rendered, texts and tokens can be used."""
+class TrajectoryOver(Exception):
+    """A limit of the trajectory is reached: its program can only end."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+
+class Chat:
+    """A tokenizer with its chat template. Without one, messages cannot be rendered, texts and tokens can be used.
+
+    Args:
+        longest: tokens of a sequence. What is longer for certain is not tokenised, it would hold up the run.
+    """
+
+    def __init__(self, tokenizer: Any, longest: int = 1 << 31) -> None:
+        self._tokenizer, self._longest = tokenizer, longest
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
@@ -47,10 +56,15 @@ class Chat:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(f"the chat template refuses these messages: {error}") from error
 
-    def encode(self, text: str) -> np.ndarray:
-        """(N,) int32; special tokens as the text spells them, and no others."""
+    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
+        """(N,) int32; special tokens as the text spells them, and if it `begins` a sequence those that the model expects.
+
+        TrajectoryOver: it is too long.
+        """
+        if len(text) > MOST_CHARACTERS * self._longest:
+            raise TrajectoryOver(too_long(self._longest))
         text = text.encode(errors="replace").decode()  # a lone surrogate, from JSON, is none to a tokenizer
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=begins), np.int32)
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
         """The text of tokens that stand `after` others."""
@@ -70,8 +84,14 @@ def _with_arguments(message: Message) -> dict[str, Any]:
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-def message_of(text: str) -> dict[str, Any]:
+def too_long(tokens: int) -> str:
+    """The limit, by its options."""
+    return f"{tokens} tokens (--max-generation-tokens, and the prompt)"
+
+
+def message_of(text: str, first: int = 0) -> dict[str, Any]:
     """What was said, without its end token, as a message: calls of tools are taken out, arguments stay JSON in a string.
+    `first`: number of the first call, by which its answer is known.
 
     >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 1}'}
@@ -87,7 +107,7 @@ def message_of(text: str) -> dict[str, Any]:
             continue  # it stays in the text: who asked for a call can say that this is none
         calls.append(
             {
-                "id": f"call_{len(calls)}",
+                "id": f"call_{first + len(calls)}",
                 "type": "function",
                 "function": {"name": str(name), "arguments": json.dumps(arguments)},
             }
@@ -98,11 +118,17 @@ def message_of(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
 
+def before_any(stop: Sequence[str], text: str) -> str:
+    """The text as far as the first of these texts.
+
+    >>> before_any(["Observation:"], "I look. Observation: it")
+    'I look. '
+    """
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
+
+
 def key_of(message: Message) -> str:
     """By which a message of the policy is known again, whatever else a client has put into it."""
-    calls = [
-        (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
-        for call in message.get("tool_calls") or ()
-        if isinstance(call, Mapping)
-    ]
-    return json.dumps([message.get("content") or "", calls])
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    told = [(call.get("id"), *map(call.get("function", {}).get, ("name", "arguments"))) for call in calls]
+    return json.dumps([message.get("content") or "", told])

@@ -50,14 +50,11 @@ class EnvironmentConfig(Section):
 
 @dataclass(frozen=True)
 class TrajectoryLimits:
-    """`tokens`: of one sequence, prompt included."""
+    """`tokens`: of one sequence, prompt included; `new_tokens`: of all that follows its prompt."""
 
     turns: int
     tokens: int
     turn_tokens: int | None
     seconds: float
     vocabulary: int = 1 << 31
-
-    @property
-    def tokens_told(self) -> str:
-        return f"{self.tokens} tokens (--max-generation-tokens, and the longest prompt)"
+    new_tokens: int = 1 << 31

@@ -22,6 +22,7 @@ import numpy as np
 from aiohttp import web
 from pydantic import ValidationError
 
+from async_grpo.environments.chat import TrajectoryOver
 from async_grpo.environments.openai_api import (
     MODEL,
     ChatRequest,
@@ -33,7 +34,7 @@ from async_grpo.environments.openai_api import (
     read,
     streamed,
 )
-from async_grpo.environments.policy import Policy, Reply, TrajectoryOver, row_of
+from async_grpo.environments.policy import Policy, Reply, Whole, row_of
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 
@@ -48,18 +49,24 @@ class Trajectory:
         self.policy = policy
         self.result: Result | None = None
         self.claimed, self.reported = asyncio.Event(), asyncio.Event()
-        self._turns: set[asyncio.Future[list[Reply]]] = set()  # under way
+        self._turns: set[asyncio.Future[Reply]] = set()  # under way
 
     async def all_of(self, turns: Iterable[Awaitable[Reply]]) -> list[Reply]:
-        """What they return. They end with the trajectory, and not before, if who asked has gone."""
-        together = asyncio.gather(*turns)
-        self._turns.add(together)
-        together.add_done_callback(self._turns.discard)
+        """What they return. If one is refused, none goes on; if who asked has gone, they do, until the trajectory ends."""
+        tasks = list(map(asyncio.ensure_future, turns))
+        self._turns.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._turns.discard)
+        together = asyncio.gather(*tasks)
         try:
             return await asyncio.shield(together)
         except asyncio.CancelledError:
-            if together.cancelled():
+            if together.done():
                 raise ConfigurationError("the trajectory has ended") from None
+            raise
+        except Exception:
+            for task in tasks:
+                task.cancel()
             raise
 
     def report(self, result: Result) -> None:
@@ -70,8 +77,8 @@ class Trajectory:
 
     def end(self) -> None:
         """Nothing is sampled for it any more."""
-        for together in tuple(self._turns):
-            together.cancel()
+        for turn in tuple(self._turns):
+            turn.cancel()
 
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
@@ -157,7 +164,9 @@ class Endpoint:
         try:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             key = key.strip() if kind.lower() == "bearer" else ""
-            if request.path == CLAIMS and secrets.compare_digest(key.encode(), self.run_key.encode()):
+            if request.path == CLAIMS and secrets.compare_digest(
+                key.encode(errors="replace"), self.run_key.encode()
+            ):
                 return await handler(request)
             trajectory = self._open.get(key)
             if trajectory is None or request.path == CLAIMS:
@@ -179,7 +188,8 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await read(ChatRequest, request)
         messages = list(map(as_template, asked.messages))
-        return await self._answer(request, asked, messages, tools=asked.tools)
+        tools = None if asked.tool_choice == "none" else asked.tools
+        return await self._answer(request, asked, messages, tools=tools)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await read(CompletionRequest, request)
@@ -187,8 +197,7 @@ class Endpoint:
         prompt = asked.prompt
         refuse(len(prompt) == 0, "prompt: it is empty")
         if isinstance(prompt, str):
-            policy.refuse_endless(prompt)
-            return await self._answer(request, asked, policy.recorder.ask_text(prompt))
+            return await self._answer(request, asked, Whole(prompt))
         refuse(max(prompt) >= policy.limits.vocabulary, f"prompt: {max(prompt)} is no token of the model")
         return await self._answer(request, asked, np.asarray(prompt, np.int32))
 
@@ -199,7 +208,7 @@ class Endpoint:
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         limits = [one for one in (asked.max_tokens, asked.max_completion_tokens) if one is not None]
         most = min(limits, default=None)
-        turns = (policy.complete(context, max_tokens=most, stop=stop, **more) for _ in range(asked.n))
+        turns = (policy.complete(context, max_tokens=most, stop=stop, **more) for _ in range(asked.n or 1))
         replies = await request[TRAJECTORY].all_of(turns)
         answer = body_of(asked, replies, stop)
         return await streamed(request, asked, answer) if asked.stream else web.json_response(answer)

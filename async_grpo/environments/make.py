@@ -118,8 +118,9 @@ def make_played(
     limits = TrajectoryLimits(
         *(config.max_turns, settings.max_total_tokens, config.max_turn_tokens, config.max_trajectory_s),
         settings.vocab_size,
+        settings.max_completion_tokens,
     )
-    chat = Chat(load_tokenizer(model_path))
+    chat = Chat(load_tokenizer(model_path), limits.tokens)
     if source is None:
         prefix, _, command = str(config.environment).partition(":")
         told = folder / "endpoint.json" if folder and prefix == ELSEWHERE else None

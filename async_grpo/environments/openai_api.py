@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from async_grpo.environments.chat import before_any
 from async_grpo.environments.policy import Reply
 
 MODEL = "policy"  # the name that the server gives it; any name is accepted
@@ -20,11 +21,11 @@ class Request(BaseModel):
     """What both kinds of requests may say; all else is ignored."""
 
     model: str = MODEL
-    n: Annotated[int, Field(ge=1, le=64)] = 1
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
 
@@ -42,6 +43,10 @@ class Text(BaseModel):
     text: str
 
 
+class Plain(BaseModel):
+    type: Literal["text"]
+
+
 class ChatMessage(BaseModel, extra="allow"):
     role: str
     content: str | list[Text] | None = None
@@ -51,16 +56,21 @@ class ChatMessage(BaseModel, extra="allow"):
 class ChatRequest(Request):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = (
+        None  # nothing can be forced: what is drawn is drawn as it is trained
+    )
+    response_format: Plain | None = None
 
 
 class CompletionRequest(Request):
     prompt: str | list[Annotated[int, Field(ge=0)]]
+    echo: Literal[False] | None = None
 
 
 class Result(BaseModel):
     reward: FiniteFloat | None = None
     failure: str = ""  # then it has failed
-    numbers: dict[str, FiniteFloat] = {}
+    numbers: Annotated[dict[Annotated[str, Field(max_length=100)], FiniteFloat], Field(max_length=100)] = {}
 
 
 async def read(kind: type[Any], request: web.Request) -> Any:
@@ -92,8 +102,7 @@ def body_of(asked: Request, replies: Sequence[Reply], stop: Sequence[str]) -> di
                 reason = "tool_calls" if reason == "stop" else reason
             choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": None})
         else:
-            said = reply.text
-            text = next((said.removesuffix(end) for end in stop if said.endswith(end)), said)
+            text = before_any(stop, reply.text)
             choices.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
     given = replies[0].prompt_tokens
     return {

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from async_grpo.environments.chat import Chat
+from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.policy import Policy, TrajectoryOver
+from async_grpo.environments.policy import Policy
 from async_grpo.environments.trajectory import Recorder
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
@@ -67,23 +67,23 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
         async with self._places:
-            recorder, failure = Recorder(self._chat), ""
-            policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
+            policy = Policy(self._generation, Recorder(self._chat), prompt, member, self._limits, sampling)
             try:
-                async with asyncio.timeout(self._limits.seconds) as limit:
-                    return self._checked(policy, await self._program(prompt, policy))
-            except TrajectoryOver:
-                pass  # and the program has not caught it
-            except TimeoutError as error:
-                if limit.expired():
+                try:
+                    async with asyncio.timeout(self._limits.seconds) as limit:
+                        returned = await self._program(prompt, policy)
+                except TrajectoryOver:  # and the program has not caught it
+                    returned = policy.at_limit()
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
                     policy.is_over = f"{self._limits.seconds:g} s (--max-trajectory-s)"
-                else:
-                    failure = f"TimeoutError: {error}"
+                    returned = policy.at_limit()
+                return self._checked(policy, returned)
             except Exception as error:
                 if policy.failure is not None:
                     raise policy.failure from error
-                failure = f"{type(error).__name__}: {error}"
-            return policy.trajectory(failure=failure)
+                return policy.trajectory(failure=f"{type(error).__name__}: {error}")
 
     def _checked(self, policy: Policy, returned: Any) -> Completion:
         if policy.failure is not None:  # the program has made something else of it

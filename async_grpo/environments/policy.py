@@ -2,20 +2,18 @@
 no place anywhere."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from async_grpo.environments.chat import Message
+from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import Ask, Recorder
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
-
-MOST_CHARACTERS = 64  # of a token, on average
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -23,8 +21,14 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return {name: value for name, value in prompt.row.items() if name != "input_token_ids"}
 
 
-class TrajectoryOver(Exception):
-    """A limit of the trajectory is reached: its program can only end."""
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The row's prompt, if it is a conversation."""
+    said = row.get("messages", row.get("prompt"))
+    return list(said) if isinstance(said, list) and "input_token_ids" not in row else []
+
+
+class Whole(str):
+    """All text so far, not what comes after it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Reply:
     """What the policy said."""
 
     message: dict[str, Any]  # content and tool calls, as clients of OpenAI's API know them
-    text: str  # as it was sampled, without the end token
+    text: str  # as it was sampled, without the end token, with the text that stopped it
     completion: Completion
     prompt_tokens: int  # that it was given
 
@@ -58,13 +62,14 @@ class Policy:
         self.prompt, self.recorder, self.limits = prompt, recorder, limits
         self.failure: AsyncGrpoError | None = None  # of an engine: the run hears of it in any case
         self.is_over = ""  # the limit that was reached
+        self.at_limit: Callable[[], Completion] = self.trajectory  # what it is then, as its program knows
         self._asked = 0  # turns, also those under way: an agent may ask for many at once
         self._generation, self._sampling = generation, sampling or Sampling()
         self._session, self._begun = Session(member), time.monotonic()
 
     async def complete(
         self,
-        context: np.ndarray | Sequence[int] | Sequence[Message] | str | Ask,
+        context: np.ndarray | Sequence[int] | Sequence[Message] | str,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
@@ -72,49 +77,49 @@ class Policy:
     ) -> Reply:
         """The policy's next turn.
 
-        context: all tokens so far; all messages so far; a text that comes after everything so far; or what the recorder
-            has found to go on with.
-        tools: their JSON schemas, for the chat template. max_tokens: of this turn. stop: texts that end it.
+        context: all tokens so far; all messages so far; a text that comes after everything so far (`Whole`: that is it).
+        tools: their JSON schemas, for the chat template; without them, nothing that is said is a call.
+        max_tokens: of this turn. stop: texts that end it.
 
-        TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`).
+        TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`). What was refused was a
+        turn, too.
         ConfigurationError: the chat template refuses the messages.
         """
         recorder, limits = self.recorder, self.limits
-        if self._asked == limits.turns:
-            self._end(f"{limits.turns} turns (--max-turns)")
-        self.refuse_endless(context)
-        if isinstance(context, Ask):
-            ask = context
-        elif isinstance(context, str):
-            ask = recorder.ask_more(context)
-        elif len(context) and isinstance(context[0], Mapping):
-            ask = recorder.ask_messages(context, tools)  # type: ignore[arg-type]
-        else:
-            ask = recorder.ask_tokens(np.asarray(context, np.int32))
-        if (room := limits.tokens - len(ask.token_ids)) < 1:
-            self._end(limits.tokens_told)
-        wanted = [room, max_tokens, limits.turn_tokens, self._sampling.max_tokens]
-        most = min(limit for limit in wanted if limit is not None)
+        try:
+            if self._asked == limits.turns:
+                raise TrajectoryOver(f"{limits.turns} turns (--max-turns)")
+            self._asked += 1
+            ask = self._ask(context, tools)
+            longest = ask.prompt_tokens + (self._sampling.max_tokens or limits.new_tokens)
+            if (room := min(longest, limits.tokens) - len(ask.token_ids)) < 1:
+                raise TrajectoryOver(too_long(min(longest, limits.tokens)))
+        except TrajectoryOver as limit:
+            self.is_over = self.is_over or str(limit)
+            raise
+        most = min(limit for limit in (room, max_tokens, limits.turn_tokens) if limit is not None)
         sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
         asked = replace(self.prompt, token_ids=ask.token_ids)
-        self._asked += 1
         try:
             async for completion in self._generation.generate(asked, 1, sampling, self._session):
-                message = recorder.add(ask, completion)
+                message = recorder.add(ask, completion, stop, tools=bool(tools))
+                if self._asked < limits.turns:
+                    self.is_over = ""  # a request was too long, and one after it was not
                 return Reply(message, completion.text, completion, len(ask.token_ids))
         except AsyncGrpoError as error:
             self.failure = error
             raise
         raise AssertionError("an engine yields what it is asked for, or raises")
 
-    def refuse_endless(self, context: Any) -> None:
-        """TrajectoryOver: it is so long that to tokenise it would hold up the run."""
-        if not isinstance(context, Ask) and len(str(context)) > MOST_CHARACTERS * self.limits.tokens:
-            self._end(self.limits.tokens_told)
-
-    def _end(self, limit: str) -> None:
-        self.is_over = self.is_over or limit
-        raise TrajectoryOver(limit)
+    def _ask(self, context: Any, tools: Sequence[Mapping[str, Any]] | None) -> Ask:
+        if isinstance(context, str):
+            find = self.recorder.ask_text if isinstance(context, Whole) else self.recorder.ask_more
+            return find(context)
+        if len(context) and isinstance(context[0], Mapping):
+            return self.recorder.ask_messages(context, tools)
+        if len(context) > self.limits.tokens:
+            raise TrajectoryOver(too_long(self.limits.tokens))
+        return self.recorder.ask_tokens(np.asarray(context, np.int32))
 
     def trajectory(
         self,

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from async_grpo.environments.policy import Policy, TrajectoryOver, row_of
+from async_grpo.environments.policy import Policy, messages_of, row_of
 from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses
 from async_grpo.types import Completion, Prompt
 
@@ -18,21 +18,25 @@ class Play:
         rewards, states, messages = list[float](), list[str](), list[dict[str, Any]]()
         async with self._processes.place() as place:
             told = await place.call("reset", row_of(prompt), task_seed(self._seed, prompt))
-            try:
-                while not told.get("done"):
-                    states.append(told["state"])
-                    context = _context(prompt, messages, told["observation"], first=not rewards)
-                    reply = await policy.complete(context)
-                    messages.append(reply.message)
-                    told = await place.call("step", reply.text)
-                    rewards.append(told["reward"])
-            except TrajectoryOver:
-                states.pop()
-            named = states if any(states) else ()
-            numbers = told["numbers"] | {"environment_s": place.seconds}
-        # An answer that was cut is one all the same, if the environment takes it
-        told = {"turn_rewards": rewards, "states": named, "numbers": numbers}
-        return policy.trajectory(sum(rewards), truncated=False, **told)
+
+            def so_far() -> Completion:
+                count = policy.recorder.num_turns  # time may be up before the last one has its reward
+                earned = rewards + [0.0] * (count - len(rewards))
+                named = states[:count] if any(states) else ()
+                numbers = told["numbers"] | {"environment_s": place.seconds}
+                # An answer that was cut is one all the same, if the environment takes it
+                more: dict[str, Any] = {"turn_rewards": earned, "states": named, "numbers": numbers}
+                return policy.trajectory(sum(rewards), truncated=False, **more)
+
+            policy.at_limit = so_far
+            while not told.get("done"):
+                states.append(told["state"])
+                context = _context(prompt, messages, told["observation"], first=not rewards)
+                reply = await policy.complete(context)
+                messages.append(reply.message)
+                told = await place.call("step", reply.text)
+                rewards.append(told["reward"])
+        return so_far()
 
 
 class UseTools:
@@ -43,48 +47,54 @@ class UseTools:
         self._schemas: list[dict[str, Any]] | None = None
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
-        messages = list(prompt.row.get("messages") or [{"role": "user", "content": prompt.row["input"]}])
+        messages = messages_of(prompt.row) or [{"role": "user", "content": prompt.row["input"]}]
         calls = errors = 0
         async with self._processes.place() as place:
+
+            def so_far() -> Completion:
+                numbers = {"tool_calls": calls, "tool_errors": errors, "environment_s": place.seconds}
+                return policy.trajectory(numbers=numbers)
+
+            policy.at_limit = so_far
             if self._schemas is None:
                 self._schemas = (await place.call("schemas"))["schemas"]
-            try:
-                while True:
-                    reply = await policy.complete(messages, tools=self._schemas)
-                    messages.append(reply.message)
-                    if not (asked := reply.message.get("tool_calls")):
-                        break
-                    for call in asked:
-                        function = call["function"]
-                        try:
-                            answer = await place.call("use", function["name"], function["arguments"])
-                        except EnvironmentFailed as error:  # late, or dead: the next call has a new process
-                            answer = {"answer": f"error: {error}", "failed": True}
-                        calls, errors = calls + 1, errors + answer["failed"]
-                        told = {"tool_call_id": call["id"], "content": answer["answer"]}
-                        messages.append({"role": "tool"} | told)
-            except TrajectoryOver:
-                pass
-            numbers = {"tool_calls": calls, "tool_errors": errors, "environment_s": place.seconds}
-        return policy.trajectory(numbers=numbers)
+            while True:
+                reply = await policy.complete(messages, tools=self._schemas)
+                messages.append(reply.message)
+                if not (asked := reply.message.get("tool_calls")):
+                    break
+                for call in asked:
+                    function = call["function"]
+                    try:
+                        answer = await place.call("use", function["name"], function["arguments"])
+                    except EnvironmentFailed as error:  # late, or dead: the next call has a new process
+                        answer = {"answer": f"error: {error}", "failed": True}
+                    calls, errors = calls + 1, errors + answer["failed"]
+                    told = {"tool_call_id": call["id"], "content": answer["answer"]}
+                    messages.append({"role": "tool"} | told)
+        return so_far()
 
 
 def task_seed(seed: int, prompt: Prompt) -> int:
     """Of the task that all trajectories of one group find: the row's `seed`, or one of this prompt's own. 31 bits."""
     if isinstance(given := prompt.row.get("seed"), int):
         return given
-    digest = hashlib.blake2b(f"task {seed}/{prompt.ordinal}".encode(), digest_size=4).digest()
+    # Of one that is held out, parts of a group have ordinals of their own
+    which = prompt.question if prompt.question < 0 else prompt.ordinal
+    digest = hashlib.blake2b(f"task {seed}/{which}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1
 
 
 def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *, first: bool) -> Any:
     """What the policy goes on with: messages where the row or the environment speaks in them, else tokens and text."""
     if first and observation is None:
-        messages += prompt.row.get("messages") or []
+        messages += messages_of(prompt.row)
         return messages or prompt.token_ids
+    if not first and all(one["role"] == "assistant" for one in messages):  # the row is plain text
+        if isinstance(observation, list):
+            raise TypeError("reset left the row's prompt, a text: messages cannot follow it, a text can")
+        return observation or ""
     if isinstance(observation, str):
-        if not first and not any(one["role"] != "assistant" for one in messages):  # the row is plain text
-            return observation
         observation = [{"role": "user", "content": observation}]
     messages += observation or []
     return messages

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.environments.chat import Chat, Message, key_of, message_of
+from async_grpo.environments.chat import Chat, Message, before_any, key_of, message_of
 from async_grpo.types import Completion, FinishReason, Outcome, Turn
 
 NOTHING = np.empty(0, np.int32)
@@ -38,6 +38,11 @@ class Ask:
     said: str  # their text
     goes_on: _Sequence | None
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Of its sequence, those before the first turn."""
+        return len(self.goes_on.turns[0][1].before) if self.goes_on else len(self.token_ids)
+
 
 class Recorder:
     """The sequences of one trajectory. `ask_*` finds how a turn goes on, `add` notes what was sampled."""
@@ -46,7 +51,7 @@ class Recorder:
         self.chat = chat
         self._sequences: list[_Sequence] = []
         self._raw: dict[str, str] = {}  # what was sampled, by the message that it was handed out as
-        self.num_turns = 0
+        self.num_turns = self._num_calls = 0
 
     def ask_tokens(self, token_ids: np.ndarray) -> Ask:
         """Of all tokens so far, as ids."""
@@ -58,17 +63,17 @@ class Recorder:
 
     def ask_more(self, text: str) -> Ask:
         """Of the last sequence, and this text after it."""
-        new = self.chat.encode(text)
         if not self._sequences:
-            return Ask(new, text, len(new), text, None)
-        return self._continued(self._sequences[-1], new, text)
+            return self.ask_text(text)
+        return self._continued(self._sequences[-1], self.chat.encode(text), text)
 
     def ask_messages(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Ask:
         """Of a conversation, as the chat template writes it."""
-        return self.ask_text(self.chat.render([self._as_sampled(message) for message in messages], tools))
+        rendered = self.chat.render([self._as_sampled(message) for message in messages], tools)
+        return self.ask_text(rendered, begins=False)
 
-    def ask_text(self, whole: str) -> Ask:
-        """Of all text so far."""
+    def ask_text(self, whole: str, *, begins: bool = True) -> Ask:
+        """Of all text so far. `begins`: it lacks the special tokens that a sequence begins with."""
         fitting = [s for s in self._sequences if whole.startswith(s.text)]
         if fitting:
             goes_on = max(fitting, key=lambda sequence: len(sequence.text))
@@ -80,11 +85,14 @@ class Recorder:
             for at_token, at_character in sequence.marks:
                 if at_character > characters and whole.startswith(sequence.text[:at_character]):
                     tokens, characters, source = at_token, at_character, sequence.token_ids
-        ids = np.concatenate([source[:tokens], self.chat.encode(whole[characters:])])
+        new = self.chat.encode(whole[characters:], begins=begins and not tokens)
+        ids = np.concatenate([source[:tokens], new])
         return Ask(ids, whole, len(ids), whole, None)
 
-    def add(self, ask: Ask, completion: Completion) -> dict[str, Any]:
-        """Note a turn; returns it as a message."""
+    def add(
+        self, ask: Ask, completion: Completion, stop: Sequence[str] = (), *, tools: bool = False
+    ) -> dict[str, Any]:
+        """Note a turn; returns it as a message, up to the text that should `stop` it. Without `tools` nothing is a call."""
         sequence = ask.goes_on
         # It may have gone on meanwhile
         if sequence is None or len(sequence.token_ids) != len(ask.token_ids) - ask.new:
@@ -100,15 +108,19 @@ class Recorder:
         sequence.text = ask.text + text
         sequence.marks.append((len(sequence.token_ids), len(sequence.text)))
         self.num_turns += 1
-        message = message_of(completion.text)
+        said = before_any(stop, completion.text)
+        message = message_of(said, self._num_calls) if tools else {"role": "assistant", "content": said}
+        self._num_calls += len(message.get("tool_calls", ()))
         self._raw[key_of(message)] = completion.text
         return message
 
     def finish(self, member: int, outcome: Outcome, truncated: bool | None) -> Completion:
-        """The whole as one completion, its sequences one after the other; `truncated` if its last turn is (None)."""
-        in_order = [turn for sequence in self._sequences for turn in sequence.turns]
+        """The whole as one completion, its sequences one after the other, that of the last turn last; `truncated` if its
+        last turn is (None)."""
+        by_end = sorted(self._sequences, key=lambda sequence: sequence.turns[-1][0])
+        in_order = [turn for sequence in by_end for turn in sequence.turns]
         numbers, turns, parts = zip(*in_order, strict=True) if in_order else ((), (), ())
-        last: Completion | None = max(in_order, key=lambda one: one[0])[2] if in_order else None
+        last: Completion | None = parts[-1] if parts else None
         by_kind = zip(*(part.arrays for part in parts), strict=True)
         token_ids, logprobs, versions = list(map(np.concatenate, by_kind)) or NO_TOKENS
         ends = None

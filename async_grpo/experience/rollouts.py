@@ -149,7 +149,7 @@ class Rollouts:
                 return await self._scored(prompt, count, config.sampling, evaluation=True)
 
         async def group(number: int, question: Question) -> Group:
-            prompt = Prompt(-1 - number, question.token_ids, question.row)
+            prompt = Prompt(-1 - number, question.token_ids, question.row, -1 - number)
             found = await asyncio.gather(*(answered(prompt, first) for first in parts))
             samples = tuple(
                 replace(sample, completion=replace(sample.completion, member=member))

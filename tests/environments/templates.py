@@ -98,20 +98,37 @@ class Talkative:
         yield Completion(ids, np.linspace(-1, 0, len(ids), dtype=np.float32), versions, reason, told)
 
 
+def _sampled(message: dict, raw: list[tuple[dict, str]]) -> dict:
+    found = [text for handed_out, text in raw if handed_out == message]
+    return {"role": "assistant", "content": found[-1]} if found else message
+
+
+def check_seen(generation: Talkative, shown: list[dict], tools: list | None) -> None:
+    """The engine saw the conversation as the template writes it, with what was sampled in its place."""
+    chat = generation._chat
+    seen = chat.decode(generation.requests[-1][0], np.empty(0, np.int32))
+    if "\ufffd" not in seen:  # cut in the middle of a character
+        assert seen == chat.render(shown, tools)
+
+
 async def converse(chat: Chat, dice: random.Random) -> tuple[Talkative, Completion, Prompt]:
     """A client talks with the policy: users, tools, thoughts; it sometimes tries again, or tidies what it was told."""
     generation = Talkative(chat, dice)
     prompt = Prompt(0, np.empty(0, np.int32), {"input": ""})
     policy = Policy(generation, Recorder(chat), prompt, 0, TrajectoryLimits(100, 10**6, None, 60))
     messages = [{"role": "user", "content": generation._words()}]
+    raw: list[tuple[dict, str]] = []  # what was handed out, and what was sampled for it
     if dice.random() < 0.5:
         messages.insert(0, {"role": "system", "content": "be brief"})
     tools = TOOLS if dice.random() < 0.5 else None
     for _ in range(dice.randint(1, 8)):
+        shown = [_sampled(message, raw) for message in messages]
         reply = await policy.complete(messages, tools=tools)
+        check_seen(generation, shown, tools)
+        raw.append((reply.message, reply.text))
         said = dict(reply.message)
-        if dice.random() < 0.1:
-            said["content"] = (said["content"] or "").strip()
+        if dice.random() < 0.1 and said["content"]:
+            said["content"] = said["content"].strip()
         if dice.random() < 0.1 and len(messages) > 3:  # it tries another way
             del messages[-2:]
             continue

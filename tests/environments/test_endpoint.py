@@ -215,6 +215,10 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
         async with Server(2) as server:
             one, two = server.keys
             assert one != two and len(one) > 40
+            strange = await server.session.post(
+                f"{server.endpoint.base_url}/trajectories", headers={"Authorization": "Bearer \udcff"}
+            )
+            assert strange.status == 401
             assert (await server.ask(one, "chat/completions", MESSAGES))[0] == 200
             assert server.policies[0].recorder.num_turns == 1 and server.policies[1].recorder.num_turns == 0
             assert (await server.ask(two, "result", {"reward": 1}))[0] == 200
@@ -228,6 +232,89 @@ def test_a_key_opens_its_own_trajectory_alone_and_nothing_once_it_has_ended():
             assert server.policies[0].recorder.num_turns == 1
 
     run(story())
+
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def test_a_call_is_one_where_tools_were_given_and_each_has_an_id_of_its_own():
+    async def story():
+        async with Server(generation=OneSession(lambda: f"so {CALL}")) as server:
+
+            async def choice(**more):
+                return (await server.ask(server.keys[0], "chat/completions", MESSAGES | more))[1]["choices"][
+                    0
+                ]
+
+            for plain in (await choice(), await choice(tools=[TOOL], tool_choice="none")):
+                assert plain["message"] == {"role": "assistant", "content": f"so {CALL}"}
+                assert plain["finish_reason"] == "stop"
+            called = [
+                await choice(tools=[TOOL], n=None, stream=None, response_format={"type": "text"})
+                for _ in "ab"
+            ]
+            assert [one["finish_reason"] for one in called] == ["tool_calls"] * 2
+            assert [one["message"]["tool_calls"][0]["id"] for one in called] == ["call_0", "call_1"]
+
+    run(story())
+
+
+def test_an_answer_ends_before_the_text_that_stops_it_and_is_known_again():
+    async def story():
+        async with Server(generation=OneSession(lambda: "I look.\nObservation: no")) as server:
+            asked = MESSAGES | {"stop": ["Observation:"]}
+            message = (await server.ask(server.keys[0], "chat/completions", asked))[1]["choices"][0][
+                "message"
+            ]
+            assert message["content"] == "I look.\n"
+            more = [*MESSAGES["messages"], message, {"role": "user", "content": "it is there"}]
+            await server.ask(server.keys[0], "chat/completions", {"messages": more})
+            (one,) = server.policies[0].recorder._sequences
+            assert "Observation: no<|im_end|>" in one.text  # as it was sampled
+            plain = (await server.ask(server.keys[0], "completions", asked | {"prompt": "x"}))[1]
+            assert plain["choices"][0]["text"] == "I look.\n"
+
+    run(story())
+
+
+def test_of_several_answers_none_goes_on_once_one_is_refused_and_what_waits_hears_of_the_end():
+    class Waits(OneSession):
+        cancelled = 0
+
+        async def generate(self, *args):
+            try:
+                await asyncio.sleep(30)
+                yield
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+
+    async def story():
+        async with Server(generation=Waits(), turns=2) as server:
+            status, answer = await server.ask(server.keys[0], "completions", {"prompt": "x", "n": 4})
+            assert status == 400 and answer["error"]["code"] == "trajectory_over"
+            await asyncio.sleep(0.05)
+            assert server.generation.cancelled == 2 and not server.trajectories[0]._turns
+        async with Server(generation=Waits()) as server:
+            asking = asyncio.ensure_future(server.ask(server.keys[0], "completions", {"prompt": "x"}))
+            await asyncio.sleep(0.2)
+            server.endpoint.shut(server.keys[0])
+            status, answer = await asyncio.wait_for(asking, 5)
+            assert status == 400 and answer["error"]["message"] == "the trajectory has ended"
+
+    run(story())
+
+
+def test_an_agent_that_stops_its_guardian_ends_all_the_same(tmp_path):
+    text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(986)"
+    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=1.5)[0], prompt_of()))
+    assert one.truncated and one.outcome.failure
+
+
+def test_an_agent_that_asked_for_too_much_and_then_for_less_has_not_failed(tmp_path):
+    text = HELPERS + "POST('completions', {'prompt': 'x ' * 5000})\nPOST('completions', {'prompt': 'x'})"
+    (one,) = run(trajectories(agent(tmp_path, text)[0], prompt_of()))
+    assert one.outcome.reward == 1.0 and not one.truncated
 
 
 def test_an_agent_that_asks_for_many_turns_at_once_gets_as_many_as_it_may():
@@ -267,6 +354,9 @@ def test_an_agent_that_asks_for_many_turns_at_once_gets_as_many_as_it_may():
         ("chat/completions", MESSAGES | {"stop": [""]}, "stop"),
         ("chat/completions", MESSAGES | {"n": 0}, "n: Input should be greater"),
         ("chat/completions", MESSAGES | {"max_tokens": -1}, "max_tokens"),
+        ("chat/completions", MESSAGES | {"response_format": {"type": "json_object"}}, "response_format.type"),
+        ("chat/completions", MESSAGES | {"tool_choice": "required"}, "tool_choice"),
+        ("completions", {"prompt": "x", "echo": True}, "echo"),
         ("completions", {"prompt": ""}, "prompt: it is empty"),
         ("completions", {"prompt": [1, 300]}, "prompt: 300 is no token of the model"),
         ("completions", {"prompt": [1, -2]}, "prompt"),
@@ -314,9 +404,11 @@ def test_a_thousand_malformed_requests_neither_end_it_nor_leave_anything(caplog)
              b'{"messages": [{"role": "tool", "content": "\\ud800"}]}']
         )  # fmt: skip
         length = dice.choice([len(body)] * 6 + [len(body) + 7, -1, 10**9])
-        path = dice.choice(["chat/completions"] * 6 + ["completions", "result", "models", "../etc", "%00"])
+        path = dice.choice(
+            ["chat/completions"] * 6 + ["completions", "result", "models", "trajectories", "../etc", "%00"]
+        )
         method = dice.choice(["POST"] * 5 + ["GET", "PUT", "BREW"])
-        auth = dice.choice([f"Bearer {key}"] * 4 + ["Basic eDp5", "Bearer", "\x01"])
+        auth = dice.choice([f"Bearer {key}"] * 4 + ["Basic eDp5", "Bearer", "\x01", "Bearer \xff\xfe"])
         head = f"{method} /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: {auth}\r\nContent-Length: {length}\r\n\r\n"
         whole = head.encode() + body
         return dice.choice([whole] * 8 + [whole[: dice.randrange(len(whole))], b"\x16\x03\x01" + whole])

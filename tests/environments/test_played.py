@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +12,22 @@ import pytest
 from templates import MODEL, Talkative, chat_of
 
 from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the estimators
-from async_grpo.environments.chat import message_of
+from async_grpo.environments.chat import Chat, TrajectoryOver, message_of
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
 from async_grpo.environments.played import Played, one_completion
+from async_grpo.environments.policy import Whole
 from async_grpo.environments.programs import task_seed
 from async_grpo.errors import ConfigurationError, WorkerLost
-from async_grpo.experience.config import NO_FACTS, BatchConfig
+from async_grpo.experience.config import NO_FACTS, BatchConfig, EvaluationConfig
+from async_grpo.experience.dataset import Question
 from async_grpo.experience.group_advantages import GroupAdvantages
 from async_grpo.experience.rollouts import Rollouts
 from async_grpo.experience.step_metrics import readable_samples, step_stats
 from async_grpo.messages import SharedRunSettings
 from async_grpo.rewards.builtin.environment import environment, environment_turns
 from async_grpo.testing import FakeLogprobs, FakeVerification
-from async_grpo.types import Group, Prompt, RewardStatus
+from async_grpo.types import Completion, FinishReason, Group, Prompt, RewardStatus, Sampling
 
 PAGE = '''
 import asyncio, os, time
@@ -35,6 +38,7 @@ class Echo:
         self.left, self.numbers = int(steps), {"said": 0.0}
     def reset(self, row, seed):
         self.row, self.state = row, f"seed {seed}"
+        if row.get("trouble") == "at once": raise RuntimeError("no board")
         return row.get("tell")
     def step(self, said):
         what = self.row.get("trouble") if self.left == 2 else None
@@ -43,6 +47,8 @@ class Echo:
         if what == "exit": os._exit(3)
         if what == "nan": return "", float("nan"), False
         if what == "shape": return "only a text"
+        if what == "silence": return None, 0.5, False
+        if what == "messages": return [{"role": "user", "content": "x"}], 0.5, False
         self.left -= 1
         self.numbers["said"] += len(said)
         self.state = f"{self.left} left"
@@ -91,6 +97,10 @@ async def asks_nothing(prompt, policy):
 import numpy as np
 '''
 SETTINGS = SharedRunSettings("r", "", 300, "float32", 1.0, (2,), 4000, 4000, "object_store", (), 0)
+
+
+NO_INTS = np.zeros(0, np.int32)
+FINISHED = Completion(NO_INTS, np.zeros(0, np.float32), NO_INTS, FinishReason.STOP, "")
 
 
 class OneSession(Talkative):
@@ -187,7 +197,7 @@ def test_those_that_shared_a_process_with_one_that_hangs_fail_by_name(tmp_path):
     found = run(trajectories(playing, prompt_of(tell="x", trouble="hang"), *[prompt_of(tell="x")] * 3))
     assert "no answer within" in found[0].outcome.failure
     failed = [one.outcome.failure for one in found[1:] if one.outcome.failure]
-    assert all("was ended for another" in failure for failure in failed)
+    assert failed and all("was ended for another" in failure for failure in failed)
 
 
 def test_steps_of_async_environments_run_side_by_side_in_one_process(tmp_path):
@@ -298,6 +308,129 @@ def test_tokens_end_a_trajectory_too_and_a_turn_gets_what_is_left(tmp_path):
     assert one.truncated and asked == [(10, 8), (26, 8), (42, 8), (58, 2)]
 
 
+def test_what_follows_a_prompt_is_bounded_whatever_the_longest_prompt_leaves(tmp_path):
+    asked = []
+
+    class Long(OneSession):
+        async def generate(self, prompt, count, sampling=None, session=None):
+            asked.append((len(prompt.token_ids), sampling.max_tokens))
+            async for one in super().generate(prompt, count, sampling, session):
+                yield one
+
+    async def program(prompt, policy):
+        await policy.complete([5] * 30)
+        while True:
+            await policy.complete("0123456789")
+
+    limits = TrajectoryLimits(99, 4000, None, 60, new_tokens=50)
+    playing = Played(Long(lambda: "abcde"), program, chat_of("appends"), limits)
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert one.truncated and asked == [(30, 50), (46, 34), (62, 18), (78, 2)]
+
+    async def evaluated():
+        return [one async for one in playing.generate(prompt_of(), 1, Sampling(max_tokens=20))]
+
+    run(evaluated())
+    assert asked[4:] == [(30, 20), (46, 4)]
+
+
+def test_at_the_time_limit_a_trajectory_has_what_it_earned_until_then(tmp_path):
+    row = {"tell": "x", "trouble": "hang"}
+    (one,) = run(trajectories(played(tmp_path, "Echo", max_trajectory_s=1.5)[0], prompt_of(**row)))
+    assert one.truncated and not one.outcome.failure and len(one.turns) == 2
+    assert one.outcome.reward == 0.5 and one.outcome.turn_rewards == (0.5, 0.0)
+    assert one.outcome.numbers["said"] == 2 and one.outcome.states[1] == "2 left"
+
+
+def test_the_parts_of_a_question_s_evaluation_have_one_task(tmp_path):
+    playing, _ = played(tmp_path, "Echo")
+    config = BatchConfig(samples_per_question=2)
+    nothing = Rollouts(
+        config, NO_FACTS, playing, FakeVerification(lambda _: 1.0), None, None, on_change=lambda _: None
+    )
+    questions = [Question(np.array([5], np.int32), {"input": "a", "tell": "x"}) for _ in range(3)]
+    seen = []
+
+    async def generate(prompt, count, sampling=None, session=None):
+        seen.append((prompt.question, prompt.ordinal, task_seed(0, prompt)))
+        for member in range(count):
+            yield replace(FINISHED, member=member)
+
+    nothing.generation.generate = generate
+    run(nothing.evaluate(questions, EvaluationConfig(eval_samples=6)))
+    assert len({ordinal for _, ordinal, _ in seen}) == 9  # each part has draws of its own
+    assert len({(question, seed) for question, _, seed in seen}) == 3
+
+
+def test_a_text_goes_on_with_a_text_or_with_nothing_and_never_without_its_row(tmp_path):
+    (one,) = run(trajectories(played(tmp_path, "Echo")[0], prompt_of(trouble="silence")))
+    assert [len(turn.before) for turn in one.turns[1:]][1] == 0 and not any(t.fresh for t in one.turns[1:])
+    (one,) = run(trajectories(played(tmp_path, "Echo")[0], prompt_of(trouble="messages")))
+    assert "messages cannot follow it" in one.outcome.failure
+
+
+def test_a_row_s_conversation_in_the_column_prompt_is_one(tmp_path):
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    for name in ("TOOLS", "Echo"):
+        (one,) = run(trajectories(played(tmp_path, name)[0], prompt_of(prompt=said)))
+        assert "system\ns<|im_end|><|im_start|>user\nu<|im_end|>" in one.turns[0].said
+    assert one.turns[1].said.startswith("<|im_start|>user\nyou said")
+
+
+def test_the_last_turn_s_characters_stay_in_order_when_another_conversation_came_between():
+    async def program(prompt, policy):
+        await policy.complete("main")
+        await policy.complete(Whole("aside"))
+        return await policy.complete(Whole("mainhm<|im_end|> on")) and policy.trajectory(1.0)
+
+    class WithEnds(OneSession):
+        async def generate(self, *args):
+            async for one in super().generate(*args):
+                yield replace(one, char_ends=np.arange(1, len(one) + 1, dtype=np.int32))
+
+    limits = TrajectoryLimits(9, 999, None, 60)
+    (one,) = run(
+        trajectories(Played(WithEnds(lambda: "hm"), program, chat_of("appends"), limits), prompt_of())
+    )
+    assert [turn.fresh for turn in one.turns] == [True, True, False]
+    assert one.char_ends.tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 3]
+
+
+def test_what_is_too_long_by_far_is_neither_tokenised_nor_decoded():
+    touched = []
+
+    class Watched:
+        chat_template = "{{ tools }}"
+
+        def apply_chat_template(self, messages, tools=None, **_):
+            return str(tools)
+
+        def encode(self, text, **_):
+            touched.append(len(text))
+            return [1] * 10
+
+        def decode(self, ids, **_):
+            touched.append(len(ids))
+            return "x" * len(ids)
+
+    async def program(prompt, policy):
+        for asked, more in (
+            (np.ones(1_000_000, np.int32), {}),
+            ([{"role": "user", "content": "a"}], {"tools": [{"description": "x" * 200_000}]}),
+            (Whole("x" * 200_000), {}),
+        ):
+            with pytest.raises(TrajectoryOver):
+                await policy.complete(asked, **more)
+        assert touched == [] and policy.is_over
+        await policy.complete("x")
+        return policy.trajectory(1.0)
+
+    limits = TrajectoryLimits(5, 2000, None, 60)
+    playing = Played(OneSession(lambda: "hm"), program, Chat(Watched(), 2000), limits)
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert not one.truncated and not one.outcome.failure  # it went on within its limits
+
+
 def test_a_lost_engine_is_the_run_s_matter_whatever_the_program_makes_of_it(tmp_path):
     class Dead(OneSession):
         async def generate(self, *args, **options):
@@ -394,6 +527,10 @@ def test_a_group_of_trajectories_is_scored_and_a_failed_one_is_masked(tmp_path):
     config = BatchConfig(samples_per_question=4, advantage_estimator="grpo")
     mixed = Group(group.prompt, (*group.samples[:3], failed.samples[3]), 0, 0)
     (trained,) = GroupAdvantages(config)([mixed], 0)
+    _, never_begun = group_of(tmp_path, "Echo", tell="x", trouble="at once")
+    young = Group(group.prompt, (*group.samples[:3], never_begun.samples[0]), 7, 7)
+    assert young.oldest_version == group.oldest_version  # no token is of no version
+    assert Group(group.prompt, never_begun.samples, 7, 7).oldest_version == 7
     assert [sample.advantages is None for sample in trained.samples] == [False, False, False, True]
     stats = step_stats(5, [trained], 4, 1)
     assert stats["environment_failures"] == 1 and stats["turns"] == (3 * 3 + 2) / 4
