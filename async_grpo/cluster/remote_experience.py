@@ -164,6 +164,8 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
         most = min(prepared.settings.max_total_tokens, config.max_tokens_per_gpu)
         settings = dataclasses.replace(prepared.settings, max_total_tokens=most)
         about = config.model_name_or_path, settings, source_of(config.environment)
-        play = partial(make_played, config, *about, folder=config.output_path.absolute())
+        play = partial(
+            make_played, config, *about, folder=config.output_path.absolute(), variables=environment
+        )
     given = config, prepared.facts, num_ranks, ray.put(prepared.questions), verification, folder, play
     return controller.start_batcher.remote(*given)

@@ -131,7 +131,7 @@ def prepare(config: RunConfig) -> Prepared:
 def _rows(config: RunConfig, path: str, to_train_on: bool) -> Iterable[tuple[str, Any]]:
     if path != ROWS:
         return read_rows(path)
-    rows = rows_of(config, "train" if to_train_on else "eval")
+    rows = rows_of(config, "train" if to_train_on else "eval", config.reward_environment())
     return ((f"row {number} of the environment", row) for number, row in enumerate(rows))
 
 

@@ -37,13 +37,13 @@ class AgentFailed(RuntimeError):
 class RunAgent:
     """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
 
-    def __init__(self, command: str, endpoint: Endpoint) -> None:
-        self._command, self._endpoint = command, endpoint
+    def __init__(self, command: str, endpoint: Endpoint, variables: Mapping[str, str]) -> None:
+        self._command, self._endpoint, self._variables = command, endpoint, variables
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
         try:
-            process = await _started(self._command, self._endpoint.base_url, key)
+            process = await _started(self._command, self._endpoint.base_url, key, self._variables)
             try:
                 said = await _talk(process, json.dumps(row_of(prompt)).encode())
                 status = await process.wait()
@@ -67,8 +67,8 @@ class AwaitAgent:
     command: of one that is started here, to play all of them; it is given the run's key.
     """
 
-    def __init__(self, endpoint: Endpoint, command: str = "") -> None:
-        self._endpoint, self._command = endpoint, command
+    def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str]) -> None:
+        self._endpoint, self._command, self._variables = endpoint, command, variables
         self._watching: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
@@ -89,7 +89,8 @@ class AwaitAgent:
         """Listen, and start the command, if there is one."""
         await self._endpoint.start()
         if self._command:
-            process = await _started(self._command, self._endpoint.base_url, self._endpoint.run_key)
+            key = self._endpoint.run_key
+            process = await _started(self._command, self._endpoint.base_url, key, self._variables)
             self._watching = asyncio.create_task(self._watch(process))
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
@@ -116,13 +117,16 @@ def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
     return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
 
 
-async def _started(command: str, base_url: str, key: str) -> asyncio.subprocess.Process:
+async def _started(
+    command: str, base_url: str, key: str, variables: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _MAIN, str(os.getpid()), command),
         stdin=PIPE,
         stdout=PIPE,
         stderr=STDOUT,
-        env=child_environment({"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}),
+        env=child_environment({**variables, **own}),
         start_new_session=True,
     )
 

@@ -1,10 +1,10 @@
 """What `--environment` names, and the `Generation` that has it play."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from async_grpo.modeling.load import load_tokenizer
 from async_grpo.options.fields import nearest, refuse
 from async_grpo.options.source_file import SourceFile, is_file, read_once
 from async_grpo.protocols import Generation
+from async_grpo.rewards.isolation.adapter_process import child_environment
 
 HERE, ELSEWHERE = Path(__file__).parent, "endpoint"
+NO_MORE: dict[str, str] = {}
 PROCESSES, AGENTS, ROWS_WITHIN_S = 4, 64, 600.0  # the first two by default
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
@@ -70,11 +72,16 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
     return config.environment_settings | named
 
 
-def rows_of(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
-    """The rows that an environment makes itself. split: "train" or "eval". ConfigurationError: it makes none."""
+def rows_of(
+    config: EnvironmentConfig, split: str, variables: Mapping[str, str] = NO_MORE
+) -> list[dict[str, Any]]:
+    """The rows that an environment makes itself. split: "train" or "eval"; variables: for a program that makes them.
+
+    ConfigurationError: it makes none.
+    """
     name = config.environment or ""
     if name.startswith("verifiers:"):
-        return _verifiers_rows(config, split)
+        return _verifiers_rows(config, split, variables)
     source = source_of(name) if name else None
     make = getattr(source.object(), "rows", None) if source else None
     if make is None:
@@ -92,10 +99,13 @@ def _verifiers_command(config: EnvironmentConfig, mode: str, *more: str) -> list
     return [python, program, mode, name, json.dumps(options), *more]
 
 
-def _verifiers_rows(config: EnvironmentConfig, split: str) -> list[dict[str, Any]]:
+def _verifiers_rows(
+    config: EnvironmentConfig, split: str, variables: Mapping[str, str]
+) -> list[dict[str, Any]]:
     command = _verifiers_command(config, "rows", split)
     try:
-        told: Any = {"env": for_agents(os.environ), "capture_output": True, "text": True}
+        # As it plays later: what it finds now, it must find then
+        told: Any = {"env": for_agents(child_environment(variables)), "capture_output": True, "text": True}
         ended = subprocess.run(command, timeout=ROWS_WITHIN_S, **told)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"--environment {config.environment}: {error}") from error
@@ -113,8 +123,12 @@ def make_played(
     source: SourceFile | None,
     generation: Generation,
     folder: Path | None = None,
+    variables: Mapping[str, str] = NO_MORE,
 ) -> Played:
-    """Trajectories of the environment, whose turns `generation` completes. folder: of the run, for agents elsewhere."""
+    """Trajectories of the environment, whose turns `generation` completes.
+
+    folder: of the run, for agents elsewhere. variables: for the environment's processes, or agents, beside the allow-list.
+    """
     limits = TrajectoryLimits(
         *(config.max_turns, settings.max_total_tokens, config.max_turn_tokens, config.max_trajectory_s),
         settings.vocab_size,
@@ -127,14 +141,17 @@ def make_played(
         endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told)
         at_once = config.environment_processes or AGENTS
         if prefix == "agent":
-            one = RunAgent(command, endpoint)
+            one = RunAgent(command, endpoint, variables)
             return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)
-        agent = AwaitAgent(endpoint, shlex.join(_verifiers_command(config, "play")) if command else "")
+        command = shlex.join(_verifiers_command(config, "play")) if command else ""
+        agent = AwaitAgent(endpoint, command, variables)
         return Played(generation, agent, chat, limits, at_once=at_once, needs=agent)
     kind = kind_of(source.object())
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
     count = config.environment_processes or PROCESSES
-    processes = EnvironmentProcesses(source, settings_of(config), count, config.environment_timeout_s)
+    processes = EnvironmentProcesses(
+        source, settings_of(config), count, config.environment_timeout_s, variables
+    )
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
     return Played(generation, program, chat, limits, needs=processes)

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from async_grpo.errors import WorkerLost
@@ -36,11 +37,19 @@ class EnvironmentProcesses:
     """So many processes of one environment. A trajectory keeps to one of them; one that hangs costs those beside it.
 
     Args:
-        source: the file and its object. options: for the environment's constructor.
+        source: the file and its object. options: for the environment's constructor. variables: for its processes.
     """
 
-    def __init__(self, source: SourceFile, options: Mapping[str, Any], count: int, timeout_s: float) -> None:
-        self._processes = [EnvironmentProcess(source, source.name, options) for _ in range(count)]
+    def __init__(
+        self,
+        source: SourceFile,
+        options: Mapping[str, Any],
+        count: int,
+        timeout_s: float,
+        variables: Mapping[str, str],
+    ) -> None:
+        one = partial(EnvironmentProcess, source, source.name, options, environment=variables)
+        self._processes = [one() for _ in range(count)]
         self._timeout_s = timeout_s
         self._alive = dict.fromkeys(self._processes, 0)  # trajectories
         self._numbers = itertools.count()

@@ -39,7 +39,9 @@ class RewardConfig(Section):
     reward_registry: str | None = _reward(None, "Registry file (default: reward_registry.py).", everyday=True)
     reward_options: str = _reward("", "Keyword options for the rewards that name them: weight=0.2,...")
     reward_env: str = _reward(
-        "", "Comma list of environment variables that the rewards' processes get as well: MY_API_KEY,..."
+        "",
+        "Comma list of environment variables that the processes of rewards, of --environment and of agents get as well: "
+        "MY_API_KEY,...",
     )
     verifiers_per_reward: int = _reward(
         VERIFIERS,

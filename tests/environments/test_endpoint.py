@@ -144,6 +144,26 @@ def test_so_many_agents_run_at_once_and_the_time_of_those_that_wait_does_not_run
     assert [one.outcome.reward for one in found] == [1.0] * 6
 
 
+@pytest.mark.parametrize("name", ["agent:exec {python} {page}", "{page}:Reads"])
+def test_processes_get_the_variables_that_are_named_and_no_others(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("A_SECRET", "1")
+    (tmp_path / "page.py").write_text(
+        HELPERS
+        + "def told(): return 0.25 if os.environ['MY_API_KEY'] == 'k' and 'A_SECRET' not in os.environ else 0.0\n"
+        "class Reads:\n"
+        "    def reset(self, row, seed): return 'a'\n"
+        "    def step(self, said): return '', told(), True\n"
+        "if 'OPENAI_API_KEY' in os.environ:\n"
+        "    POST('completions', {'prompt': 'x'})\n"
+        "    REPORT({'reward': told()})\n"
+    )
+    name = name.format(python=sys.executable, page=tmp_path / "page.py")
+    about = EnvironmentConfig(environment=name), str(MODEL), SETTINGS, source_of(name)
+    playing = make_played(*about, OneSession(lambda: "hm"), variables={"MY_API_KEY": "k"})
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert one.outcome.reward == 0.25, one.outcome
+
+
 def test_a_key_that_an_agent_shows_is_not_written_down(tmp_path):
     text = (
         HELPERS
