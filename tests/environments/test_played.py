@@ -546,6 +546,27 @@ def test_a_group_of_trajectories_is_scored_and_a_failed_one_is_masked(tmp_path):
     ]
 
 
+def test_a_reward_that_looks_at_the_group_sees_its_trajectories(tmp_path):
+    playing, _ = played(tmp_path, "Echo")
+    config = BatchConfig(samples_per_question=3)
+    seen = []
+
+    class Ranks(FakeVerification):
+        async def post_process(self, samples, verdicts, *, evaluation=False):
+            seen.extend(samples)
+            return [replace(one, reward=float(n)) for n, one in enumerate(verdicts)]
+
+    facts = replace(NO_FACTS, whole_groups=True)
+    scores = Ranks(lambda _: 1.0)
+    rollouts = Rollouts(config, facts, playing, scores, None, None, on_change=lambda _: None)
+
+    async def group():
+        return await rollouts.group(prompt_of(tell="x"), 0, 0)
+
+    assert [sample.verdict.reward for sample in run(group()).samples] == [0.0, 1.0, 2.0]
+    assert [len(sample["turns"]) for sample in seen] == [3, 3, 3] and seen[0]["environment_reward"] == 1.5
+
+
 def test_an_environment_s_rewards_are_rewards_of_the_registry(tmp_path):
     from async_grpo.experience.rollouts import reward_sample
 

@@ -7,13 +7,15 @@ import random
 import numpy as np
 import pytest
 from templates import MODEL, TEMPLATES, Talkative, chat_of, converse
+from tiny_policy import pack as pack_by_hand
+from tiny_policy import random_sequence
 from transformers import AutoTokenizer
 
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.policy import Policy
 from async_grpo.environments.trajectory import Recorder
 from async_grpo.experience.packing import pack
-from async_grpo.types import Prompt, RewardStatus, Sample, Verdict
+from async_grpo.types import Completion, FinishReason, Prompt, RewardStatus, Sample, Turn, Verdict
 
 COUNT = int(os.environ.get("CONVERSATIONS", 400))  # 2,000 of each template are 10,000
 
@@ -122,3 +124,41 @@ def test_turns_that_ask_beside_each_other_after_one_history_both_count():
 
     generation, sequences = asyncio.run(both())
     assert len(generation.requests) == 4 and len(sequences) == 3
+
+
+def as_trajectory(parts: list[dict]) -> Sample:
+    """Sequences with holes in their masks as what a program would have recorded: runs of sampled tokens are turns."""
+    turns, sampled = [], {"ids": [], "advantages": [], "behaviour": [], "ref": []}
+    for part in parts:
+        edges = np.flatnonzero(np.diff(part["mask"], prepend=False, append=False))
+        begins, ends = edges[::2], edges[1::2]
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            before = part["ids"][ends[number - 1] if number else 0 : begin]
+            turns.append(Turn(before.astype(np.int32), int(end - begin), fresh=number == 0))
+            for name, column in sampled.items():
+                column.append(part[name][begin:end])
+    ids, advantages, behaviour, ref = map(np.concatenate, sampled.values())
+    size = len(ids)
+    tokens = ids.astype(np.int32), behaviour.astype(np.float32), np.zeros(size, np.int32)
+    completion = Completion(*tokens, FinishReason.STOP, "", turns=tuple(turns))
+    more = {"advantages": advantages.astype(np.float32), "ref_logprobs": ref.astype(np.float32)}
+    prompt = Prompt(0, np.array([1, 2, 3], np.int32), {})  # which the program made no use of
+    verdict = Verdict(RewardStatus.OK, 1.0)
+    return Sample(prompt, completion, verdict, loss_mask=np.ones(size, bool), group_tokens=1, **more)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_trajectory_is_packed_as_its_sequences_with_holes_would_be_by_hand(seed):
+    """Of which `tests/training/test_gradient_exactness.py` shows that two ranks have the gradient of one pass."""
+    rng = np.random.default_rng(seed)
+    parts = [random_sequence(rng, with_ref=True) for _ in range(8)]
+    parts = [part for part in parts if part["mask"].any()]
+    for part in parts:  # what follows the last sampled token is in no trajectory
+        last = np.flatnonzero(part["mask"])[-1] + 1
+        part |= {name: of[:last] for name, of in part.items()}
+    found, by_hand = pack(as_trajectory(parts).sequences), pack_by_hand(parts)
+    for name in ("input_ids", "cu_seqlens", "loss_mask", "group_ids", "group_tokens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(by_hand, name))
+    mask = by_hand.loss_mask
+    for name in ("advantages", "behaviour_logprobs", "ref_logprobs"):
+        np.testing.assert_array_equal(getattr(found, name)[mask], getattr(by_hand, name)[mask])
