@@ -75,6 +75,7 @@ class GenerationWorker:
             stat_loggers=[lambda *_: timeline],
         )
         tokenizer = AutoTokenizer.from_pretrained(options.model_path)
+        engine.output_processor.tokenizer = tokenizer  # for `Sampling.stop`: it looks at the text
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 
     @property
@@ -144,7 +145,8 @@ class GenerationWorker:
             raise WorkerLost(f"the engine ended a request with {output.finish_reason!r}")
         tokens = given + tokens_of(output)
         token_ids, stopped = tokens.token_ids, output.finish_reason == "stop"
-        by_token = stopped and not isinstance(output.stop_reason, str)  # not by a text that should end it
+        by_text = isinstance(output.stop_reason, str) and token_ids[-1] not in self.settings.stop_token_ids
+        by_token = stopped and not by_text
         text = self.tokenizer.decode(token_ids[:-1] if by_token else token_ids, skip_special_tokens=False)
         return Completion(
             *tokens.arrays,

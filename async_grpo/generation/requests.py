@@ -95,6 +95,7 @@ class Request:
             flat_logprobs=True,  # lists instead of a dictionary per token
             skip_clone=True,  # nobody changes it
             detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # their spelling may be such a text
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return cls(member, [*prompt.tolist(), *given.token_ids.tolist()], params, given, new_name())

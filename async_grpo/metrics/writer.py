@@ -202,19 +202,24 @@ class ConsoleHandler(logging.Handler):
     """Shows the log beside the steps, where the log itself goes to a file."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _CONSOLE.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        _CONSOLE.print(_unicode(self.format(record)), markup=False, highlight=False, soft_wrap=True)
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities become null, at any depth.
+    """One line of strict JSON: NaN and infinities become null, at any depth, half a pair of surrogates "?".
 
     >>> as_json({"a": {"b": [float("nan"), 1.5]}})
     '{"a": {"b": [null, 1.5]}}\\n'
     """
     try:
-        return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
     except ValueError:  # seldom: to look at every number would take a page of samples seconds
-        return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
+    return _unicode(text) + "\n"
+
+
+def _unicode(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _finite(value: Any) -> Any:
@@ -249,4 +254,4 @@ def console_line(line: dict[str, Any], num_steps: int) -> str:
     if "samples_per_second" in line:
         parts.append(f"{line['samples_per_second']:.0f} samples/s")
     parts.append(f"{line['time_per_batch']:.1f} s")
-    return " | ".join(parts + [f"ALARM {alarm}" for alarm in line.get("alarms", [])])
+    return _unicode(" | ".join(parts + [f"ALARM {alarm}" for alarm in line.get("alarms", [])]))

@@ -2,7 +2,8 @@
 
 import json
 
-from async_grpo.metrics.writer import METRICS_FILE, MetricsWriter, console_line
+from async_grpo.cluster.remote_experience import write_evaluation
+from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, MetricsWriter, console_line
 
 
 def line(step: int, timeline: list, intervals: list, **more) -> dict:
@@ -58,3 +59,18 @@ def test_an_alarm_is_printed_in_full_when_it_begins_and_not_on_every_line(tmp_pa
     ]  # fmt: skip
     lines = [json.loads(row) for row in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines[1]["alarms"] == ["a: 5 of 7 calls failed"]
+
+
+def test_a_text_that_is_no_unicode_ends_neither_a_step_nor_an_evaluation(tmp_path, capsys):
+    """A lone surrogate, as a program's report or a tool's output may hold."""
+    writer = MetricsWriter(tmp_path, num_steps=1, samples_file=tmp_path / "samples.jsonl")
+    writer.write(line(1, [], [], samples=[{"completion": "é \ud800"}], alarms=["failed: \ud800"]))
+    writer.close()
+    counts = {"num_reward_ok": 1, "num_samples": 1, "version_min": 1, "version_max": 1, "seconds": 1.0}
+    result = counts | {"samples": [{"completion": "é \ud800"}], "program": "\ud800"}
+    write_evaluation(tmp_path / EVAL_FILE, 1, "", result)
+    assert "ALARM failed: ?" in capsys.readouterr().out
+    for name in ("samples.jsonl", "eval_samples_1.jsonl"):
+        assert json.loads((tmp_path / name).read_text())["completion"] == "é ?"
+    assert json.loads((tmp_path / METRICS_FILE).read_text())["alarms"] == ["failed: ?"]
+    assert json.loads((tmp_path / EVAL_FILE).read_text())["eval_program"] == "?"

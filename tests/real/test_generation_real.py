@@ -242,8 +242,8 @@ def test_every_stop_id_of_the_model_ends_a_completion_as_stop(engine):
 
     ids = SETTINGS.stop_token_ids
     assert len(ids) == 2  # <|im_end|> and <|endoftext|>
-    for stop in ids:
-        params = Request.of(SETTINGS, CANARY[:4], 0, 0).params
+    for stop, sampling in itertools.product(ids, (None, Sampling(stop=(">",)))):  # of its spelling, too
+        params = Request.of(SETTINGS, CANARY[:4], 0, 0, sampling).params
         params.allowed_token_ids = [stop]
         prompt = {"prompt_token_ids": CANARY[:4].tolist()}
         output = engine.run(engine.worker._last_output(prompt, params, f"stop-{stop}")).outputs[0]
@@ -258,6 +258,31 @@ def test_a_completion_is_marked_as_truncated_if_it_runs_out_of_room_and_says_whe
         assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         ends, text = completion.char_ends, completion.text
         assert ends.dtype == np.int32 and ends.shape == completion.token_ids.shape and ends[-1] == len(text)
+
+
+def test_a_text_that_ends_a_completion_ends_it_at_the_token_that_completes_the_text(engine):
+    """Be it of several tokens, or the spelling of a special one. What is sampled stays as it was without."""
+    from async_grpo.generation.requests import Request, new_name
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    allowed = tokenizer.encode("ab </answer><|im_start|>", add_special_tokens=False)
+
+    def sampled(*stop: str) -> Completion:
+        params = Request.of(SETTINGS, CANARY[:8], 0, 7, Sampling(temperature=2.0, stop=stop)).params
+        params.allowed_token_ids, params.frequency_penalty = allowed, 2.0  # all of them, in a mix
+        prompt = {"prompt_token_ids": CANARY[:8].tolist()}
+        output = engine.run(engine.worker._last_output(prompt, params, new_name())).outputs[0]
+        return engine.worker._completion(output, 0)
+
+    whole = sampled()
+    assert len(whole) == 200 and whole.finish_reason is FinishReason.LENGTH
+    for stop in ("ab", "a ", "b</answer>", "answer", "<|im_start|>", "start|>a"):
+        end = whole.text.index(stop) + len(stop)
+        one, length = sampled("nowhere", stop), int((whole.char_ends >= end).argmax()) + 1
+        assert one.token_ids.tolist() == whole.token_ids[:length].tolist()
+        assert np.abs(one.logprobs - whole.logprobs[:length]).max() < 1e-4
+        assert one.finish_reason is FinishReason.STOP
+        assert one.text == whole.text[: whole.char_ends[length - 1]]
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused(engine):
