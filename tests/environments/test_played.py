@@ -396,6 +396,40 @@ def test_the_last_turn_s_characters_stay_in_order_when_another_conversation_came
     assert one.char_ends.tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 3]
 
 
+def test_a_text_begins_as_the_model_was_trained_to_see_one_and_what_follows_does_not():
+    class Begins:  # Llama's tokenizer, say
+        chat_template = "<s>{{ messages }}"
+
+        def apply_chat_template(self, messages, **_):
+            return "<s>" + messages[0]["content"]
+
+        def encode(self, text, add_special_tokens=True):
+            ids = [1] * text.startswith("<s>") + [ord(one) for one in text.removeprefix("<s>")]
+            return [1, *ids] if add_special_tokens else ids
+
+        def decode(self, ids, **_):
+            return "".join("<s>" if one == 1 else chr(one) for one in ids)
+
+    class Says(OneSession):
+        async def generate(self, prompt, *_):
+            asked.append(prompt.token_ids.tolist())
+            ids = np.array([104], np.int32)
+            yield Completion(ids, np.zeros(1, np.float32), ids * 0, FinishReason.STOP, "h")
+
+    async def program(prompt, policy):
+        await policy.complete("ab")
+        await policy.complete("c")
+        await policy.complete(Whole("abhchd"))
+        await policy.complete([{"role": "user", "content": "x"}])
+        return policy.trajectory(1.0)
+
+    asked = []
+    limits = TrajectoryLimits(9, 999, None, 60)
+    run(trajectories(Played(Says(), program, Chat(Begins()), limits), prompt_of()))
+    begun = [1, 97, 98]
+    assert asked == [begun, [*begun, 104, 99], [*begun, 104, 99, 104, 100], [1, 120]]
+
+
 def test_what_is_too_long_by_far_is_neither_tokenised_nor_decoded():
     touched = []
 
