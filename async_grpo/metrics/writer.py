@@ -206,16 +206,17 @@ class ConsoleHandler(logging.Handler):
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities become null, at any depth, half a pair of surrogates "?".
+    """One line of strict JSON, to be written as UTF-8: NaN and infinities become null, at any depth.
 
     >>> as_json({"a": {"b": [float("nan"), 1.5]}})
     '{"a": {"b": [null, 1.5]}}\\n'
     """
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half a pair of surrogates is none
     except ValueError:  # seldom: to look at every number would take a page of samples seconds
-        text = json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
-    return _unicode(text) + "\n"
+        text = json.dumps(_finite(line), allow_nan=False)
+    return text + "\n"
 
 
 def _unicode(text: str) -> str:

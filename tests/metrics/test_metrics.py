@@ -71,6 +71,6 @@ def test_a_text_that_is_no_unicode_ends_neither_a_step_nor_an_evaluation(tmp_pat
     write_evaluation(tmp_path / EVAL_FILE, 1, "", result)
     assert "ALARM failed: ?" in capsys.readouterr().out
     for name in ("samples.jsonl", "eval_samples_1.jsonl"):
-        assert json.loads((tmp_path / name).read_text())["completion"] == "é ?"
-    assert json.loads((tmp_path / METRICS_FILE).read_text())["alarms"] == ["failed: ?"]
-    assert json.loads((tmp_path / EVAL_FILE).read_text())["eval_program"] == "?"
+        assert json.loads((tmp_path / name).read_text())["completion"] == "é \ud800"
+    assert json.loads((tmp_path / METRICS_FILE).read_text())["alarms"] == ["failed: \ud800"]
+    assert json.loads((tmp_path / EVAL_FILE).read_text())["eval_program"] == "\ud800"
