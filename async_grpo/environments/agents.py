@@ -37,11 +37,16 @@ class AgentFailed(RuntimeError):
 class RunAgent:
     """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
 
-    def __init__(self, command: str, endpoint: Endpoint, variables: Mapping[str, str]) -> None:
+    def __init__(self, command: str, endpoint: Endpoint, variables: Mapping[str, str] | None) -> None:
         self._command, self._endpoint, self._variables = command, endpoint, variables
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
+
+        def so_far() -> Completion:  # what it makes of a limit is no answer to its task
+            return policy.trajectory(0.0) if trajectory.result is None else _reported(policy, trajectory)
+
+        policy.at_limit = so_far
         try:
             process = await _started(self._command, self._endpoint.base_url, key, self._variables)
             try:
@@ -51,10 +56,8 @@ class RunAgent:
                 await _end(process)
         finally:
             self._endpoint.shut(key)
-        if trajectory.result is not None:
-            return _reported(policy, trajectory)
-        if policy.is_over:  # what it makes of that is no answer to its task
-            return policy.trajectory(0.0)
+        if policy.is_over or trajectory.result is not None:
+            return so_far()
         if status not in (SOLVED, NOT_SOLVED):
             said = said.replace(key, "(its key)")
             raise AgentFailed(f"the agent ended with exit status {status} and no report; it said: {said}")
@@ -67,7 +70,7 @@ class AwaitAgent:
     command: of one that is started here, to play all of them; it is given the run's key.
     """
 
-    def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str] | None) -> None:
         self._endpoint, self._command, self._variables = endpoint, command, variables
         self._watching: asyncio.Task[None] | None = None
 
@@ -118,7 +121,7 @@ def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
 
 
 async def _started(
-    command: str, base_url: str, key: str, variables: Mapping[str, str]
+    command: str, base_url: str, key: str, variables: Mapping[str, str] | None
 ) -> asyncio.subprocess.Process:
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
     return await asyncio.create_subprocess_exec(
@@ -126,7 +129,7 @@ async def _started(
         stdin=PIPE,
         stdout=PIPE,
         stderr=STDOUT,
-        env=child_environment({**variables, **own}),
+        env=child_environment({**(variables or {}), **own}),
         start_new_session=True,
     )
 

@@ -26,7 +26,6 @@ from async_grpo.protocols import Generation
 from async_grpo.rewards.isolation.adapter_process import child_environment
 
 HERE, ELSEWHERE = Path(__file__).parent, "endpoint"
-NO_MORE: dict[str, str] = {}
 PROCESSES, AGENTS, ROWS_WITHIN_S = 4, 64, 600.0  # the first two by default
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
@@ -73,7 +72,7 @@ def settings_of(config: EnvironmentConfig) -> dict[str, Any]:
 
 
 def rows_of(
-    config: EnvironmentConfig, split: str, variables: Mapping[str, str] = NO_MORE
+    config: EnvironmentConfig, split: str, variables: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """The rows that an environment makes itself. split: "train" or "eval"; variables: for a program that makes them.
 
@@ -100,7 +99,7 @@ def _verifiers_command(config: EnvironmentConfig, mode: str, *more: str) -> list
 
 
 def _verifiers_rows(
-    config: EnvironmentConfig, split: str, variables: Mapping[str, str]
+    config: EnvironmentConfig, split: str, variables: Mapping[str, str] | None
 ) -> list[dict[str, Any]]:
     command = _verifiers_command(config, "rows", split)
     try:
@@ -123,7 +122,7 @@ def make_played(
     source: SourceFile | None,
     generation: Generation,
     folder: Path | None = None,
-    variables: Mapping[str, str] = NO_MORE,
+    variables: Mapping[str, str] | None = None,
 ) -> Played:
     """Trajectories of the environment, whose turns `generation` completes.
 

@@ -46,7 +46,7 @@ class EnvironmentProcesses:
         options: Mapping[str, Any],
         count: int,
         timeout_s: float,
-        variables: Mapping[str, str],
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         one = partial(EnvironmentProcess, source, source.name, options, environment=variables)
         self._processes = [one() for _ in range(count)]

@@ -325,6 +325,15 @@ def test_of_several_answers_none_goes_on_once_one_is_refused_and_what_waits_hear
     run(story())
 
 
+def test_an_agent_that_reported_and_then_never_ends_has_its_reward(tmp_path):
+    text = (
+        HELPERS
+        + "POST('completions', {'prompt': 'x'})\nREPORT({'reward': 0.5})\nimport time; time.sleep(987)"
+    )
+    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=2.5)[0], prompt_of()))
+    assert one.outcome.reward == 0.5 and one.truncated and len(one.turns) == 1
+
+
 def test_an_agent_that_stops_its_guardian_ends_all_the_same(tmp_path):
     text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(986)"
     (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=1.5)[0], prompt_of()))
