@@ -116,6 +116,19 @@ class OneSession(Talkative):
         return {}
 
 
+class Asked(OneSession):
+    """Keeps the tokens that each turn went on with, and how many it might have."""
+
+    def __init__(self, says) -> None:
+        super().__init__(says)
+        self.asked = []
+
+    async def generate(self, prompt, count, sampling=None, session=None):
+        self.asked.append((len(prompt.token_ids), sampling.max_tokens))
+        async for one in super().generate(prompt, count, sampling, session):
+            yield one
+
+
 def played(path: Path, name: str, generation=None, row=None, **options) -> tuple[Played, Talkative]:
     file = path / "page.py"
     file.write_text(PAGE)
@@ -291,31 +304,19 @@ def test_what_never_ends_is_ended_and_counts_as_truncated(tmp_path):
 
 
 def test_tokens_end_a_trajectory_too_and_a_turn_gets_what_is_left(tmp_path):
-    limits, asked = TrajectoryLimits(99, 60, 8, 60), []
-
-    class Long(OneSession):
-        async def generate(self, prompt, count, sampling=None, session=None):
-            asked.append((len(prompt.token_ids), sampling.max_tokens))
-            async for one in super().generate(prompt, count, sampling, session):
-                yield one
+    limits, generation = TrajectoryLimits(99, 60, 8, 60), Asked(lambda: "abcde")
 
     async def program(prompt, policy):
         while True:
             await policy.complete("0123456789")
 
-    playing = Played(Long(lambda: "abcde"), program, chat_of("appends"), limits)
+    playing = Played(generation, program, chat_of("appends"), limits)
     (one,) = run(trajectories(playing, prompt_of()))
-    assert one.truncated and asked == [(10, 8), (26, 8), (42, 8), (58, 2)]
+    assert one.truncated and generation.asked == [(10, 8), (26, 8), (42, 8), (58, 2)]
 
 
 def test_what_follows_a_prompt_is_bounded_whatever_the_longest_prompt_leaves(tmp_path):
-    asked = []
-
-    class Long(OneSession):
-        async def generate(self, prompt, count, sampling=None, session=None):
-            asked.append((len(prompt.token_ids), sampling.max_tokens))
-            async for one in super().generate(prompt, count, sampling, session):
-                yield one
+    generation = Asked(lambda: "abcde")
 
     async def program(prompt, policy):
         await policy.complete([5] * 30)
@@ -323,15 +324,15 @@ def test_what_follows_a_prompt_is_bounded_whatever_the_longest_prompt_leaves(tmp
             await policy.complete("0123456789")
 
     limits = TrajectoryLimits(99, 4000, None, 60, new_tokens=50)
-    playing = Played(Long(lambda: "abcde"), program, chat_of("appends"), limits)
+    playing = Played(generation, program, chat_of("appends"), limits)
     (one,) = run(trajectories(playing, prompt_of()))
-    assert one.truncated and asked == [(30, 50), (46, 34), (62, 18), (78, 2)]
+    assert one.truncated and generation.asked == [(30, 50), (46, 34), (62, 18), (78, 2)]
 
     async def evaluated():
         return [one async for one in playing.generate(prompt_of(), 1, Sampling(max_tokens=20))]
 
     run(evaluated())
-    assert asked[4:] == [(30, 20), (46, 4)]
+    assert generation.asked[4:] == [(30, 20), (46, 4)]
 
 
 def test_at_the_time_limit_a_trajectory_has_what_it_earned_until_then(tmp_path):
