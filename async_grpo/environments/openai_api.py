@@ -56,9 +56,8 @@ class ChatMessage(BaseModel, extra="allow"):
 class ChatRequest(Request):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = (
-        None  # nothing can be forced: what is drawn is drawn as it is trained
-    )
+    # Nothing can be forced: what is drawn is drawn as it is trained
+    tool_choice: Literal["auto", "none"] | None = None
     response_format: Plain | None = None
 
 
