@@ -115,7 +115,7 @@ def foreign_keys() -> set[str]:
     """What a configuration file may hold for other programs than the one that reads it."""
     found = {*FACTS}
     for field in (field for name in ("run", "worker") for field in fields(config_class(name))):
-        found |= {field.name, field.metadata["was"], field.metadata["also"]}
+        found |= {field.name, field.metadata["also"]}
     return found
 
 

@@ -43,6 +43,7 @@ from async_grpo.modeling import local_shard, packed
 from async_grpo.modeling.load import empty_causal_lm
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.policy import DEFAULT_CHUNK_TOKENS, PolicyModel
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks, distributed_run
 from async_grpo.training.export import ModelExporter
 from async_grpo.training.objective import Objective
@@ -94,7 +95,9 @@ class Bench:
             return Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype)
 
     def policy(self, shape: dict[str, Any], **options: Any) -> PolicyModel:
-        return shard_policy(PolicyModel(self.model(shape)), self.ranks, dtype="bfloat16", **options)
+        return shard_policy(
+            PolicyModel(self.model(shape)), self.ranks, OptimizerConfig(**options), "bfloat16"
+        )
 
     def objective(self) -> Objective:
         return Objective(AlgorithmConfig(policy_loss="ppo_clip"))

@@ -74,8 +74,8 @@ def main(
         policy = shard_policy(
             PolicyModel(random_model(config)),
             ranks,
-            dtype="bfloat16",
-            gradient_checkpointing=gradient_checkpointing,
+            OptimizerConfig(gradient_checkpointing=gradient_checkpointing),
+            "bfloat16",
         )
         accuracy = compare(packed_gradients(policy, objective, micro_batches), expected)
         del expected
@@ -180,9 +180,11 @@ def timed_steps(
     steps: int,
     optimizer: str = "adamw",
 ) -> dict[str, Any]:
-    config = OptimizerConfig(learning_rate=1e-6, lr_scheduler="constant", optimizer=optimizer)
+    config = OptimizerConfig(
+        learning_rate=1e-6, lr_scheduler="constant", optimizer=optimizer, update_stats=False
+    )
     optimizer, scheduler = build_policy_optimizer(policy, config)
-    accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks)
+    accumulator = GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)
     seconds = []
     for _ in range(steps + 1):
         ranks.synchronize()

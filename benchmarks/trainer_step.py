@@ -102,10 +102,11 @@ def cost_of_size(size: int, length: int, repeats: int, torch_compile: bool) -> d
 def make_accumulator(ranks: Ranks, torch_compile: bool) -> GradientAccumulator:
     torch.set_num_threads(1)
     policy = PolicyModel(load_causal_lm(TINY_MODEL, "float32"))
-    policy = shard_policy(policy, ranks, torch_compile=torch_compile)
-    optimizer, scheduler = build_policy_optimizer(policy, OptimizerConfig(learning_rate=1e-6))
+    config = OptimizerConfig(learning_rate=1e-6, torch_compile=torch_compile)
+    policy = shard_policy(policy, ranks, config)
+    optimizer, scheduler = build_policy_optimizer(policy, config)
     objective = Objective(AlgorithmConfig(kl_coef=0.001))
-    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, update_stats=True)
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)
 
 
 def step_seconds(accumulator: GradientAccumulator, micro_batches: list[MicroBatch]) -> float:

@@ -113,15 +113,7 @@ def _policy(config: RunConfig, settings: SharedRunSettings, ranks: Ranks) -> Pol
         value_trunk_gradient=config.critic_trunk_gradient,
     )
     load_value_head(policy, path)  # of an earlier run; a new one starts at zero
-    shard_policy(
-        policy,
-        ranks,
-        dtype=settings.dtype,
-        gradient_checkpointing=config.gradient_checkpointing,
-        cpu_offload=config.cpu_offload,
-        fsdp_size=config.fsdp_size,
-        torch_compile=config.torch_compile,
-    )
+    shard_policy(policy, ranks, config, settings.dtype)
     if model is not None:
         load_shards(policy, path, torch.device("cpu") if config.cpu_offload else ranks.device)
     return policy
@@ -132,5 +124,4 @@ def _accumulator(
 ) -> GradientAccumulator:
     optimizer, scheduler = build_policy_optimizer(policy, config, config.num_steps)
     objective = Objective(config, settings.guaranteed_completion_tokens)
-    more = config.max_grad_norm, config.update_stats, config.nonfinite_steps
-    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, *more)
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config)

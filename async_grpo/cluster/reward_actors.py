@@ -70,9 +70,8 @@ class RunVerification:
     ) -> None:
         os.environ.update(secrets)
         self._source, self._config, self._environment = source, config, environment
-        self._addresses = addresses = config.judge_addresses
         rewards = resolve(source, config.all_names)
-        self._adapters = {name: addresses.give(reward) for name, reward in rewards.items()}
+        self._adapters = {name: config.with_address(reward) for name, reward in rewards.items()}
         self._judges = {name: adapter for name, adapter in self._adapters.items() if is_judge(adapter)}
         bounded = {name for name, adapter in self._adapters.items() if adapter in BOUNDED}
         self._inline = {name for name in bounded if not config.has_verifiers(name)}
@@ -80,8 +79,8 @@ class RunVerification:
         self._open = contextlib.AsyncExitStack()  # the last is closed first
         self._rate_limiter = RemoteRateLimiter()
         self._idle_sleep: IdleSleep | None = None
-        if addresses.judge_urls and addresses.idle_sleep_s is not None:
-            self._idle_sleep = IdleSleep(addresses.judge_urls, addresses.idle_sleep_s)
+        if config.model_urls and config.judge_idle_sleep_s is not None:
+            self._idle_sleep = IdleSleep(config.model_urls, config.judge_idle_sleep_s)
             self._open.push_async_callback(self._idle_sleep.close)
         self._open.push_async_callback(self._rate_limiter.close)
         self._middleware = self._make_middleware(budget_path)
@@ -128,7 +127,7 @@ class RunVerification:
         for name, adapter in self._adapters.items():
             digest = self._source.digests.get(name, self._source.sha256)
             if is_judge(adapter):
-                versions[name] = version_of_judge(adapter, digest, self._addresses)
+                versions[name] = version_of_judge(adapter, digest, self._config)
             elif getattr(adapter, "cacheable", False) is True:  # `@cacheable`
                 versions[name] = version_of(digest, options)
         log.info("the verdict cache keeps the answers of %s", ", ".join(versions) or "no reward of this run")
@@ -141,7 +140,7 @@ class RunVerification:
             endpoint = judge.endpoint()
             if limits:
                 endpoint = dataclasses.replace(endpoint, limits=limits.over(endpoint.limits))
-            idle_sleep = self._idle_sleep if self._addresses.are_asked_by(judge) else None
+            idle_sleep = self._idle_sleep if self._config.are_asked_by(judge) else None
             return JudgeWorker(adapter, judge, endpoint, self._rate_limiter, phase, idle_sleep)
         slot = await self._make_slot(adapter)
         if limits is None:

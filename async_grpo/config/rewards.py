@@ -31,8 +31,8 @@ class ResolvedRewards:
         ConfigurationError: a file cannot be read, or a name is unknown; says which are known.
         """
         registry = RewardRegistrySource.from_file(registry_file(config.reward_registry))
-        source, addresses = registry.with_files(config.reward_fns), config.judge_addresses
-        everyone = {name: addresses.give(one) for name, one in resolve(source, config.all_names).items()}
+        source = registry.with_files(config.reward_fns)
+        everyone = {name: config.with_address(one) for name, one in resolve(source, config.all_names).items()}
         return cls(source, {name: everyone[name] for name in config.adapters}, everyone)
 
     def _with(self, trait: str) -> list[str]:

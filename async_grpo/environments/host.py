@@ -31,7 +31,8 @@ MAX_ANSWER = 65_536  # characters of a tool's
 def hosted(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
     """See `isolation.child.hosted`."""
     found = SourceFile(**greeting["source"]).object()
-    is_async = any(map(inspect.iscoroutinefunction, methods_of(found)))
+    called = (found.reset, found.step) if kind_of(found) == "environment" else found
+    is_async = any(map(inspect.iscoroutinefunction, called))
     return is_async, partial(EnvironmentHost, found, greeting["options"], is_async)
 
 
@@ -47,11 +48,6 @@ def kind_of(found: Any) -> str:
         f"{found!r} cannot play: name a class with reset and step, a list of functions (tools), or an "
         "`async def` of prompt and policy"
     )
-
-
-def methods_of(found: Any) -> Sequence[Any]:
-    """What would be called of it."""
-    return (found.reset, found.step) if kind_of(found) == "environment" else found
 
 
 class EnvironmentHost:

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from async_grpo.environments.config import ROWS, EnvironmentConfig, TrajectoryLi
 from async_grpo.environments.endpoint import Endpoint
 from async_grpo.environments.host import kind_of
 from async_grpo.environments.played import Played
-from async_grpo.environments.processes import EnvironmentProcesses
+from async_grpo.environments.processes import EnvironmentProcess, EnvironmentProcesses
 from async_grpo.environments.programs import Play, UseTools
 from async_grpo.errors import ConfigurationError
 from async_grpo.messages import SharedRunSettings
@@ -149,8 +149,7 @@ def make_played(
     if kind == "program":
         return Played(generation, source.object(), chat, limits)
     count = config.environment_processes or PROCESSES
-    processes = EnvironmentProcesses(
-        source, settings_of(config), count, config.environment_timeout_s, variables
-    )
+    make = partial(EnvironmentProcess, source, source.name, settings_of(config), environment=variables)
+    processes = EnvironmentProcesses(make, count, config.environment_timeout_s)
     program = Play(processes, settings.seed) if kind == "environment" else UseTools(processes)
     return Played(generation, program, chat, limits, needs=processes)

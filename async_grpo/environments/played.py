@@ -16,12 +16,6 @@ from async_grpo.types import Completion, Prompt, Sampling, Session
 Program = Callable[[Prompt, Policy], Awaitable[Completion]]
 
 
-async def one_completion(prompt: Prompt, policy: Policy) -> Completion:
-    """The shortest program: what a run without an environment does."""
-    await policy.complete(prompt.token_ids)
-    return policy.trajectory()
-
-
 class Needs(Protocol):
     """What a program cannot do without: processes, a server."""
 

@@ -2,13 +2,11 @@
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 from async_grpo.errors import WorkerLost
-from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.isolation.adapter_process import AdapterProcess
 
 
@@ -34,22 +32,10 @@ class EnvironmentProcess(AdapterProcess):
 
 
 class EnvironmentProcesses:
-    """So many processes of one environment. A trajectory keeps to one of them; one that hangs costs those beside it.
+    """So many processes of one environment. A trajectory keeps to one of them; one that hangs costs those beside it."""
 
-    Args:
-        source: the file and its object. options: for the environment's constructor. variables: for its processes.
-    """
-
-    def __init__(
-        self,
-        source: SourceFile,
-        options: Mapping[str, Any],
-        count: int,
-        timeout_s: float,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        one = partial(EnvironmentProcess, source, source.name, options, environment=variables)
-        self._processes = [one() for _ in range(count)]
+    def __init__(self, make: Callable[[], EnvironmentProcess], count: int, timeout_s: float) -> None:
+        self._processes = [make() for _ in range(count)]
         self._timeout_s = timeout_s
         self._alive = dict.fromkeys(self._processes, 0)  # trajectories
         self._numbers = itertools.count()
@@ -68,7 +54,9 @@ class EnvironmentProcesses:
             yield place
         finally:
             self._alive[process] -= 1
-            await place.leave()
+            if place.used and process.is_alive:  # the environment forgets it
+                with suppress(EnvironmentFailed):  # then it is gone anyway
+                    await place.call("leave")
 
     async def close(self) -> None:
         """End all processes."""
@@ -81,19 +69,13 @@ class Place:
 
     def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
         self._process, self._number, self._timeout_s = process, number, timeout_s
-        self._used = False
+        self.used = False
         self.seconds = 0.0  # that calls took
 
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
         """EnvironmentFailed: it raised, was late, or its process died."""
-        begun, self._used = time.monotonic(), True
+        begun, self.used = time.monotonic(), True
         try:
             return await self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
         finally:
             self.seconds += time.monotonic() - begun
-
-    async def leave(self) -> None:
-        """The environment forgets it."""
-        if self._used and self._process.is_alive:
-            with suppress(EnvironmentFailed):  # then it is gone anyway
-                await self._process.ask("leave", self._number, timeout_s=self._timeout_s)

@@ -78,7 +78,7 @@ class BatchConfig(AlgorithmConfig):
         8, "Prompts that may replace one without signal; then its group is taken.", range=NOT_NEGATIVE
     )
     retire_solved_above: float | None = on_groups(
-        None, "Draw a question no more once a group's mean reward reached this.", was="no_positive_resampling"
+        None, "Draw a question no more once a group's mean reward reached this."
     )
     curriculum: str | None = on_groups(
         None,

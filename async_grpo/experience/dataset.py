@@ -37,7 +37,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             try:
                 yield where, json.loads(line.decode("utf-8"))
-            except ValueError as error:  # not UTF-8, or not JSON
+            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or brackets without end
                 raise ConfigurationError(f"{where}: not JSON ({error})") from error
     refuse(not where, f"{path} holds no questions")
 
@@ -133,7 +133,7 @@ class PromptCursor:
         """Draw the prompt's question no more."""
         self.retired.add(prompt.question)
         if len(self.retired) == len(self.questions):
-            log.warning("every question has been retired (--no-positive-resampling): all of them are back")
+            log.warning("every question has been retired (--retire-solved-above): all of them are back")
             self.retired.clear()
 
     def state(self) -> dict[str, Any]:

@@ -5,14 +5,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from async_grpo.config.compatibility import Broken, idle
 from async_grpo.options.fields import POSITIVE, POSITIVE_SHARE, option
 from async_grpo.rewards.config import RewardConfig
-from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.judges.server import JudgeServer
 
 log = logging.getLogger(__name__)
@@ -38,10 +37,9 @@ class LocalJudge(RewardConfig):
     )
 
     @property
-    def judge_addresses(self) -> JudgeAddresses:
+    def model_urls(self) -> tuple[str, ...]:
         """As of any run; of servers that will be started it is only known that they will be here."""
-        addresses = super().judge_addresses
-        return replace(addresses, judge_urls=("http://127.0.0.1",)) if self.judge_model else addresses
+        return ("http://127.0.0.1",) if self.judge_model else super().model_urls
 
     @property
     def shared_gpus(self) -> list[str]:

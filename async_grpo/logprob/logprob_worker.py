@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.logprob.config import LogprobConfig
 from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel, named_weights
@@ -34,16 +35,13 @@ class _Request:
 class LogprobWorker:
     """Answers `logprobs` from `policy`, packing what is asked concurrently into few forwards; otherwise as an `Engine`.
 
-    max_tokens: of one forward. max_wait_s: the longest a sequence waits for company. temperature: divides the logits; it
-    must be the one that the completions were sampled at.
+    temperature: divides the logits; it must be the one that the completions were sampled at.
     """
 
-    def __init__(
-        self, policy: PolicyModel, *, max_tokens: int, max_wait_s: float = 0.05, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, policy: PolicyModel, config: LogprobConfig, temperature: float = 1.0) -> None:
         self._policy = policy.eval().requires_grad_(False)
-        self.kv_cache_tokens = self._max_tokens = max_tokens
-        self._max_wait_s, self._temperature = max_wait_s, temperature
+        self.kv_cache_tokens = self._max_tokens = config.max_tokens_per_gpu
+        self._max_wait_s, self._temperature = config.max_wait_s, temperature
         self._queue: list[_Request] = []
         self._batch: list[_Request] = []  # taken from the queue and not yet answered
         self._arrival = asyncio.Event()
@@ -56,12 +54,8 @@ class LogprobWorker:
     def start(cls, config: Any, settings: SharedRunSettings) -> "LogprobWorker":
         """A server for a run, on the GPU if there is one. `config`: the `WorkerConfig`."""
         policy = PolicyModel(load_causal_lm(config.model_path, settings.dtype))
-        return cls(
-            policy.to("cuda" if torch.cuda.is_available() else "cpu"),
-            max_tokens=config.max_tokens_per_gpu,
-            max_wait_s=config.max_wait_s,
-            temperature=settings.temperature,
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return cls(policy.to(device), config, settings.temperature)
 
     async def logprobs(self, sequences: list[np.ndarray], prompt_lengths: list[int]) -> list[np.ndarray]:
         """Per sequence (L,) of prompt and completion the log-probs (T,) float32 of its tokens after `prompt_length`.

@@ -1,6 +1,5 @@
 """What the console says of a run: what it waits for, what evaluations found, and at the end where its time went."""
 
-import json
 import logging
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import METRICS_FILE
 
 TRAINER = {  # keys of a metrics line, by what the trainer's seconds went into
@@ -67,28 +67,24 @@ def means_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def show_times(folder: Path) -> None:
     """Where the seconds of a run went, by cause, summed over its metrics file; nothing if it has no step."""
-    sums, steps = defaultdict[str, float](float), 0
-    if not (folder / METRICS_FILE).exists():
+    sums, lines = defaultdict[str, float](float), last_records(folder / METRICS_FILE, 1_000_000)
+    if not lines:
         return
-    with (folder / METRICS_FILE).open(encoding="utf-8") as lines:
-        whole = (text for text in lines if text.endswith("\n"))  # the last one may be cut short
-        for line in map(json.loads, whole):
-            steps += 1
-            for key in (*CAUSES.values(), "eval_seconds"):
-                sums[key] += line.get(key) or 0.0
-            for name, stats in (line.get("verifiers") or {}).items():
-                sums[f"reward {name}, all its workers"] += stats["busy_s"]
+    for line in lines:
+        for key in (*CAUSES.values(), "eval_seconds"):
+            sums[key] += line.get(key) or 0.0
+        for name, stats in (line.get("verifiers") or {}).items():
+            sums[f"reward {name}, all its workers"] += stats["busy_s"]
     trainer = sum(sums[key] for key in TRAINER.values())
     rows = [(name, sums[key], trainer) for name, key in TRAINER.items()]
     rows.append(("engines busy, of what staleness allows", sums["engine_busy_s"], sums["engine_allowed_s"]))
     rows.append(("engines paused for weights", sums["wait_generation_weights_s"], 0.0))
     rows.append(("evaluations, beside the steps", sums["eval_seconds"], 0.0))
     rows += [(name, seconds, 0.0) for name, seconds in sums.items() if name.startswith("reward ")]
-    table = Table("", title=f"the time of {steps} steps", title_justify="left")
+    table = Table("", title=f"the time of {len(lines)} steps", title_justify="left")
     for column in ("seconds", "a step", "share"):
         table.add_column(column, justify="right")
     for name, seconds, of in rows:
         share = f"{seconds / of:.0%}" if of else ""
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / max(1, steps):.2f}", share)
-    if steps:
-        Console().print(table)
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / len(lines):.2f}", share)
+    Console().print(table)

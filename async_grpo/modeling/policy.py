@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from async_grpo.errors import ConfigurationError
 from async_grpo.modeling import compute_device, full_tensor
 from async_grpo.modeling.logprobs import chunked_logprobs
 from async_grpo.modeling.packed import PACKED_ATTENTION, Packing, check_packable
@@ -57,20 +56,14 @@ class PolicyModel(nn.Module):
         self.value_trunk_gradient = value_trunk_gradient
 
     def forward(
-        self,
-        input_ids: Tensor,
-        cu_seqlens: Tensor,
-        loss_mask: Tensor,
-        temperature: float,
-        *,
-        with_values: bool = False,
+        self, input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
         """(log-probs, entropies), each (N,), of `input_ids` (N,) where `loss_mask` (N,) is True; else 0.
 
-        cu_seqlens (S + 1,): boundaries of the packed sequences. Entry i speaks of token i given those before it in its own
-        sequence; the first token stays 0. with_values: also the values, of the states in which the tokens are chosen;
-        ConfigurationError without a value head. With an empty mask the results still hang on the weights: a rank with
-        nothing to learn must run the same backward as the others.
+        With a value head also the values, of the states in which the tokens are chosen. cu_seqlens (S + 1,): boundaries of
+        the packed sequences. Entry i speaks of token i given those before it in its own sequence; the first token stays 0.
+        With an empty mask the results still hang on the weights: a rank with nothing to learn must run the same backward as
+        the others.
         """
         packing = Packing(input_ids, cu_seqlens)
         rows = {"input_ids": input_ids[packing.tokens][None], "position_ids": packing.position_ids[None]}
@@ -83,9 +76,7 @@ class PolicyModel(nn.Module):
         results: tuple[Tensor, ...] = chunked_logprobs(
             states, head.weight, head.bias, input_ids[positions], temperature, self.chunk_tokens
         )
-        if with_values:
-            if self.value_head is None:
-                raise ConfigurationError("no critic: build the policy with PolicyModel(value_head=True)")
+        if self.value_head is not None:
             results = (*results, self.value_head(states if self.value_trunk_gradient else states.detach()))
         return tuple(r.new_zeros(len(input_ids)).index_copy(0, positions, r) for r in results)
 

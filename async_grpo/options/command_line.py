@@ -148,14 +148,9 @@ def normalized(
 
 
 def field_name(spelling: str, fields: Fields) -> str:
-    """The field that a spelling stands for, with a warning if it was renamed; any other name with underscores."""
+    """The field that a spelling stands for; any other name with underscores."""
     name = spelling.replace("-", "_")
-    for field in fields:
-        if name == field.metadata["was"]:
-            print(f"warning: --{dashed(name)} is now called --{dashed(field.name)}", file=sys.stderr)
-        if name in (field.metadata["was"], field.metadata["also"]):
-            return field.name
-    return name
+    return next((field.name for field in fields if field.metadata["also"] == name), name)
 
 
 def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]) -> list[str]:

@@ -41,7 +41,6 @@ def option(
     choices: str | tuple[str, ...] = (),
     own: bool = False,
     everyday: bool = False,
-    was: str = "",
     also: str = "",
     argument: bool = False,
 ) -> Any:
@@ -52,11 +51,11 @@ def option(
         unbounded: `inf` is a value: a bound that bounds nothing.
         choices: the names that it may have, or `module:DICT` for a registry's keys.
         own: one of the user's own may be named as well, by `FILE.py:NAME`.
-        was: an earlier spelling, accepted with a warning. `also`: another spelling, accepted without one.
+        also: another spelling.
         argument: on the command line it is given without a dash.
     """
     metadata = {"help": help, "panel": panel, "range": range, "unbounded": unbounded, "choices": choices, "own": own,
-                "everyday": everyday, "was": was, "also": also, "argument": argument}  # fmt: skip
+                "everyday": everyday, "also": also, "argument": argument}  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -134,7 +133,7 @@ def parse_numbers(text: str, flag: str) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _value(text: str) -> Any:

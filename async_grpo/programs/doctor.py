@@ -218,7 +218,7 @@ def judges(config: LocalConfig, prepared: "Prepared") -> Iterator[Finding]:
     assert prepared.rewards is not None
     for name in prepared.rewards.judges:
         judge = prepared.rewards.everyone[name]
-        served = config.judge_model and config.judge_addresses.are_asked_by(judge)
+        served = config.judge_model and config.are_asked_by(judge)
         for url in () if served else judge.endpoint().urls:
             level, said = OK, f"{url} answers"
             try:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def samples_page(config: SamplesConfig) -> str:
         rows = last_records(folder / name, config.limit)
         _add_tokens(rows, folder, options)
     else:
-        rows = sorted(_evaluated(folder, config.limit), key=itemgetter("step"))
+        rows = sorted(islice(_evaluated(folder, config.limit), config.limit), key=itemgetter("step"))
     what = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
     refuse(not rows, f"{folder}: there are no samples to look at: {what}")
     sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
@@ -116,6 +116,3 @@ def _evaluated(folder: Path, limit: int) -> Iterator[dict[str, Any]]:
     for file in sorted(steps, key=lambda file: steps[file], reverse=True):
         for row in last_records(file, limit):
             yield {"step": steps[file], "file": file.stem, **row}
-            limit -= 1
-            if not limit:
-                return

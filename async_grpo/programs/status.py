@@ -42,14 +42,9 @@ def status(config: StatusConfig) -> None:
         console.print(view(folder))
         return
     with Live(view(folder), console=console, auto_refresh=False) as live:
-        while alive(folder):
+        while holder(folder) is not None:  # a run writes there
             time.sleep(config.every_s)
             live.update(view(folder), refresh=True)
-
-
-def alive(folder: Path) -> bool:
-    """Whether a run writes there now."""
-    return holder(folder) is not None
 
 
 def view(folder: Path) -> RenderableType:
@@ -91,12 +86,13 @@ def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
         left = timedelta(seconds=round(pace * (total - step)))
         text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
     if lines and state == "running":
-        text += f"; the last one {_ago(lines[-1]['timestamp'])}"
+        ago = timedelta(seconds=round(max(0.0, time.time() - lines[-1]["timestamp"])))
+        text += f"; the last one {ago} ago"
     return Text(text, style="bold")
 
 
 def _state(folder: Path, step: int, total: int) -> str:
-    if alive(folder):
+    if holder(folder) is not None:
         return "running"
     if step >= total:
         return "complete"
@@ -108,10 +104,6 @@ def _state(folder: Path, step: int, total: int) -> str:
         why = f"told to end ({manifest.ended})" if manifest.ended else "died"
         return f"{why}; goes on after step {manifest.step}"
     return "ended, without a checkpoint"
-
-
-def _ago(moment: float) -> str:
-    return f"{timedelta(seconds=round(max(0.0, time.time() - moment)))} ago"
 
 
 def _times(lines: Sequence[Line]) -> Text:

@@ -78,7 +78,7 @@ def verify(config: VerifyConfig) -> None:
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     registry = registry_file(config.reward_registry)
     options = parse_assignments(config.reward_options, "reward-options")
-    addresses = JudgeAddresses.of(config.judge_urls, config.http_scorer_urls)
+    addresses = JudgeAddresses(judge_urls=config.judge_urls, http_scorer_urls=config.http_scorer_urls)
     workers = LocalWorkers(config.reward_fns, registry, options, config.reward_env, addresses)
     rows = read_rows(config.file)
     texts = {str(registry): workers.source.text} | {file.path: file.text for file in workers.source.files}

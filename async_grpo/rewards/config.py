@@ -8,7 +8,6 @@ from typing import Any
 from async_grpo.options.fields import (
     NOT_NEGATIVE,
     POSITIVE,
-    Section,
     option,
     parse_assignments,
     parse_numbers,
@@ -24,11 +23,11 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
 VERIFIERS = 4  # by default, for each reward that needs processes
-_reward, _judge = partial(option, panel="Rewards"), partial(option, panel="Judge")
+_reward = partial(option, panel="Rewards")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(Section):
+class RewardConfig(JudgeAddresses):
     """What a verifier pool is given. `name=value,...` speaks of rewards by name."""
 
     reward_fns: str = _reward(
@@ -75,20 +74,6 @@ class RewardConfig(Section):
     judge_budget: float | None = _reward(None, "Cap on paid judges, in their currency.", range=NOT_NEGATIVE)
     judge_budget_policy: str = _reward(
         "pause", "At its end: pause, or fallback (--reward-fallback).", choices=("pause", "fallback")
-    )
-
-    judge_urls: str = _judge("", "Where judges are asked whose entry says no url: URL,URL,... (replicas).")
-    http_scorer_urls: str = _judge(
-        "", "The same for http_scorer; by default where examples/http_scorer_server.py listens."
-    )
-    judge_model_id: str | None = _judge(
-        None, "By which the verdict cache knows the model behind --judge-urls, whatever their ports."
-    )
-    judge_idle_sleep_s: float | None = _judge(
-        None,
-        "The servers give their GPU memory back after so many seconds without a call, until the next.",
-        range=POSITIVE,
-        was="judge_sleep_s",
     )
 
     def __post_init__(self) -> None:
@@ -149,12 +134,6 @@ class RewardConfig(Section):
     def has_verifiers(self, adapter: str) -> bool:
         """Whether the run asks for processes also where the reward needs none (see `inline`)."""
         return adapter in self.verifiers_by_name or self.verifiers_per_reward != VERIFIERS
-
-    @property
-    def judge_addresses(self) -> JudgeAddresses:
-        """Where the judges without a `url` of their own are asked."""
-        known = {"model_id": self.judge_model_id, "idle_sleep_s": self.judge_idle_sleep_s}
-        return JudgeAddresses.of(self.judge_urls, self.http_scorer_urls, **known)
 
     @property
     def weights_by_name(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import time
 from dataclasses import replace
 from typing import Any
@@ -39,10 +38,7 @@ class JudgeWorker:
         phase: str,
         idle_sleep: IdleSleep | None = None,
     ) -> None:
-        self._name, self._judge, self._idle_sleep = name, judge, idle_sleep
-        # A judge of the user's own may still take the phase under its old name, `lane`, for one release
-        old = "phase" not in (known := inspect.signature(judge.score).parameters) and "lane" in known
-        self._options = {"lane" if old else "phase": phase}
+        self._name, self._judge, self._phase, self._idle_sleep = name, judge, phase, idle_sleep
         self._taken: dict[str, int] = {}
         self._client = EndpointClient(name, endpoint, rate_limiter)
         self.close = self._client.close
@@ -58,7 +54,9 @@ class JudgeWorker:
         awake = self._idle_sleep.keep_awake(deadline) if self._idle_sleep else contextlib.nullcontext()
         try:
             async with awake:
-                said = await self._judge.score(dict(sample), self._client, deadline=deadline, **self._options)
+                said = await self._judge.score(
+                    dict(sample), self._client, phase=self._phase, deadline=deadline
+                )
             answer = read_answer(said, sample, False)
         except JudgeError as error:
             status = RewardStatus.TIMED_OUT if isinstance(error, JudgeTimeout) else RewardStatus.FAILED

@@ -56,7 +56,7 @@ class LocalWorkers:
             return process
         await process.close()
         self.judges.add(adapter)
-        judge: Any = self._judge_addresses.give(resolve(self.source, [adapter])[adapter])
+        judge: Any = self._judge_addresses.with_address(resolve(self.source, [adapter])[adapter])
         return JudgeWorker(adapter, judge, judge.endpoint(), self._rate_limiter, "train")
 
 

@@ -17,6 +17,7 @@ from async_grpo.errors import NonFiniteGradient
 from async_grpo.messages import MicroBatch, dummy_micro_batch
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.objective import BatchTensors, Objective
 from async_grpo.training.whole_step import add_step_terms
@@ -35,9 +36,7 @@ class GradientAccumulator:
     scheduler: LambdaLR
     objective: Objective
     ranks: Ranks
-    max_grad_norm: float = 1.0
-    update_stats: bool = False
-    nonfinite_steps: int = 0  # that may be left out in a row
+    config: OptimizerConfig
     steps: int = 0  # taken
     on_logprobs: Callable[[Tensor], None] = lambda logprobs: None  # (1, N), of each row, in order
 
@@ -114,17 +113,17 @@ class GradientAccumulator:
                 f"over {count:.0f} {self.objective.unit or 'step'} the loss sums to {loss} and the gradient norm is "
                 f"{grad_norm}; the step was not taken. Look for NaN or inf in its log-probs and advantages"
             )
-            if self._left_out > self.nonfinite_steps:
+            if self._left_out > self.config.nonfinite_steps:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise error
-            which = f"{self._left_out} of --nonfinite-steps {self.nonfinite_steps}"
+            which = f"{self._left_out} of --nonfinite-steps {self.config.nonfinite_steps}"
             log.error("%s; the run goes on, %s", error, which)
             return {"grad_norm": grad_norm, "update_skipped": 1.0}
         self._left_out = 0
-        clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6))
+        clip = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
         torch._foreach_mul_([local_shard(gradient) for gradient in gradients], scale * clip)
         shards = [local_shard(parameter.detach()) for parameter in self._parameters]
-        before = [shard.clone() for shard in shards] if self.update_stats else []
+        before = [shard.clone() for shard in shards] if self.config.update_stats else []
         self.optimizer.step()
         self.scheduler.step()
         return {"grad_norm": grad_norm} | (self._moved(before, shards) if before else {})

@@ -101,9 +101,7 @@ class Objective:
 
     def forward(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, ...]:
         """(log-probs, entropies) and, with a critic, values; (1, N) each."""
-        outputs = policy(
-            row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature, with_values=self.has_critic
-        )
+        outputs = policy(row.input_ids, row.cu_seqlens, row.mask[0], self.config.temperature)
         return tuple(output[None] for output in outputs)
 
     def __call__(self, policy: PolicyModel, row: BatchTensors) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,12 +124,12 @@ class Objective:
         policy_loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
         kl = torch.zeros_like(logprobs)
         if row.ref_logprobs is not None:
-            own, reference = _where(mask, logprobs), _where(mask, row.ref_logprobs)
+            own, reference = torch.where(mask, logprobs, 0), torch.where(mask, row.ref_logprobs, 0)
             kl = kl_penalty(own, reference, self.config.kl_kind, clamp=self.config.kl_clamp)
         if self.config.loss_kl_coef:
             per_token = per_token + self.config.loss_kl_coef * kl
         if self.config.entropy_coef:  # without it, no gradient of the whole vocabulary is computed
-            per_token = per_token - self.config.entropy_coef * _where(mask, entropy)
+            per_token = per_token - self.config.entropy_coef * torch.where(mask, entropy, 0)
         if self.has_critic:
             assert row.returns is not None and row.old_values is not None
             before, clip = row.old_values, self.config.critic_clip
@@ -139,7 +137,7 @@ class Objective:
             per_token = per_token + self.config.critic_coef * value_losses
             metrics |= value_metrics | {"value_loss": value_losses}
         loss = self._aggregation.total(per_token, mask, row.sequence_ids, row.group_tokens)
-        metrics |= {"entropy": _where(mask, entropy), "avg_kl_div": kl}
+        metrics |= {"entropy": torch.where(mask, entropy, 0), "avg_kl_div": kl}
         totals = {
             name: (value.max() if name.endswith("_max") else value.sum()).detach()
             for name, value in metrics.items()
@@ -175,10 +173,6 @@ class Objective:
         if self.config.old_policy == "proximal" and not self.loss.needs_proximal:
             return _or_zeros(row.proximal_logprobs, logprobs)
         return row.behaviour_logprobs
-
-
-def _where(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, 0)
 
 
 def _or_zeros(values: Tensor | None, like: Tensor) -> Tensor:

@@ -25,18 +25,15 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
 from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel, named_weights
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 
 
 def shard_policy(
     policy: PolicyModel,
     ranks: Ranks,
-    *,
+    config: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - it is frozen
     dtype: str | torch.dtype = "float32",
-    gradient_checkpointing: bool = False,
-    cpu_offload: bool = False,
-    fsdp_size: int = 0,
-    torch_compile: bool = False,
 ) -> PolicyModel:
     """Shard `policy`, its weights in float32, in place over the ranks and return it, in training mode.
 
@@ -50,17 +47,19 @@ def shard_policy(
     layers = [module for module in policy.model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigurationError(f"{type(policy.model).__name__} does not declare its decoder layers")
-    if gradient_checkpointing:
+    if config.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if torch_compile:
+    if config.torch_compile:
         compile_around_attention(layers)
     compute, device = torch_dtype(dtype), ranks.device.type
-    if ranks.world_size == 1 and compute is torch.float32 and not cpu_offload:
+    if ranks.world_size == 1 and compute is torch.float32 and not config.cpu_offload:
         return policy.train()  # FSDP's hooks and copies would cost a small model a tenth of its step
     options: dict[str, Any] = {
-        "mesh": _mesh(ranks, fsdp_size or ranks.world_size),
+        "mesh": _mesh(ranks, config.fsdp_size or ranks.world_size),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")
+        if config.cpu_offload
+        else OffloadPolicy(),
     }
     for module in (*layers, policy):
         fully_shard(module, **options)
@@ -105,6 +104,6 @@ def canary_logprobs(policy: PolicyModel, *texts: np.ndarray, temperature: float 
     ids = torch.tensor(np.concatenate(texts), dtype=torch.int64, device=policy.device)
     everything = torch.ones_like(ids, dtype=torch.bool)
     boundaries = torch.tensor([0, *map(len, texts)]).cumsum(0)
-    logprobs, _ = policy(ids, boundaries, everything, temperature)
+    logprobs, *_ = policy(ids, boundaries, everything, temperature)
     release_gathered(policy)
     return logprobs.float().cpu().numpy()

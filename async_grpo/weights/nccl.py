@@ -4,7 +4,6 @@ vLLM's trainer engine gathers, broadcasts and drives start/update/finish; `Engin
 """
 
 import logging
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -99,13 +98,11 @@ class NCCLPublisher(Publisher):
         """vLLM's trainer-side NCCL engine, connected to all engines when this is rank 0."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_open_port
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            free_port = probe.getsockname()[1]
         address = self.engines.address if self.engines else ""  # only rank 0 opens the endpoint
         client: Any = self.engines and AbortingClient(self.engines, self._leave_group)
-        info = NCCLTrainerInitInfo(address, free_port, world_size, rank=self.rank)
+        info = NCCLTrainerInitInfo(address, get_open_port(), world_size, rank=self.rank)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
     def _send(self, draft: WeightPackage, weights: Mapping[str, torch.Tensor]) -> Delivery | None:

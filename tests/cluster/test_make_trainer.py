@@ -66,7 +66,7 @@ def test_the_values_train_the_trunk_unless_their_gradient_is_stopped(model, into
         policy = _policy(config, SETTINGS, ranks)
         torch.nn.init.ones_(policy.value_head.weight)  # at its initial zero nothing would reach the trunk
         ids = torch.arange(6)
-        values = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 1.0, with_values=True)[2]
+        values = policy(ids, torch.tensor([0, 6]), torch.ones(6, dtype=torch.bool), 1.0)[2]
         values.sum().backward()
         grads = [full_tensor(p.grad) for p in policy.model.parameters() if p.grad is not None]
         assert any(grad.count_nonzero() for grad in grads) == into_the_trunk

@@ -136,7 +136,9 @@ def test_the_essay_judge_reads_a_row_and_has_no_address_of_its_own(monkeypatch):
     row = json.loads((EXAMPLES / "essay.jsonl").read_text().splitlines()[0])
     prompt, reply = essay.token_estimate({**row, "completion": "Maps lie. " * 100})
     assert 250 < prompt < 1000 and reply == 256  # a column that the template names and no row has would raise
-    assert JudgeAddresses.of("http://10.0.0.5:8000").give(essay).urls == ("http://10.0.0.5:8000",)
+    assert JudgeAddresses(judge_urls="http://10.0.0.5:8000").with_address(essay).urls == (
+        "http://10.0.0.5:8000",
+    )
 
 
 def commands_of(text: str) -> list[tuple[str, set[str]]]:

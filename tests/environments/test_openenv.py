@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from test_played import OneSession, prompt_of, run, trajectories
 from async_grpo.environments import ecosystem
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.played import Played
-from async_grpo.environments.processes import EnvironmentProcesses
+from async_grpo.environments.processes import EnvironmentProcess, EnvironmentProcesses
 from async_grpo.environments.programs import Play
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.source_file import SourceFile
@@ -140,7 +141,8 @@ def mortal(folder):
 
 def played(environment: str, generation=None, timeout_s=20.0, turns=16, **options) -> Played:
     options = {"environment": environment, **options}
-    processes = EnvironmentProcesses(SourceFile.read(f"{FILE}:OpenEnv"), options, 1, timeout_s)
+    source = SourceFile.read(f"{FILE}:OpenEnv")
+    processes = EnvironmentProcesses(partial(EnvironmentProcess, source, source.name, options), 1, timeout_s)
     limits, program = TrajectoryLimits(turns, 4000, None, 60), Play(processes, 0)
     generation = generation or OneSession(lambda: "hm")
     return Played(generation, program, chat_of("appends"), limits, needs=processes)

@@ -15,7 +15,7 @@ from async_grpo.algorithm.config import AlgorithmConfig  # noqa: F401 - the esti
 from async_grpo.environments.chat import Chat, TrajectoryOver, message_of
 from async_grpo.environments.config import EnvironmentConfig, TrajectoryLimits
 from async_grpo.environments.make import make_played, source_of
-from async_grpo.environments.played import Played, one_completion
+from async_grpo.environments.played import Played
 from async_grpo.environments.policy import Whole
 from async_grpo.environments.programs import task_seed
 from async_grpo.errors import ConfigurationError, WorkerLost
@@ -525,6 +525,11 @@ def test_options_that_an_environment_does_not_take_are_refused_at_start(tmp_path
     playing, _ = played(tmp_path, "Echo", environment_options="stepps=3")
     with pytest.raises(ConfigurationError, match="Echo takes no option stepps"):
         run(trajectories(playing, prompt_of()))
+
+
+async def one_completion(prompt, policy):
+    await policy.complete(prompt.token_ids)
+    return policy.trajectory()
 
 
 def test_one_completion_is_the_shortest_program():

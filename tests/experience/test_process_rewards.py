@@ -13,8 +13,8 @@ from processes import process_maker
 from transformers import AutoTokenizer
 
 from async_grpo.generation.char_ends import char_ends
+from async_grpo.rewards.adapter.decorators import process_reward
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
-from async_grpo.rewards.builtin import process_reward
 from async_grpo.rewards.builtin.countdown import NUMBERS_CREDIT
 from async_grpo.rewards.builtin.countdown import score as countdown
 from async_grpo.rewards.builtin.countdown import score_steps as countdown_steps
@@ -150,7 +150,7 @@ def test_any_steps_are_placed_as_a_search_from_the_left_places_them(ends, given_
 
 PAGE = RewardRegistrySource(
     "page_with_steps",
-    "from async_grpo.rewards.builtin import process_reward\n"
+    "from async_grpo.rewards.adapter.decorators import process_reward\n"
     "@process_reward\n"
     "def judge(sample): return {'step_rewards': sample['judged'], 'progress': 2}\n"
     "def plain(sample): return {'reward': 1.0}\n"

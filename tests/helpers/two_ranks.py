@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 from async_grpo.launch.environment import free_port
 from async_grpo.training.accumulator import GradientAccumulator
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import distributed_run
 
 WORLD_SIZE = 2
@@ -62,8 +63,8 @@ def recording_accumulator(policy: Any, objective: Any, ranks: Any, **options: An
     """An accumulator over the policy, sharded already, and the optimizer that looks at its gradients."""
     optimizer = RecordingOptimizer(policy)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    options = {"max_grad_norm": 1e9} | options
-    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, **options), optimizer
+    config = OptimizerConfig(**{"max_grad_norm": 1e9, "update_stats": False, "nonfinite_steps": 0} | options)
+    return GradientAccumulator(policy, optimizer, scheduler, objective, ranks, config), optimizer
 
 
 def relative_error(got: dict, expected: dict) -> tuple[torch.Tensor, torch.Tensor]:

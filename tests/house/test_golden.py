@@ -17,7 +17,6 @@ from async_grpo.algorithm.losses import POLICY_LOSSES
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig, WorkerConfig
 from async_grpo.data.reward_registry import REWARD_ADAPTERS, RewardType
-from async_grpo.launch.local_run import LocalConfig
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_before_the_house.json").read_text())
 
@@ -65,12 +64,6 @@ def test_every_option_is_there_with_its_default(command):
         for name, default in golden.items()
     }
     assert {name: now.get(name, "<lost>") for name in expected} == expected
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_spelling_is_still_accepted(old, new):
-    accepted = {field.name: field.metadata["was"] for field in dataclasses.fields(LocalConfig)}
-    assert accepted[new] == old
 
 
 @pytest.mark.parametrize("program", GOLDEN["retired"])

@@ -14,6 +14,7 @@ from safetensors.torch import save
 from tiny_policy import SETTINGS, VOCAB, save_tiny_model, tiny_model
 
 from async_grpo.errors import ConfigurationError, WeightsDidNotLand, WorkerLost
+from async_grpo.logprob.config import LogprobConfig
 from async_grpo.logprob.logprob_worker import LogprobWorker
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.sharding import canary_logprobs
@@ -41,9 +42,10 @@ class FakePolicy(torch.nn.Module):
 
 
 @asynccontextmanager
-async def serving(policy, **options):
+async def serving(policy, temperature=1.0, **options):
     """With a deadline: a server that forgets an answer must fail, not hang, the test."""
-    server = LogprobWorker(policy, **{"max_tokens": 100, "max_wait_s": 0.01} | options)
+    config = LogprobConfig(**{"max_tokens_per_gpu": 100, "max_wait_s": 0.01} | options)
+    server = LogprobWorker(policy, config, temperature)
     async with asyncio.timeout(DEADLINE_S):
         yield server
         server.close()
@@ -89,7 +91,7 @@ async def test_answers_are_the_completions_logprobs_at_the_temperature_whatever_
 async def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_exceeds_the_budget():
     """The last one leaves without a wait, too: it is full."""
     policy = FakePolicy()
-    async with serving(policy, max_tokens=10, max_wait_s=3600) as server:
+    async with serving(policy, max_tokens_per_gpu=10, max_wait_s=3600) as server:
         answers = await asking(server, 4, 4, 4, 6, 10, 3, 7)
     assert [len(row) for row in answers] == [3, 3, 3, 5, 9, 2, 6]
     assert policy.batches == [[4, 4], [4, 6], [10], [3, 7]]
@@ -97,7 +99,7 @@ async def test_a_batch_leaves_when_the_next_sequence_does_not_fit_and_none_excee
 
 async def test_the_wait_is_a_deadline_of_the_oldest_and_not_a_debounce():
     policy = FakePolicy()
-    async with serving(policy, max_tokens=10**6, max_wait_s=0.2) as server:
+    async with serving(policy, max_tokens_per_gpu=10**6, max_wait_s=0.2) as server:
         begun, first, trickle = time.monotonic(), asking(server, 2), []
         while not first.done():  # a new request every 20 ms: a debounce of 200 ms would never end
             trickle.append(asking(server, 2))
@@ -108,7 +110,7 @@ async def test_the_wait_is_a_deadline_of_the_oldest_and_not_a_debounce():
 
 
 async def test_a_sequence_over_the_budget_fails_its_own_request_only():
-    async with serving(FakePolicy(), max_tokens=10) as server:
+    async with serving(FakePolicy(), max_tokens_per_gpu=10) as server:
         fine, too_long, largest = await settled(*(asking(server, *n) for n in ((3,), (3, 11), (10,))))
     assert fine[0].tolist() == [5, 5] and len(largest[0]) == 9
     assert isinstance(too_long, ConfigurationError) and "11 tokens exceeds the budget of 10" in str(too_long)
@@ -116,7 +118,7 @@ async def test_a_sequence_over_the_budget_fails_its_own_request_only():
 
 async def test_an_error_of_a_forward_fails_exactly_its_batch_and_the_server_lives_on():
     policy = FakePolicy(poison=66)
-    async with serving(policy, max_tokens=6) as server:
+    async with serving(policy, max_tokens_per_gpu=6) as server:
         poisoned = asyncio.create_task(server.logprobs([sequence(3, 66)], [1]))
         asked = [poisoned, *(asking(server, *lengths) for lengths in ((3,), (6,), (2, 4)))]
         poisoned, beside, other, last = await settled(*asked)
@@ -128,7 +130,7 @@ async def test_an_error_of_a_forward_fails_exactly_its_batch_and_the_server_live
 
 async def test_a_caller_that_gives_up_is_not_computed_for_and_the_loop_stays_responsive():
     policy = FakePolicy(held_up=True)
-    async with serving(policy, max_tokens=4, max_wait_s=0.0) as server:
+    async with serving(policy, max_tokens_per_gpu=4, max_wait_s=0.0) as server:
         first = asking(server, 4)
         await asyncio.sleep(0.05)
         gone, stays = asking(server, 3), asking(server, 2)
@@ -182,7 +184,7 @@ async def test_tensors_that_are_not_sent_keep_their_values():
 
 async def test_closing_fails_those_in_the_forward_and_in_the_queue_and_takes_no_more():
     policy = FakePolicy(held_up=True)
-    async with serving(policy, max_tokens=4, max_wait_s=3600) as server:
+    async with serving(policy, max_tokens_per_gpu=4, max_wait_s=3600) as server:
         waiting = [asking(server, 4), asking(server, 4), asking(server, 2)]
         await asyncio.sleep(0.05)
         server.close()

@@ -5,7 +5,6 @@ import pytest
 import torch
 from tiny_policy import critic_policy, random_sequence, tiny_model
 
-from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.policy import PolicyModel, value_head_tensors
 from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.optimizer import build_policy_optimizer
@@ -28,7 +27,7 @@ def test_a_value_is_read_off_the_token_before_and_is_0_where_nothing_is_learnt()
     policy, eager = critic_policy(), tiny_model()
     eager.set_attn_implementation("eager")
     sequences = random_sequences()
-    logprobs, entropies, values = forward(policy, sequences, with_values=True)
+    logprobs, entropies, values = forward(policy, sequences)
     torch.testing.assert_close((logprobs, entropies), forward(PolicyModel(tiny_model()), sequences))
     weight, bias = (value_head_tensors(policy)[name] for name in ("weight", "bias"))
     for sequence, got in zip(sequences, values.split([len(s["ids"]) for s in sequences]), strict=True):
@@ -42,7 +41,7 @@ def test_a_value_is_read_off_the_token_before_and_is_0_where_nothing_is_learnt()
 
 def test_values_start_at_zero_and_move_the_head_first():
     policy = PolicyModel(tiny_model(), value_head=True)
-    _, _, values = forward(policy, random_sequences(), with_values=True)
+    _, _, values = forward(policy, random_sequences())
     (values - 1).square().sum().backward()
     assert values.count_nonzero() == 0
     assert policy.value_head.weight.grad.count_nonzero() > 0
@@ -53,21 +52,20 @@ def test_values_start_at_zero_and_move_the_head_first():
 def test_nothing_to_learn_still_runs_the_whole_backward(value_trunk_gradient):
     policy = critic_policy(value_trunk_gradient=value_trunk_gradient)
     dummy = [{"ids": np.arange(3), "mask": np.zeros(3, bool)}]
-    sum(result.sum() for result in forward(policy, dummy, with_values=True)).backward()
+    sum(result.sum() for result in forward(policy, dummy)).backward()
     assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in policy.parameters())
 
 
 def test_values_of_a_bfloat16_model_are_not_rounded():
     with torch.no_grad():
-        values = forward(critic_policy().to(torch.bfloat16), random_sequences(), with_values=True)[2]
+        values = forward(critic_policy().to(torch.bfloat16), random_sequences())[2]
     assert values.dtype is torch.float32
     learnt = values[values != 0]
     assert (learnt.bfloat16().float() != learnt).float().mean() > 0.5
 
 
-def test_values_without_a_critic_say_how_to_get_one():
-    with pytest.raises(ConfigurationError, match="value_head=True"):
-        forward(PolicyModel(tiny_model()), random_sequences(), with_values=True)
+def test_without_a_critic_there_are_no_values():
+    assert len(forward(PolicyModel(tiny_model()), random_sequences())) == 2
 
 
 def test_both_learning_rates_follow_the_schedule_and_every_weight_is_in_one_group():

@@ -1,6 +1,5 @@
 """The user's page: cheap to import, complete, and the same text in every process."""
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, parse_names, resolve
-from async_grpo.rewards.judges import JudgeAddresses, judge_urls
+from async_grpo.rewards.judges import JudgeAddresses
 from reward_registry import REWARD_ADAPTERS, RewardType
 
 ROOT = Path(__file__).parents[2]
@@ -57,32 +56,24 @@ def test_every_reward_type_has_its_adapter():
     assert REWARD_ADAPTERS["mathd"] is REWARD_ADAPTERS[RewardType.MATHD]  # type: ignore[index]
 
 
-def test_a_judge_server_of_the_run_is_no_http_scorer(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("async_grpo"), "propagate", True)
+def test_a_judge_server_of_the_run_is_no_http_scorer():
     page = RewardRegistrySource("page_of_judges", PAGE.read_text())
 
     def urls(addresses: JudgeAddresses) -> dict[str, tuple[str, ...]]:
-        return {name: addresses.give(one).urls for name, one in resolve(page, NAMES[-4:]).items()}
+        return {name: addresses.with_address(one).urls for name, one in resolve(page, NAMES[-4:]).items()}
 
-    for variable in ("JUDGE_URLS", "HTTP_SCORER_URLS"):
-        monkeypatch.delenv(variable, raising=False)
     server = (ROOT / "examples" / "http_scorer_server.py").read_text()
     assert resolve(page, ["http_scorer"])["http_scorer"].endpoint().urls == ("http://127.0.0.1:8080",)
     assert '"--port", type=int, default=8080' in server
     of_the_run = dict.fromkeys(NAMES[-4:-1], ("http://127.0.0.1:1",))
     scorers = {"http_scorer": ("http://127.0.0.1:2", "http://127.0.0.1:3")}
-    given = "http://127.0.0.1:1", "http://127.0.0.1:2, http://127.0.0.1:3"
-    assert urls(JudgeAddresses.of(*given)) == {**of_the_run, **scorers} and not caplog.text
+    scorer_urls = "http://127.0.0.1:2, http://127.0.0.1:3"
+    given = JudgeAddresses(judge_urls="http://127.0.0.1:1", http_scorer_urls=scorer_urls)
+    assert urls(given) == {**of_the_run, **scorers}
     with pytest.raises(
         ConfigurationError, match="LLMJudge has no address: give --judge-urls, .*--judge-model"
     ):
-        urls(JudgeAddresses.of())
-    monkeypatch.setenv("JUDGE_URLS", given[0])  # the old way, for one release
-    monkeypatch.setenv("HTTP_SCORER_URLS", given[1])
-    assert urls(JudgeAddresses.of()) == {**of_the_run, **scorers}
-    with pytest.warns(DeprecationWarning, match="leave the judge's url out"):
-        assert judge_urls() == (given[0],)
-    assert "JUDGE_URLS in the environment is not read after this release: give --judge-urls" in caplog.text
+        urls(JudgeAddresses())
 
 
 def test_a_page_is_loaded_once_and_anew_when_its_text_changes():

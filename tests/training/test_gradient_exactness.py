@@ -33,7 +33,7 @@ CANARY = np.arange(1, 40, dtype=np.int32)
 
 def accumulator_of(ranks, options, *, tied=True, dtype="float32", checkpointing=False, **more):
     policy = PolicyModel(tiny_model(tie_word_embeddings=tied), chunk_tokens=37)
-    shard_policy(policy, ranks, dtype=dtype, gradient_checkpointing=checkpointing)
+    shard_policy(policy, ranks, OptimizerConfig(gradient_checkpointing=checkpointing), dtype)
     return recording_accumulator(policy, Objective(AlgorithmConfig(**options)), ranks, **more)
 
 
@@ -143,11 +143,10 @@ def adamw_update(ranks):
     """Metrics of one real AdamW step, and the weights before and after."""
     sequences, _, _ = random_batch(0)
     policy = shard_policy(PolicyModel(tiny_model()), ranks)
-    optimizer, scheduler = build_policy_optimizer(
-        policy, OptimizerConfig(learning_rate=1e-3, lr_scheduler="constant")
-    )
+    config = OptimizerConfig(learning_rate=1e-3, lr_scheduler="constant")
+    optimizer, scheduler = build_policy_optimizer(policy, config)
     accumulator = GradientAccumulator(
-        policy, optimizer, scheduler, Objective(AlgorithmConfig()), ranks, update_stats=True
+        policy, optimizer, scheduler, Objective(AlgorithmConfig()), ranks, config
     )
     before = {name: tensor.clone() for name, tensor in named_full_tensors(policy)}
     for micro_batch in deal(sequences, 0, WORLD_SIZE)[ranks.rank]:

@@ -16,6 +16,7 @@ from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.modeling import copies, local_shard
 from async_grpo.modeling.policy import PolicyModel, named_full_tensors
 from async_grpo.training.checkpoint import Checkpointer
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.distributed import Ranks
 from async_grpo.training.sharding import canary_logprobs, shard_policy
 
@@ -108,7 +109,9 @@ def test_every_layout_takes_the_steps_of_one_rank(both, ranks):
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():
     with pytest.raises(ConfigurationError, match="--fsdp-size 3 does not divide 4 ranks"):
-        shard_policy(PolicyModel(tiny_model()), Ranks(0, 4, torch.device("cpu")), fsdp_size=3)
+        shard_policy(
+            PolicyModel(tiny_model()), Ranks(0, 4, torch.device("cpu")), OptimizerConfig(fsdp_size=3)
+        )
 
 
 def eight_bits(ranks, folder):

@@ -24,7 +24,7 @@ def policy_of_ranks(ranks, folder):
     make_trainer.load_causal_lm = lambda *given: whole.append(1) or load_causal_lm(*given)
     options = {"model_name_or_path": str(folder / "model"), "data_path": "x", "advantage_estimator": "gae"}
     policy = make_trainer._policy(RunConfig(**options, reward_fns="format"), SETTINGS, ranks)
-    logprobs, _ = policy(*SEQUENCE)
+    logprobs, *_ = policy(*SEQUENCE)
     logprobs.sum().backward()
     gradients = {name: full(p.grad).clone() for name, p in policy.named_parameters() if p.grad is not None}
     weights = {name: full(p.detach()).clone() for name, p in policy.named_parameters()}
@@ -45,7 +45,7 @@ def test_ranks_that_read_their_own_rows_have_the_model(tmp_path, tied):
     save_file(critic, folder / VALUE_HEAD_FILE)
     weights, logprobs, gradients, was_whole = on_two_ranks(policy_of_ranks, tmp_path)
     expected = PolicyModel(load_causal_lm(folder, "float32"), value_head=True)
-    expected_logprobs, _ = expected(*SEQUENCE)
+    expected_logprobs, *_ = expected(*SEQUENCE)
     expected_logprobs.sum().backward()
     assert not was_whole and torch.equal(logprobs, expected_logprobs)
     assert torch.equal(weights["value_head.weight"], critic["weight"])

@@ -12,6 +12,7 @@ from two_ranks import recording_accumulator, relative_error
 from async_grpo.algorithm.config import AlgorithmConfig
 from async_grpo.modeling import packed
 from async_grpo.modeling.policy import PolicyModel
+from async_grpo.training.config import OptimizerConfig
 from async_grpo.training.objective import Objective
 from async_grpo.training.sharding import shard_policy
 
@@ -24,7 +25,7 @@ def eager_again():
 
 
 def gradients(ranks, batch, **options):
-    policy = shard_policy(PolicyModel(tiny_model()), ranks, **options)
+    policy = shard_policy(PolicyModel(tiny_model()), ranks, OptimizerConfig(**options))
     accumulator, optimizer = recording_accumulator(policy, Objective(AlgorithmConfig()), ranks)
     accumulator.add(batch)
     accumulator.finish()

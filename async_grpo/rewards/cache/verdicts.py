@@ -158,8 +158,8 @@ def version_of_judge(judge: Any, code: str = "", addresses: JudgeAddresses | Non
     names = [one.name for one in dataclasses.fields(judge) if one.init] if is_dataclass else list(vars(judge))
     settings = {name: getattr(judge, name) for name in names if name not in DELIVERY}
     for name in {"url", "urls"} & settings.keys():
-        if addresses and addresses.model_id and addresses.are_asked_by(judge):
-            settings[name] = addresses.model_id  # our own servers have other ports in each run
+        if addresses and addresses.judge_model_id and addresses.are_asked_by(judge):
+            settings[name] = addresses.judge_model_id  # our own servers have other ports in each run
         elif not isinstance(settings[name], str):
             settings[name] = sorted(settings[name])
     ours = kind.__module__.startswith("async_grpo.")

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
-from async_grpo.rewards.adapter.result import is_finite_number
+from async_grpo.options.fields import is_number
 
 WINDOW_S = 60.0
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
@@ -201,13 +201,8 @@ def check_url(url: str) -> None:
     )
 
 
-def fits(value: Any) -> bool:
-    """Whether it is a number of JSON that a float can hold."""
-    return is_finite_number(value) and not isinstance(value, bool)
-
-
 def said_tokens(reply: Mapping[str, Any], name: str) -> float | None:
     """Of a reply's `usage`; None if it says nothing sensible."""
     usage = reply.get("usage")
     value: Any = usage.get(name) if isinstance(usage, dict) else None
-    return float(value) if fits(value) and value >= 0 else None
+    return float(value) if is_number(value) and value >= 0 else None

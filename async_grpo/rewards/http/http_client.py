@@ -83,7 +83,6 @@ class EndpointClient:
         phase: str = "train",
         deadline: Deadline | float,
         unanswered: Callable[[], None] | None = None,
-        lane: str | None = None,
     ) -> dict[str, Any]:
         """The JSON object that the judge replies with status 200.
 
@@ -93,7 +92,6 @@ class EndpointClient:
             phase: "train" or "eval": they share the limits fairly.
             deadline: a moment of `time.monotonic`; a `Deadline` is put off by waits.
             unanswered: called for each request that was sent and not answered: it may have cost what an answer costs.
-            lane: the old name of `phase`, accepted for one release.
 
         JudgeTimeout, JudgeUnavailable, BadReply, JudgeRefused: see `endpoint`; the message tells the last cause.
         ValueError: the payload is no JSON (NaN is none), or the path has no slash.
@@ -102,7 +100,7 @@ class EndpointClient:
             raise ValueError(f"the path of a call begins with a slash: {path!r}")
         content = json.dumps(payload, allow_nan=False).encode()
         until = deadline if isinstance(deadline, Deadline) else Deadline(deadline - time.monotonic(), 0.0)
-        call = _Call(path, content, tokens, lane or phase, until, unanswered)
+        call = _Call(path, content, tokens, phase, until, unanswered)
         # With full jitter (Brooker, "Exponential Backoff and Jitter", 2015), or callers come back together
         retrying = AsyncRetrying(
             retry=retry_if_exception(call.is_worth_another),

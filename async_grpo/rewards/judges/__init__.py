@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from async_grpo.rewards.http.endpoint import Deadline, Endpoint
 from async_grpo.rewards.judges.llm import GenerativeRM, LLMJudge
-from async_grpo.rewards.judges.remote_judge import JudgeAddresses, judge_urls
+from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 from async_grpo.rewards.judges.scorers import HTTPScorer, RewardModelJudge
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ __all__ = [
     "JudgeAddresses",
     "LLMJudge",
     "RewardModelJudge",
-    "judge_urls",
 ]
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import BadReply, fits, require_all
+from async_grpo.options.fields import is_number
+from async_grpo.rewards.http.endpoint import BadReply, require_all
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
 # What servers call a whole reply. Others are cut off ("length"), censored ("content_filter") or no answer
@@ -77,7 +78,7 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
     except (ValueError, RecursionError) as error:
         raise BadReply(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
     found = verdict if isinstance(verdict, dict) else {}
-    numbers = {str(name): float(value) for name, value in found.items() if fits(value)}
+    numbers = {str(name): float(value) for name, value in found.items() if is_number(value)}
     if score_key not in numbers:
         raise BadReply(f"the reply has no number {score_key!r}: {quote(text)}")
     return Vote(numbers.pop(score_key), numbers)

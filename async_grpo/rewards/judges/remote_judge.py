@@ -1,15 +1,14 @@
 """`RemoteJudge`: the settings that all judges share, how they become an endpoint, and what a call has cost."""
 
-import logging
 import math
-import os
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import POSITIVE, Section, option
+from async_grpo.rewards.adapter.registry_source import parse_names
 from async_grpo.rewards.http.endpoint import Deadline, Endpoint, JudgeError, Limits, require_all, said_tokens
 
 if TYPE_CHECKING:
@@ -17,33 +16,35 @@ if TYPE_CHECKING:
 
 COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")  # in the `usage` of a reply
 SCORER_URL = "http://127.0.0.1:8080"  # where `examples/http_scorer_server.py` listens
-log = logging.getLogger(__name__)
+_judge = partial(option, panel="Judge")
 Counts = tuple[float | None, ...]  # of one request, as COUNTED; None: the server does not say
 # The reply to a request, which takes (prompt, completion) tokens at most
 Send = Callable[[dict[str, Any], tuple[float, float]], Awaitable[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class JudgeAddresses:
+@dataclass(frozen=True, kw_only=True)
+class JudgeAddresses(Section):
     """Where the judges are asked whose entry in the registry file says no `url`, and what is known of those servers."""
 
-    judge_urls: tuple[str, ...] = ()  # of equal replicas, for the judges that ask a model (`--judge-urls`)
-    scorer_urls: tuple[str, ...] = (SCORER_URL,)  # the same for `HTTPScorer` (`--http-scorer-urls`)
-    model_id: str | None = None  # tells the servers' model from others in the verdict cache: addresses change
-    idle_sleep_s: float | None = None  # without a call, until the servers sleep; None: they do not
+    judge_urls: str = _judge("", "Where judges are asked whose entry says no url: URL,URL,... (replicas).")
+    http_scorer_urls: str = _judge(
+        "", "The same for http_scorer; by default where examples/http_scorer_server.py listens."
+    )
+    judge_model_id: str | None = _judge(
+        None, "By which the verdict cache knows the model behind --judge-urls, whatever their ports."
+    )
+    judge_idle_sleep_s: float | None = _judge(
+        None,
+        "The servers give their GPU memory back after so many seconds without a call, until the next.",
+        range=POSITIVE,
+    )
 
-    @classmethod
-    def of(cls, judge_urls: str = "", scorer_urls: str = "", **known: Any) -> "JudgeAddresses":
-        """From comma lists (if empty, from the environment, with a warning, for one release) and the other arguments."""
-        found = []
-        for option, text in (("judge-urls", judge_urls), ("http-scorer-urls", scorer_urls)):
-            old = option.upper().replace("-", "_")
-            if not text and (text := os.environ.get(old, "")):
-                log.warning("%s in the environment is not read after this release: give --%s", old, option)
-            found.append(tuple(filter(None, map(str.strip, text.split(",")))))
-        return cls(found[0], found[1] or (SCORER_URL,), **known)
+    @property
+    def model_urls(self) -> tuple[str, ...]:
+        """Of equal replicas, for the judges that ask a model."""
+        return parse_names(self.judge_urls)
 
-    def give(self, adapter: Any) -> Any:
+    def with_address(self, adapter: Any) -> Any:
         """The adapter; if a judge without address, with one. Raises ConfigurationError if none is known."""
         if not isinstance(adapter, RemoteJudge) or adapter.url is not None:
             return adapter
@@ -51,7 +52,7 @@ class JudgeAddresses:
 
     def are_asked_by(self, judge: Any) -> bool:
         """Whether the judge is asked at `judge_urls`."""
-        return bool(self.judge_urls) and getattr(judge, "urls", None) == self.judge_urls
+        return bool(self.model_urls) and getattr(judge, "urls", None) == self.model_urls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +98,10 @@ class RemoteJudge:
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
         """Where a run asks this judge if it has no `url`."""
-        if not addresses.judge_urls:
+        if not addresses.model_urls:
             ways = "give --judge-urls, or `async-grpo run` --judge-model, or a url in the registry file"
             raise ConfigurationError(f"{type(self).__name__} has no address: {ways}")
-        return addresses.judge_urls
+        return addresses.model_urls
 
     def default_path(self) -> str:
         """Where the server expects the judge's requests."""
@@ -180,10 +181,3 @@ class ModelJudge(RemoteJudge):
         price_in, price_out = self._prices
         spent = {"judge_tokens": total, "judge_cost": (prompt * price_in + completion * price_out) / 1e6}
         return spent if self.price_per_million_tokens is not None else {"judge_tokens": total}
-
-
-def judge_urls(default: str = "", variable: str = "JUDGE_URLS") -> tuple[str, ...] | None:
-    """The old way to write a judge's `url` that the run decides: leave `url` out instead. Accepted for one release."""
-    warnings.warn("judge_urls() will go: leave the judge's url out", DeprecationWarning, stacklevel=2)
-    urls = os.environ.get(variable, default)
-    return tuple(urls.split(",")) if urls else None

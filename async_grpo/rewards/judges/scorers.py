@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, fits, require_all
+from async_grpo.options.fields import is_number
+from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, require_all
 from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, conversation
 from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
-from async_grpo.rewards.judges.remote_judge import JudgeAddresses, ModelJudge, RemoteJudge, Send
+from async_grpo.rewards.judges.remote_judge import SCORER_URL, JudgeAddresses, ModelJudge, RemoteJudge, Send
 
 PROTOCOL = 1
 MAX_EXTRAS = 64  # each becomes a column of the metrics
@@ -92,7 +94,7 @@ def last_number(reply: Mapping[str, Any], name: str) -> float:
     value: Any = item.get(name)
     while isinstance(value, list) and value:
         value = value[-1]
-    if not fits(value):
+    if not is_number(value):
         raise BadReply(f"the reward model's reply has no finite number in {name!r}: {quote(reply)}")
     return float(value)
 
@@ -119,7 +121,7 @@ class HTTPScorer(RemoteJudge):
 
     def run_urls(self, addresses: JudgeAddresses) -> tuple[str, ...]:
         """By `--http-scorer-urls`; by default where `examples/http_scorer_server.py` listens."""
-        return addresses.scorer_urls
+        return parse_names(addresses.http_scorer_urls) or (SCORER_URL,)
 
     async def _score(self, sample: Mapping[str, Any], send: Send) -> dict[str, Any]:
         body = self._body(sample)
@@ -151,7 +153,7 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
         return {"abstain": str(score["abstain"])[:MAX_QUOTE]}
     if "reward" not in score or len(score) > MAX_EXTRAS:
         raise BadReply(f"a score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}")
-    if wrong := {name: value for name, value in score.items() if not fits(value)}:
+    if wrong := {name: value for name, value in score.items() if not is_number(value)}:
         raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")
     return {name: float(value) for name, value in score.items()}
 

@@ -134,8 +134,8 @@ async def test_waking_longer_than_a_sample_may_take_costs_no_sample():
 
 def test_the_cache_knows_our_servers_by_their_model_and_not_by_their_ports(tmp_path):
     def version(port: int, model: str) -> str:
-        addresses = JudgeAddresses.of(f"http://127.0.0.1:{port}", model_id=model)
-        return version_of_judge(addresses.give(LLMJudge(model="judge")), "", addresses)
+        addresses = JudgeAddresses(judge_urls=f"http://127.0.0.1:{port}", judge_model_id=model)
+        return version_of_judge(addresses.with_address(LLMJudge(model="judge")), "", addresses)
 
     assert version(1, "a") == version(2, "a") != version(1, "b")
     (tmp_path / "config.json").write_text("{}")
