@@ -86,7 +86,7 @@ class Turn:
     before: np.ndarray  # (E,) int32, of an environment; of a fresh one, all that the engine saw
     tokens: int
     fresh: bool = False  # it begins a sequence of its own: the history was rewritten, or it is the first turn
-    said: str = ""  # `before` as text, of a fresh one what is new in it
+    said: str = ""  # `before` as text, of a fresh one all of it
     text: str = ""  # what was sampled
 
 
@@ -112,6 +112,11 @@ class Completion(Tokens):
     member: int = 0  # its place in the group
     turns: tuple[Turn, ...] = ()  # (): one, after the prompt
     outcome: Outcome | None = None  # of a trajectory
+
+    @property
+    def failure(self) -> str:
+        """Of a trajectory, why there is nothing to be scored."""
+        return self.outcome.failure if self.outcome else ""
 
     @property
     def truncated(self) -> bool:

@@ -226,6 +226,7 @@ def turn_states(sample: Sample) -> np.ndarray:
     outcome = sample.completion.outcome
     if outcome is None or not outcome.states:
         return np.zeros(len(sample.completion), np.int64)
-    digests = (blake2b(state.encode(), digest_size=6).digest() if state else b"" for state in outcome.states)
+    names = (state.encode(errors="surrogatepass") for state in outcome.states)
+    digests = (blake2b(name, digest_size=6).digest() if name else b"" for name in names)
     numbers = np.array([bool(digest) + int.from_bytes(digest) for digest in digests])  # exact as floats, too
     return numbers[turn_numbers(sample)]

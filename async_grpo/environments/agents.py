@@ -7,13 +7,14 @@ fails the trajectory. `--environment endpoint` starts none: agents that run else
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Mapping
+import tempfile
+from asyncio.subprocess import STDOUT, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from async_grpo.environments.endpoint import Endpoint, Trajectory
@@ -34,11 +35,49 @@ class AgentFailed(RuntimeError):
     """An agent ended with an exit status that says nothing about its task."""
 
 
-class RunAgent:
-    """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
+class _Agent:
+    """What both kinds of programs below have: the endpoint, and a command with variables for its environment."""
 
-    def __init__(self, command: str, endpoint: Endpoint, variables: Mapping[str, str] | None) -> None:
-        self._command, self._endpoint, self._variables = command, endpoint, variables
+    def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str] | None) -> None:
+        self._endpoint, self._command, self._variables = endpoint, command, variables
+
+    @asynccontextmanager
+    async def _running(
+        self, key: str, row: bytes = b""
+    ) -> AsyncIterator[tuple[Process, asyncio.StreamReader]]:
+        """The command, given the row, and what it writes. When the context ends, it has ended, and all that it started."""
+        own = {"OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
+        said, loop, pipe = asyncio.StreamReader(), asyncio.get_running_loop(), os.pipe()
+        ours, theirs = open(pipe[0], "rb"), open(pipe[1], "wb")
+        # No pipes of asyncio's process: it would not have ended before whoever else may hold them
+        reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(said), ours)
+        with closing(reading), tempfile.TemporaryFile() as given:
+            given.write(row)
+            given.seek(0)
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-c", _MAIN, str(os.getpid()), self._command),
+                    stdin=given,
+                    stdout=theirs,
+                    stderr=STDOUT,
+                    env=child_environment({**(self._variables or {}), **own}),
+                    start_new_session=True,
+                )
+            try:
+                yield process, said
+            finally:
+                if process.returncode is None:
+                    process.terminate()  # its guardian ends all that it started
+                    process.send_signal(signal.SIGCONT)  # the agent may have stopped it
+                    try:
+                        await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
+                    except TimeoutError:
+                        process.kill()
+                        await process.wait()
+
+
+class RunAgent(_Agent):
+    """A program: an agent plays, in processes of its own that end with the trajectory, whatever they are."""
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
@@ -48,12 +87,9 @@ class RunAgent:
 
         policy.at_limit = so_far
         try:
-            process = await _started(self._command, self._endpoint.base_url, key, self._variables)
-            try:
-                said = await _talk(process, json.dumps(row_of(prompt)).encode())
+            async with self._running(key, json.dumps(row_of(prompt)).encode()) as (process, output):
+                said = await _end_of(output)
                 status = await process.wait()
-            finally:
-                await _end(process)
         finally:
             self._endpoint.shut(key)
         if policy.is_over or trajectory.result is not None:
@@ -64,15 +100,13 @@ class RunAgent:
         return policy.trajectory(float(status == SOLVED), truncated=False)
 
 
-class AwaitAgent:
+class AwaitAgent(_Agent):
     """A program: an agent that is started elsewhere claims the trajectory, plays it, and reports its result.
 
-    command: of one that is started here, to play all of them; it is given the run's key.
+    A command is started here, to play all of them; it is given the run's key.
     """
 
-    def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str] | None) -> None:
-        self._endpoint, self._command, self._variables = endpoint, command, variables
-        self._watching: asyncio.Task[None] | None = None
+    _watching: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: Prompt, policy: Policy) -> Completion:
         key, trajectory = self._endpoint.open(policy)
@@ -92,17 +126,16 @@ class AwaitAgent:
         """Listen, and start the command, if there is one."""
         await self._endpoint.start()
         if self._command:
-            key = self._endpoint.run_key
-            process = await _started(self._command, self._endpoint.base_url, key, self._variables)
-            self._watching = asyncio.create_task(self._watch(process))
+            self._watching = asyncio.create_task(self._watch())
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self) -> None:
         try:
-            said = (await _talk(process, b"")).replace(self._endpoint.run_key, "(the run's key)")
-            status = await process.wait()
-            self._endpoint.fail(f"who plays them ended with exit status {status}; it said: {said}")
-        finally:
-            await _end(process)
+            async with self._running(self._endpoint.run_key) as (process, output):
+                said = (await _end_of(output)).replace(self._endpoint.run_key, "(the run's key)")
+                ended = f"ended with exit status {await process.wait()}; it said: {said}"
+        except OSError as error:
+            ended = f"could not be started: {error}"
+        self._endpoint.fail(f"who plays them {ended}")
 
     async def close(self) -> None:
         """End what `start` began."""
@@ -120,40 +153,10 @@ def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
     return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
 
 
-async def _started(
-    command: str, base_url: str, key: str, variables: Mapping[str, str] | None
-) -> asyncio.subprocess.Process:
-    own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _MAIN, str(os.getpid()), command),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=STDOUT,
-        env=child_environment({**(variables or {}), **own}),
-        start_new_session=True,
-    )
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()  # its guardian ends all that it started
-        process.send_signal(signal.SIGCONT)  # the agent may have stopped it
-        try:
-            await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
-async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
-    """Give it the row; returns the end of what it writes, once it has written all."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(row)
-    with contextlib.suppress(ConnectionError):  # it reads nothing
-        await process.stdin.drain()
-    process.stdin.close()
+async def _end_of(output: asyncio.StreamReader) -> str:
+    """The end of what is written, once all is."""
     said = b""
-    while piece := await process.stdout.read(2**16):
+    while piece := await output.read(2**16):
         said = (said + piece)[-KEPT_OUTPUT:]
     return said.decode(errors="replace").strip()
 

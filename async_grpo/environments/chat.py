@@ -57,13 +57,15 @@ class Chat:
             raise ConfigurationError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
-        """(N,) int32; special tokens as the text spells them, and if it `begins` a sequence those that the model expects.
+        """(N,) int32; special tokens as the text spells them, and if it `begins` a sequence those that the model expects,
+        unless it spells the first one itself.
 
         TrajectoryOver: it is too long.
         """
         if len(text) > MOST_CHARACTERS * self._longest:
             raise TrajectoryOver(too_long(self._longest))
         text = text.encode(errors="replace").decode()  # a lone surrogate, from JSON, is none to a tokenizer
+        begins = begins and not text.startswith(getattr(self._tokenizer, "bos_token", None) or "\0")
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=begins), np.int32)
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
@@ -78,7 +80,7 @@ def _with_arguments(message: Message) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
-        with suppress(ValueError, TypeError, KeyError):  # then it stays as it came
+        with suppress(ValueError, TypeError, KeyError, RecursionError):  # then it stays as it came
             function["arguments"] = json.loads(function["arguments"])
         calls.append({**call, "function": function})
     return {**message, **({"tool_calls": calls} if calls else {})}
@@ -103,7 +105,7 @@ def message_of(text: str, first: int = 0) -> dict[str, Any]:
         try:
             call = json.loads(found[1])
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # it stays in the text: who asked for a call can say that this is none
         calls.append(
             {

@@ -34,7 +34,7 @@ class EnvironmentConfig(Section):
     max_turn_tokens: int | None = _environment(
         None,
         "Longest turn of the policy (default: what --max-generation-tokens leaves, which counts all turns and all that the "
-        "environment says between them).",
+        "environment says between them, in each sequence).",
         range=POSITIVE,
     )
     endpoint_host: str = _environment("127.0.0.1", "Address of the endpoint that agents talk to.")

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from aiohttp import web
 from pydantic import ValidationError
 
@@ -50,9 +49,11 @@ class Trajectory:
         self.result: Result | None = None
         self.claimed, self.reported = asyncio.Event(), asyncio.Event()
         self._turns: set[asyncio.Future[Reply]] = set()  # under way
+        self._ended = False
 
     async def all_of(self, turns: Iterable[Awaitable[Reply]]) -> list[Reply]:
         """What they return. If one is refused, none goes on; if who asked has gone, they do, until the trajectory ends."""
+        refuse(self._ended, "the trajectory has ended")  # since its key was looked at
         tasks = list(map(asyncio.ensure_future, turns))
         self._turns.update(tasks)
         for task in tasks:
@@ -77,6 +78,7 @@ class Trajectory:
 
     def end(self) -> None:
         """Nothing is sampled for it any more."""
+        self._ended = True
         for turn in tuple(self._turns):
             turn.cancel()
 
@@ -193,13 +195,8 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await read(CompletionRequest, request)
-        policy: Policy = request[TRAJECTORY].policy
-        prompt = asked.prompt
-        refuse(len(prompt) == 0, "prompt: it is empty")
-        if isinstance(prompt, str):
-            return await self._answer(request, asked, Whole(prompt))
-        refuse(max(prompt) >= policy.limits.vocabulary, f"prompt: {max(prompt)} is no token of the model")
-        return await self._answer(request, asked, np.asarray(prompt, np.int32))
+        prompt = Whole(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        return await self._answer(request, asked, prompt)
 
     async def _answer(
         self, request: web.Request, asked: Request, context: Any, **more: Any
@@ -210,7 +207,7 @@ class Endpoint:
         most = min(limits, default=None)
         turns = (policy.complete(context, max_tokens=most, stop=stop, **more) for _ in range(asked.n or 1))
         replies = await request[TRAJECTORY].all_of(turns)
-        answer = body_of(asked, replies, stop)
+        answer = body_of(asked, replies)
         return await streamed(request, asked, answer) if asked.stream else web.json_response(answer)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:

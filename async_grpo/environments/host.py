@@ -31,7 +31,9 @@ MAX_ANSWER = 65_536  # characters of a tool's
 def hosted(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
     """See `isolation.child.hosted`."""
     found = SourceFile(**greeting["source"]).object()
-    called = (found.reset, found.step) if kind_of(found) == "environment" else found
+    called = (
+        (found.reset, found.step, getattr(found, "close", None)) if kind_of(found) == "environment" else found
+    )
     is_async = any(map(inspect.iscoroutinefunction, called))
     return is_async, partial(EnvironmentHost, found, greeting["options"], is_async)
 
@@ -125,7 +127,9 @@ async def _awaited(returned: Any) -> Any:
 
 def _seen(playing: Any, observation: Any) -> dict[str, Any]:
     """What the policy is told, and what the environment says of itself beside it."""
-    if not (observation is None or isinstance(observation, str | list)):
+    messages = observation if isinstance(observation, list) else []
+    are_messages = all(isinstance(one, Mapping) and "role" in one for one in messages)
+    if not (are_messages and (observation is None or isinstance(observation, str | list))):
         raise TypeError(f"an observation is a text, a list of messages or None, not {observation!r:.200}")
     numbers = {str(name): float(value) for name, value in getattr(playing, "numbers", {}).items()}
     return {"observation": observation, "state": str(getattr(playing, "state", "")), "numbers": numbers}

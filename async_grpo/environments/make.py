@@ -140,7 +140,7 @@ def make_played(
         endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told)
         at_once = config.environment_processes or AGENTS
         if prefix == "agent":
-            one = RunAgent(command, endpoint, variables)
+            one = RunAgent(endpoint, command, variables)
             return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)
         command = shlex.join(_verifiers_command(config, "play")) if command else ""
         agent = AwaitAgent(endpoint, command, variables)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from async_grpo.environments.chat import before_any
 from async_grpo.environments.policy import Reply
 
 MODEL = "policy"  # the name that the server gives it; any name is accepted
@@ -90,7 +89,7 @@ def as_template(message: ChatMessage) -> dict[str, Any]:
     return told
 
 
-def body_of(asked: Request, replies: Sequence[Reply], stop: Sequence[str]) -> dict[str, Any]:
+def body_of(asked: Request, replies: Sequence[Reply]) -> dict[str, Any]:
     is_chat, tokens = isinstance(asked, ChatRequest), sum(len(reply.completion) for reply in replies)
     choices = []
     for index, reply in enumerate(replies):
@@ -101,7 +100,7 @@ def body_of(asked: Request, replies: Sequence[Reply], stop: Sequence[str]) -> di
                 reason = "tool_calls" if reason == "stop" else reason
             choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": None})
         else:
-            text = before_any(stop, reply.text)
+            text = reply.message["content"]
             choices.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
     given = replies[0].prompt_tokens
     return {

@@ -82,9 +82,9 @@ class Played:
     def _checked(self, policy: Policy, returned: Any) -> Completion:
         if policy.failure is not None:  # the program has made something else of it
             raise policy.failure
-        if not isinstance(returned, Completion):
+        if not isinstance(returned, Completion) or returned.outcome is None:
             raise TypeError(f"the program returned a {type(returned).__name__}, not policy.trajectory(...)")
-        if returned.outcome is not None and not returned.outcome.failure and not len(returned):
+        if not returned.outcome.failure and not len(returned):
             why = f": it was over, after {policy.is_over}" if policy.is_over else ""
             raise ValueError(f"the program never asked the policy for anything{why}")
         return returned

@@ -1,8 +1,10 @@
 """`Policy`: what a rollout program talks with. Every turn is a request to whichever engine has room; between turns it holds
 no place anywhere."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import Ask, Recorder
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.options.fields import refuse
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
 
@@ -83,33 +86,34 @@ class Policy:
 
         TrajectoryOver: it has had its turns or tokens (`--max-turns`, `--max-generation-tokens`). What was refused was a
         turn, too.
-        ConfigurationError: the chat template refuses the messages.
+        ConfigurationError: the chat template refuses the messages; there are no tokens, or they are none of the model.
         """
+        await asyncio.sleep(0)  # or a program that only meets refusals would never let its time be up
         recorder, limits = self.recorder, self.limits
         try:
             if self._asked == limits.turns:
                 raise TrajectoryOver(f"{limits.turns} turns (--max-turns)")
             self._asked += 1
             ask = self._ask(context, tools)
+            refuse(not len(ask.token_ids), "the prompt is empty: there is nothing to go on with")
             longest = ask.prompt_tokens + (self._sampling.max_tokens or limits.new_tokens)
             if (room := min(longest, limits.tokens) - len(ask.token_ids)) < 1:
                 raise TrajectoryOver(too_long(min(longest, limits.tokens)))
         except TrajectoryOver as limit:
             self.is_over = self.is_over or str(limit)
             raise
+        self.is_over = ""  # if a request was too long, this one is not
         most = min(limit for limit in (room, max_tokens, limits.turn_tokens) if limit is not None)
         sampling = replace(self._sampling, max_tokens=most, stop=tuple(stop))
         asked = replace(self.prompt, token_ids=ask.token_ids)
         try:
-            async for completion in self._generation.generate(asked, 1, sampling, self._session):
-                message = recorder.add(ask, completion, stop, tools=bool(tools))
-                if self._asked < limits.turns:
-                    self.is_over = ""  # a request was too long, and one after it was not
-                return Reply(message, completion.text, completion, len(ask.token_ids))
+            async with aclosing(self._generation.generate(asked, 1, sampling, self._session)) as completions:
+                completion = await anext(completions)
         except AsyncGrpoError as error:
             self.failure = error
             raise
-        raise AssertionError("an engine yields what it is asked for, or raises")
+        message = recorder.add(ask, completion, stop, tools=bool(tools))
+        return Reply(message, completion.text, completion, len(ask.token_ids))
 
     def _ask(self, context: Any, tools: Sequence[Mapping[str, Any]] | None) -> Ask:
         if isinstance(context, str):
@@ -119,7 +123,13 @@ class Policy:
             return self.recorder.ask_messages(context, tools)
         if len(context) > self.limits.tokens:
             raise TrajectoryOver(too_long(self.limits.tokens))
-        return self.recorder.ask_tokens(np.asarray(context, np.int32))
+        ids = np.array(context)  # a copy, which nobody changes
+        known = (
+            ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.limits.vocabulary
+        )
+        wanted = f"the prompt must be text, messages or token ids from 0 to {self.limits.vocabulary - 1}"
+        refuse(bool(ids.size) and not known, f"{wanted}, not {context!r:.200}")
+        return self.recorder.ask_tokens(ids.astype(np.int32))
 
     def trajectory(
         self,
@@ -142,6 +152,8 @@ class Policy:
         for name, given in (("turn_rewards", turn_rewards), ("states", states)):
             if given and len(given) != count:
                 raise ValueError(f"{len(given)} {name} for {count} turns")
-        told = {**(numbers or {}), "seconds": time.monotonic() - self._begun}
-        outcome = Outcome(reward, failure, tuple(turn_rewards), tuple(states), told)
+        told = {str(name): float(value) for name, value in (numbers or {}).items()}
+        told["seconds"] = time.monotonic() - self._begun
+        by_turn = tuple(map(float, turn_rewards)), tuple(map(str, states))
+        outcome = Outcome(reward, failure, *by_turn, told)
         return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)

@@ -1,5 +1,6 @@
 """The parent's end of environments and tools in killable processes (see `host`)."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -75,7 +76,16 @@ class Place:
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
         """EnvironmentFailed: it raised, was late, or its process died."""
         begun, self.used = time.monotonic(), True
+        asking = asyncio.ensure_future(
+            self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
+        )
         try:
-            return await self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            if self._process.traits.is_async:
+                asking.cancel()
+            # Any other ends by itself, or by its time: cancelled, it would cost those beside it their process
+            asking.add_done_callback(lambda one: one.cancelled() or one.exception())
+            raise
         finally:
             self.seconds += time.monotonic() - begun

@@ -93,6 +93,8 @@ class Recorder:
         self, ask: Ask, completion: Completion, stop: Sequence[str] = (), *, tools: bool = False
     ) -> dict[str, Any]:
         """Note a turn; returns it as a message, up to the text that should `stop` it. Without `tools` nothing is a call."""
+        for array in completion.arrays:  # the program has them, too
+            array.flags.writeable = False
         sequence = ask.goes_on
         # It may have gone on meanwhile
         if sequence is None or len(sequence.token_ids) != len(ask.token_ids) - ask.new:

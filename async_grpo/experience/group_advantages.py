@@ -115,7 +115,8 @@ class GroupAdvantages:
     def _loss_mask(self, sample: Sample, is_valid: bool, step: int) -> np.ndarray | None:
         """(T,): the tokens that are trained on; None: the sample is not."""
         completion = sample.completion
-        if not is_valid or (self.config.mask_truncated and completion.truncated):
+        # One that failed before its first token has none, although its reward may be filled in
+        if not is_valid or not len(completion) or (self.config.mask_truncated and completion.truncated):
             return None
         if self.config.max_token_staleness is None:
             return repeated(np.array(True), len(completion))

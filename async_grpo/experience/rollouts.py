@@ -103,15 +103,15 @@ class Rollouts:
         is_baseline = sampling == GREEDY and not evaluation
         if not self.facts.whole_groups or is_baseline:
             return samples
-        # A reward looks at all of the group
-        seen = [reward_sample(prompt, sample.completion) for sample in samples]
-        verdicts = [sample.verdict for sample in samples]
-        verdicts = await self.verification.post_process(seen, verdicts, evaluation=evaluation)
-        return tuple(replace(s, verdict=verdict) for s, verdict in zip(samples, verdicts, strict=True))
+        # A reward looks at all of the group that there is to be scored
+        scored = [sample for sample in samples if not sample.completion.failure]
+        seen, verdicts = [reward_sample(prompt, s.completion) for s in scored], [s.verdict for s in scored]
+        found = iter(await self.verification.post_process(seen, verdicts, evaluation=evaluation))
+        return tuple(s if s.completion.failure else replace(s, verdict=next(found)) for s in samples)
 
     async def _score(self, prompt: Prompt, completion: Completion, evaluation: bool) -> Sample:
-        if completion.outcome is not None and (failure := completion.outcome.failure):
-            failed = AdapterResult(ENVIRONMENT, RewardStatus.FAILED, reason=failure)
+        if completion.failure:
+            failed = AdapterResult(ENVIRONMENT, RewardStatus.FAILED, reason=completion.failure)
             return Sample(prompt, completion, Verdict(failed.status, None, (failed,)))
         sample = reward_sample(prompt, completion)
         with self.spans.measure("rewards", "score"):

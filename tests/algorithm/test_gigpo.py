@@ -98,7 +98,8 @@ def played(member: int, states: tuple[str, ...], rewards: tuple[float, ...]) -> 
 
 
 def test_turns_that_found_the_same_state_are_compared_with_each_other():
-    samples = played(0, ("start", "left"), (0.0, 1.0)), played(1, ("start", "right"), (0.0, 0.0))
+    lone = "left \ud83d"  # half a character, as JSON can hold
+    samples = played(0, ("start", lone), (0.0, 1.0)), played(1, ("start", "right"), (0.0, 0.0))
     assert turn_numbers(samples[0]).tolist() == [0, 0, 1, 1]
     assert turn_states(samples[0])[0] == turn_states(samples[1])[0] != turn_states(samples[0])[2]
     config = BatchConfig(samples_per_question=2, advantage_estimator="gigpo")

@@ -66,6 +66,27 @@ def test_an_answer_that_its_scorer_stumbles_over_is_wrong_and_no_failure():
     assert one.outcome.reward == 0.0 and not one.outcome.failure
 
 
+@pytest.mark.parametrize(
+    ("task", "said"), [("game_of_life", "{}"), ("boxnet", "[1]"), ("coin_flip", "1e999"), ("boxnet", "{")]
+)
+def test_whatever_a_scorer_stumbles_over_is_wrong_but_not_if_it_stumbles_over_the_right_answer_too(
+    monkeypatch, task, said
+):
+    from async_grpo.environments.ecosystem.reasoning_gym import ReasoningGym
+
+    environment = ReasoningGym()
+    (row,) = ReasoningGym.rows("train", task, tasks=1)
+    environment.reset(row, 0)
+    assert environment.step(f"<answer>{said}</answer>") == (None, 0.0, True)
+
+    def broken(answer, entry):
+        raise ImportError("the scorer lacks a package")
+
+    monkeypatch.setattr(environment._tasks, "score_answer", broken)
+    with pytest.raises(ImportError):
+        environment.step(said)
+
+
 def test_levels_are_those_of_the_tasks_own_curriculum():
     config = EnvironmentConfig(
         environment="reasoning_gym:chain_sum", environment_options="tasks=50,levels=3,prompt=none"

@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -340,9 +341,58 @@ def test_an_agent_that_stops_its_guardian_ends_all_the_same(tmp_path):
     assert one.truncated and one.outcome.failure
 
 
-def test_an_agent_that_asked_for_too_much_and_then_for_less_has_not_failed(tmp_path):
+@pytest.mark.parametrize("text", ["import os\nos.execvp('yes', ['yes'])", f"print('x' * {10**6})"])
+def test_an_agent_that_writes_much_and_reads_nothing_ends_in_its_time_and_leaves_nothing_open(tmp_path, text):
+    playing, _ = agent(tmp_path, text, max_trajectory_s=1.5)
+
+    async def story():
+        await playing.start()
+        before, begun = psutil.Process().num_fds(), time.monotonic()
+        (one,) = [one async for one in playing.generate(prompt_of(more="y" * 10**6), 1)]
+        assert time.monotonic() - begun < 6 and psutil.Process().num_fds() == before
+        await playing.close()
+        return one
+
+    one = run(story())
+    assert "never asked the policy" in one.outcome.failure and one.truncated == ("yes" in text)
+
+
+def test_a_request_that_comes_whole_only_after_its_trajectory_has_ended_is_refused():
+    async def story():
+        async with Server() as server:
+            body = json.dumps({"prompt": "x"}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.keys[0]}\r\n"
+            port = int(server.endpoint.base_url.rpartition(":")[2].removesuffix("/v1"))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:4])
+            await asyncio.sleep(0.2)
+            server.endpoint.shut(server.keys[0])
+            writer.write(body[4:])
+            assert b" 400 " in await reader.readline() and server.generation.requests == []
+            writer.close()
+
+    run(story())
+
+
+def test_a_call_that_is_nested_without_end_is_none_and_no_error_of_the_server():
+    async def story():
+        said = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 5000 + "</tool_call>"
+        async with Server(generation=OneSession(lambda: f"{said} {CALL}")) as server:
+            asked = {**MESSAGES, "tools": [{"type": "function", "function": {"name": "add"}}]}
+            status, answer = await server.ask(server.keys[0], "chat/completions", asked)
+            assert status == 200
+            deep = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[" * 100_000}}
+            asked["messages"] = [*MESSAGES["messages"], {"role": "assistant", "tool_calls": [deep]}]
+            status, _ = await server.ask(server.keys[0], "chat/completions", asked)
+            assert status in (200, 400) and server.policies[0].recorder.num_turns == 1 + (status == 200)
+
+    run(story())
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_an_agent_that_asked_for_too_much_and_then_for_less_has_not_failed(tmp_path, turns):
     text = HELPERS + "POST('completions', {'prompt': 'x ' * 5000})\nPOST('completions', {'prompt': 'x'})"
-    (one,) = run(trajectories(agent(tmp_path, text)[0], prompt_of()))
+    (one,) = run(trajectories(agent(tmp_path, text, max_turns=turns)[0], prompt_of()))
     assert one.outcome.reward == 1.0 and not one.truncated
 
 
@@ -386,8 +436,10 @@ def test_an_agent_that_asks_for_many_turns_at_once_gets_as_many_as_it_may():
         ("chat/completions", MESSAGES | {"response_format": {"type": "json_object"}}, "response_format.type"),
         ("chat/completions", MESSAGES | {"tool_choice": "required"}, "tool_choice"),
         ("completions", {"prompt": "x", "echo": True}, "echo"),
-        ("completions", {"prompt": ""}, "prompt: it is empty"),
-        ("completions", {"prompt": [1, 300]}, "prompt: 300 is no token of the model"),
+        ("completions", {"prompt": ""}, "the prompt is empty"),
+        ("completions", {"prompt": [1, 300]}, "token ids from 0 to 299"),
+        ("completions", {"prompt": []}, "the prompt is empty"),
+        ("completions", {"prompt": [1, 10**30]}, "token ids from 0 to 299"),
         ("completions", {"prompt": [1, -2]}, "prompt"),
         ("completions", {"prompt": [1] * 4000}, "the trajectory is over: it has had its 4000 tokens"),
         ("completions", {"prompt": "x" * 300_000}, "the trajectory is over: it has had its 4000 tokens"),

@@ -58,6 +58,7 @@ class Counting(Environment):
     def step(self, action: Say, timeout_s=None, **others):
         if action.message == "raise": raise RuntimeError("the board fell over")
         if action.message == "invalid": return Heard(text=[])
+        if action.message == "nothing": return self._heard(done=True)
         if action.message == "hang": time.sleep(600)
         self.said += action.message * action.times
         self.left -= 1
@@ -195,6 +196,7 @@ def test_an_action_that_is_none_is_told_to_the_policy_and_the_session_goes_on(pl
         ("of a server", "hm", {"action_field": "text"}, "a text as 'text' makes no action"),
         ("without one", '{"message": "invalid"}', {"action_field": None}, "ValidationError"),
         ("without one", "hm", {"observation_field": "texts"}, "no 'texts', only text, left"),
+        ("without one", "nothing", {}, "it is over, and has never given a reward"),
     ],
 )
 def test_what_goes_wrong_in_the_environment_is_a_failure(place, said, options, reason, request):

@@ -48,11 +48,21 @@ class Echo:
         if what == "nan": return "", float("nan"), False
         if what == "shape": return "only a text"
         if what == "silence": return None, 0.5, False
+        if what == "board": return [7, 8, 9], 0.5, False
         if what == "messages": return [{"role": "user", "content": "x"}], 0.5, False
         self.left -= 1
         self.numbers["said"] += len(said)
         self.state = f"{self.left} left"
         return f"you said {said}", 0.5, self.left == 0
+
+class Closes(Echo):
+    async def close(self):
+        open(self.row["closed"], "w").close()
+
+class Sleeps(Echo):
+    def step(self, said):
+        time.sleep(self.row["sleeps"])
+        return super().step(said)
 
 class Slow(Echo):
     async def reset(self, row, seed):
@@ -90,6 +100,24 @@ async def catches_everything(prompt, policy):
             await policy.complete("go")
         except Exception:
             return policy.trajectory(0.0)
+
+async def asks_again_and_again(prompt, policy):
+    while True:
+        try:
+            await policy.complete("go")
+        except Exception:
+            continue
+
+async def gives_a_turn(prompt, policy):
+    await policy.complete("another context")
+    return (await policy.complete("go")).completion
+
+async def counts_badly(prompt, policy):
+    await policy.complete("go")
+    return policy.trajectory(1.0, numbers={"tries": None})
+
+async def begins_with_nothing(prompt, policy):
+    await policy.complete("")
 
 async def asks_nothing(prompt, policy):
     return policy.trajectory(1.0)
@@ -192,6 +220,7 @@ def test_an_environment_that_says_nothing_at_first_leaves_the_row_s_own_prompt(t
         ("exit", "exit status 3"),
         ("nan", "the reward nan is no finite number"),
         ("shape", "not (observation, reward, whether it is over)"),
+        ("board", "an observation is a text, a list of messages or None, not [7, 8, 9]"),
     ],
 )
 def test_what_goes_wrong_in_an_environment_fails_its_trajectory_and_no_process_is_left(
@@ -295,12 +324,76 @@ def test_what_never_ends_is_ended_and_counts_as_truncated(tmp_path):
     for name, options in (
         ("never_ends", {"max_trajectory_s": 0.4}),
         ("catches_everything", {"max_turns": 3}),
+        ("asks_again_and_again", {"max_turns": 3, "max_trajectory_s": 0.4}),
         ("Echo", {"environment_options": "steps=100", "max_turns": 3}),
     ):
         playing, _ = played(tmp_path, name, **options)
         (one,) = run(trajectories(playing, prompt_of(tell="x")))
         assert not one.outcome.failure and len(one.turns) == (1 if name == "never_ends" else 3), name
     assert one.outcome.reward == 1.5  # what was earned until then
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gives_a_turn", "the program returned a Completion, not policy.trajectory(...)"),
+        ("counts_badly", "TypeError: float() argument"),
+        ("begins_with_nothing", "the prompt is empty"),
+    ],
+)
+def test_a_program_s_mistake_fails_its_trajectory_alone(tmp_path, name, said):
+    (one,) = run(trajectories(played(tmp_path, name)[0], prompt_of()))
+    assert said in one.outcome.failure
+
+
+def test_what_a_program_does_to_its_arrays_changes_nothing_that_is_trained_on():
+    async def program(prompt, policy):
+        tokens = np.array([5, 6, 7], np.int32)
+        reply = await policy.complete(tokens)
+        tokens[:] = 99
+        with pytest.raises(ValueError, match="read-only"):
+            reply.completion.token_ids[:] = 1
+        return policy.trajectory(1.0)
+
+    generation = OneSession(lambda: "hm")
+    playing = Played(generation, program, chat_of("appends"), TrajectoryLimits(9, 999, None, 60))
+    (one,) = run(trajectories(playing, prompt_of()))
+    assert not one.outcome.failure and one.turns[0].before.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("ids", [[1.5], [300], [-1], [[1], [2]], ["a"], [2**40]])
+def test_what_are_no_token_ids_of_the_model_never_reach_an_engine(ids):
+    async def program(prompt, policy):
+        await policy.complete(ids)
+
+    generation, limits = OneSession(lambda: "hm"), TrajectoryLimits(9, 999, None, 60, 300)
+    (one,) = run(trajectories(Played(generation, program, chat_of("appends"), limits), prompt_of()))
+    assert "token ids from 0 to 299" in one.outcome.failure and generation.requests == []
+
+
+def test_a_trajectory_that_ends_in_the_middle_of_a_step_costs_those_beside_it_nothing(tmp_path):
+    playing, _ = played(tmp_path, "Sleeps", environment_processes=1, max_trajectory_s=1.0)
+
+    async def late(prompt):
+        await asyncio.sleep(0.7)
+        return [one async for one in playing.generate(prompt, 1)]
+
+    async def story():
+        await playing.start()
+        slow = playing.generate(prompt_of(tell="x", sleeps=0.7), 1)
+        others, ended = await asyncio.gather(late(prompt_of(tell="x", sleeps=0.0)), anext(slow))
+        await playing.close()
+        return others[0], ended
+
+    beside, ended = run(story())
+    assert ended.truncated and ended.outcome.reward == 0.5 and len(ended.turns) == 2
+    assert not beside.outcome.failure and beside.outcome.reward == 1.5
+
+
+def test_an_environment_whose_close_alone_is_async_is_closed(tmp_path):
+    playing, _ = played(tmp_path, "Closes")
+    (one,) = run(trajectories(playing, prompt_of(tell="x", closed=str(tmp_path / "closed"))))
+    assert not one.outcome.failure and (tmp_path / "closed").exists()
 
 
 def test_tokens_end_a_trajectory_too_and_a_turn_gets_what_is_left(tmp_path):
@@ -399,7 +492,7 @@ def test_the_last_turn_s_characters_stay_in_order_when_another_conversation_came
 
 def test_a_text_begins_as_the_model_was_trained_to_see_one_and_what_follows_does_not():
     class Begins:  # Llama's tokenizer, say
-        chat_template = "<s>{{ messages }}"
+        chat_template, bos_token = "<s>{{ messages }}", "<s>"
 
         def apply_chat_template(self, messages, **_):
             return "<s>" + messages[0]["content"]
@@ -422,13 +515,14 @@ def test_a_text_begins_as_the_model_was_trained_to_see_one_and_what_follows_does
         await policy.complete("c")
         await policy.complete(Whole("abhchd"))
         await policy.complete([{"role": "user", "content": "x"}])
+        await policy.complete(Whole("<s>y"))  # as a client that has the template itself writes it
         return policy.trajectory(1.0)
 
     asked = []
     limits = TrajectoryLimits(9, 999, None, 60)
     run(trajectories(Played(Says(), program, Chat(Begins()), limits), prompt_of()))
     begun = [1, 97, 98]
-    assert asked == [begun, [*begun, 104, 99], [*begun, 104, 99, 104, 100], [1, 120]]
+    assert asked == [begun, [*begun, 104, 99], [*begun, 104, 99, 104, 100], [1, 120], [1, 121]]
 
 
 def test_what_is_too_long_by_far_is_neither_tokenised_nor_decoded():
@@ -572,6 +666,11 @@ def test_a_group_of_trajectories_is_scored_and_a_failed_one_is_masked(tmp_path):
     assert young.oldest_version == group.oldest_version  # no token is of no version
     assert Group(group.prompt, never_begun.samples, 7, 7).oldest_version == 7
     assert [sample.advantages is None for sample in trained.samples] == [False, False, False, True]
+    filling = replace(NO_FACTS, failure_policies={"environment": "group_mean"})
+    fills = GroupAdvantages(config, filling)
+    (filled,) = fills([fills.with_group_mean(young)], 0)
+    assert filled.samples[3].verdict.filled and filled.samples[3].advantages is None
+    assert readable_samples([filled])[3]["advantage"] is None
     stats = step_stats(5, [trained], 4, 1)
     assert stats["environment_failures"] == 1 and stats["turns"] == (3 * 3 + 2) / 4
     assert (
@@ -593,18 +692,20 @@ def test_a_reward_that_looks_at_the_group_sees_its_trajectories(tmp_path):
 
     class Ranks(FakeVerification):
         async def post_process(self, samples, verdicts, *, evaluation=False):
-            seen.extend(samples)
+            seen.append(samples)
             return [replace(one, reward=float(n)) for n, one in enumerate(verdicts)]
 
     facts = replace(NO_FACTS, whole_groups=True)
     scores = Ranks(lambda _: 1.0)
     rollouts = Rollouts(config, facts, playing, scores, None, None, on_change=lambda _: None)
 
-    async def group():
-        return await rollouts.group(prompt_of(tell="x"), 0, 0)
+    async def group(**row):
+        return await rollouts.group(prompt_of(tell="x", **row), 0, 0)
 
     assert [sample.verdict.reward for sample in run(group()).samples] == [0.0, 1.0, 2.0]
-    assert [len(sample["turns"]) for sample in seen] == [3, 3, 3] and seen[0]["environment_reward"] == 1.5
+    assert [len(one["turns"]) for one in seen[0]] == [3, 3, 3] and seen[0][0]["environment_reward"] == 1.5
+    failed = run(group(trouble="raise"))  # there is nothing to be scored, and no reward can come of it
+    assert seen[1] == [] and {sample.verdict.status for sample in failed.samples} == {RewardStatus.FAILED}
 
 
 def test_an_environment_s_rewards_are_rewards_of_the_registry(tmp_path):

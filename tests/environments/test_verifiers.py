@@ -34,7 +34,7 @@ class Task(vf.Task[Data]):
     async def right(self, trace: vf.Trace) -> float:
         print("this is no answer of ours")
         if self.data.kind == "raises":
-            raise KeyError("the sums are lost")
+            raise ValueError("the sums are lost \\ud83d")  # no character: it ends none beside it
         if self.data.kind == "slow":
             await asyncio.sleep(60)
         return float(self.data.answer in trace.last_reply)
@@ -182,7 +182,7 @@ def test_an_environment_that_answers_has_several_turns(played):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", "TaskError: task Task scoring: KeyError: 'the sums are lost'"),
+        ("raises", "TaskError: task Task scoring: ValueError: the sums are lost ?"),
         ("slow", "it has not been scored (scoring_timeout)"),
         ("another", "makes other tasks each time it is loaded"),
     ],

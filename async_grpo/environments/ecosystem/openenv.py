@@ -4,7 +4,7 @@ import inspect
 import json
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from openenv.core import GenericEnvClient, env_server
 from pydantic import TypeAdapter, ValidationError
@@ -29,8 +29,7 @@ class OpenEnv:
         refuse(":" not in environment, f"openenv:{environment}: name a server's URL or PACKAGE.MODULE:CLASS")
         self._environment, self._tasks = environment, tasks
         self._field, self._shown = action_field, observation_field
-        self._session: Any = None
-        self.numbers = {"wrong_actions": 0.0}
+        self._session, self.numbers = cast(Any, None), {"wrong_actions": 0.0, "rewards": 0.0}
 
     @classmethod
     def rows(cls, split: str, environment: str, **options: Any) -> list[dict[str, Any]]:
@@ -51,6 +50,8 @@ class OpenEnv:
             refuse(bool(self._field), f"a text as {self._field!r} makes no action: {error}")
             self.numbers["wrong_actions"] += 1
             return f"error: {error}", 0.0, False
+        self.numbers["rewards"] += seen.reward is not None
+        refuse(seen.done and not self.numbers["rewards"], "it is over, and has never given a reward")
         return self._told(seen.observation), seen.reward or 0.0, seen.done
 
     def close(self) -> Any:
@@ -72,8 +73,7 @@ class Served:
         self.close = self._client.close
 
     async def reset(self, seed: int) -> Any:
-        seen = await self._client.reset(seed=seed)
-        self._socket = self._client._ws
+        seen, self._socket = await self._client.reset(seed=seed), self._client._ws
         return seen
 
     async def step(self, action: dict[str, Any]) -> Any:

@@ -70,7 +70,8 @@ class ReasoningGym(Environment):
         answer = extract_answer(said)
         try:
             reward = self._tasks.score_answer(said.strip() if answer is None else answer, self._entry)
-        except ValueError:  # some scorers read a number out of whatever was said
+        except Exception:  # some scorers read numbers, moves or JSON out of whatever was said
+            self._tasks.score_answer(self._entry["answer"], self._entry)  # raises, too, if that is not why
             reward = 0.0
         self.numbers = {self._name: float(reward)}
         return None, float(reward), True

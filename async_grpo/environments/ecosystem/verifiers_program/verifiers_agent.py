@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import httpx
@@ -81,7 +81,8 @@ async def play_all(name: str, options: dict[str, Any]) -> None:
                 failure = answer.text
             except (Exception, SystemExit) as error:
                 failure = f"{type(error).__name__}: {error}"
-            await post("result", key, {"failure": failure})
+            with suppress(httpx.HTTPError):  # nor may this end those beside it
+                await post("result", key, {"failure": failure.encode(errors="replace").decode()})
 
         while True:
             taken = await post("trajectories", os.environ["OPENAI_API_KEY"])
