@@ -56,7 +56,7 @@ PLACES = {  # module, dataclass of options, function
     "samples": ("programs.samples", "SamplesConfig", "write_samples_page"),
     "export": ("programs.export", "ExportConfig", "export"),
     "eval": ("launch.evaluate", "EvalConfig", "evaluate"),
-    "replay": ("programs.replay",),
+    "replay": ("programs.replay", "ReplayConfig", "replay"),
     "plot": ("programs.plot",),
 }
 COMMANDS = {name: Command(HELP[name], f"async_grpo.{at}", *own) for name, (at, *own) in PLACES.items()}

@@ -24,7 +24,7 @@ def page() -> str:
 
 
 def _section(program: str) -> str:
-    known = {"run": "train", "doctor": "run"}.get(program)  # whose options it has, too
+    known = {"run": "train", "doctor": "run", "replay": "train"}.get(program)  # whose options it has, too
     told = config_class(known).__dataclass_fields__ if known else {}
     lines = [f"\nAll options of `async-grpo {known}`, and:\n"] if told else []
     panel = ""

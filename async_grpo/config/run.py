@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from async_grpo.config.compatibility import broken_values, refuse_broken
 from async_grpo.config.recipes import apply_recipe
@@ -95,7 +95,7 @@ class RunConfig(
     )
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "RunConfig":
+    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:
         """The configuration of a command line: the recipe's presets apply to whatever was not `given`."""
         options, said = apply_recipe(options, given)
         # `async-grpo run` leaves it to its trainer

@@ -5,18 +5,16 @@ The same options make the same weights, bit for bit in float32, on as many ranks
 """
 
 import logging
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from async_grpo.checkpoints.folder import checkpoints_of, named, read
 from async_grpo.config.resume import as_options
 from async_grpo.config.run import RunConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim, options_of
-from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import NOT_NEGATIVE, dashed, option, refuse, required
 
 log = logging.getLogger(__name__)
@@ -25,29 +23,21 @@ OWN = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(RunConfig):
-    """The options of the run, and where its record is."""
+    """Where the record is, and the options of its run, which hold unless others are given."""
 
-    recorded: str = required("The run's folder.", "Replay")
+    recorded: str = required("The run's folder.", "Replay", argument=True)
     from_step: int = option(0, "Begin after this step, of a checkpoint, or 0.", "Replay", range=NOT_NEGATIVE)
+    model_name_or_path: str = option("", "Hugging Face folder of the policy to train.", everyday=True)
+    data_path: str = option("", "JSONL of questions.", everyday=True)
 
-
-def main(argv: list[str] | None = None, program: str | None = None) -> None:
-    """`RUN [options]`: the options of RUN hold unless they are given."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and not arguments[0].startswith("-"):
-        run = Path(arguments.pop(0))
-        own = [f"--config={run / PARAMS_FILE}", f"--recorded={run}", f"--output-dir={run / 'replay'}"]
-        arguments = own + arguments
-    from async_grpo.__main__ import COMMANDS, foreign_keys
-
-    run_command(
-        ReplayConfig,
-        replay,
-        argv=arguments,
-        foreign=foreign_keys,
-        help=COMMANDS["replay"].help,
-        program=program,
-    )
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:
+        run = Path(options["recorded"])
+        stored = options_of(run) | {"output_dir": str(run / "replay")}
+        stored["reward_fns"] = ",".join(stored["reward_fns"])  # kept as a list
+        names = {one.name for one in fields(RunConfig)} & stored.keys() - set(given)
+        of_run = {name: stored[name] for name in names}
+        return super().from_options({**options, **of_run}, {*given, *of_run})
 
 
 def replay(config: ReplayConfig) -> None:
@@ -55,7 +45,6 @@ def replay(config: ReplayConfig) -> None:
 
     ConfigurationError: no such record, or no checkpoint to begin from.
     """
-    set_up_logging(config.logging_level)
     config = replace(config, record=False)
     run = Path(config.recorded)
     stored = options_of(run)

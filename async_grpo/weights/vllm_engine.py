@@ -191,22 +191,21 @@ DRAWN = "drawn"  # further argument of a request: tokens that another engine dre
 _BEGINS = WeakKeyDictionary[torch.Generator, torch.Tensor]()
 
 
-def drawing_on(add: Any) -> Any:
+_add_request, _initialize = InputBatch.add_request, InputBatch.__init__
+
+
+def add_request_drawing_on(self: InputBatch, request: Any) -> int:
     """`InputBatch.add_request`: a request that another engine began goes on with the draws that come next of its seed.
 
     With fresh draws those tokens that the other engine had made since it last told of them would be drawn again; and as
     completions are told of at once when they end, long ones would be given a second chance to be short.
     """
-
-    def add_request(self: InputBatch, request: Any) -> int:
-        if (generator := request.generator) is not None and generator not in _BEGINS:
-            sampler = TopKTopPSampler("processed_logprobs")  # draws as the engine's own does
-            for _ in range((request.sampling_params.extra_args or {}).pop(DRAWN, 0)):
-                sampler(torch.zeros(1, self.vocab_size, device=generator.device), {0: generator}, None, None)
-            _BEGINS[generator] = generator.get_state()
-        return add(self, request)
-
-    return add_request
+    if (generator := request.generator) is not None and generator not in _BEGINS:
+        sampler = TopKTopPSampler("processed_logprobs")  # draws as the engine's own does
+        for _ in range((request.sampling_params.extra_args or {}).pop(DRAWN, 0)):
+            sampler(torch.zeros(1, self.vocab_size, device=generator.device), {0: generator}, None, None)
+        _BEGINS[generator] = generator.get_state()
+    return _add_request(self, request)
 
 
 class CpuGenerators(dict[int, torch.Generator]):
@@ -221,19 +220,15 @@ class CpuGenerators(dict[int, torch.Generator]):
         return SimpleNamespace(get_offset=lambda: 0, set_offset=lambda _: generator.set_state(begin))
 
 
-def rewind_on_cpu(make: Any) -> Any:
+def initialize_with_cpu_generators(self: InputBatch, *args: Any, **options: Any) -> None:
     """`InputBatch.__init__`, with `CpuGenerators`."""
-
-    def initialize(self: InputBatch, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        self.generators = CpuGenerators()
-
-    return initialize
+    _initialize(self, *args, **options)
+    self.generators = CpuGenerators()
 
 
-InputBatch.add_request = drawing_on(InputBatch.add_request)
+InputBatch.add_request = add_request_drawing_on
 if current_platform.is_cpu():
-    InputBatch.__init__ = rewind_on_cpu(InputBatch.__init__)
+    InputBatch.__init__ = initialize_with_cpu_generators
 for _name, _engine in (("async_grpo_object_store", ObjectStoreEngine), ("async_grpo_nccl", NCCLEngine)):
     if _name not in WeightTransferEngineFactory._registry:  # the module may be imported twice in one process
         WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -379,7 +379,7 @@ def test_a_call_that_is_nested_without_end_is_none_and_no_error_of_the_server():
         said = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 5000 + "</tool_call>"
         async with Server(generation=OneSession(lambda: f"{said} {CALL}")) as server:
             asked = {**MESSAGES, "tools": [{"type": "function", "function": {"name": "add"}}]}
-            status, answer = await server.ask(server.keys[0], "chat/completions", asked)
+            status, _ = await server.ask(server.keys[0], "chat/completions", asked)
             assert status == 200
             deep = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[" * 100_000}}
             asked["messages"] = [*MESSAGES["messages"], {"role": "assistant", "tool_calls": [deep]}]

@@ -11,6 +11,7 @@ from fake_chain import Chain, chain_config
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
+from async_grpo.__main__ import main
 from async_grpo.config.run import write_params
 from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
@@ -58,6 +59,16 @@ def test_a_replay_makes_the_same_weights_bit_for_bit(run, tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert not lines[0]["off_policy"] and lines[0]["replayed"] == str(run[0])
     assert [line["grad_norm"] for line in lines] == [line["grad_norm"] for line in run[1].lines]
+
+
+def test_the_command_takes_the_options_of_the_run_but_for_those_that_are_given(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run[0]), "--nonfinite-steps", "7"])
+    assert ended.value.code == 0, capsys.readouterr().err
+    (model,) = (run[0] / "replay" / "hf_format").glob("samples_*")
+    assert same(load_file(model / "model.safetensors"), weights_of(run))
+    line = json.loads((run[0] / "replay" / METRICS_FILE).read_text().splitlines()[0])
+    assert line["replayed_with"] == ["--nonfinite-steps 7"]
 
 
 def test_another_loss_makes_other_weights_and_the_metrics_say_that_it_is_off_policy(run, tmp_path):

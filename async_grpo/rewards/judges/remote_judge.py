@@ -114,7 +114,7 @@ class RemoteJudge:
     async def score(
         self, sample: Mapping[str, Any], client: "EndpointClient", *, phase: str, deadline: Deadline | float
     ) -> dict[str, Any]:
-        """See `Judge`. The `spent` of a JudgeError are the extras of what the call has cost."""
+        """See `judges`. The `spent` of a JudgeError are the extras of what the call has cost."""
         counts: list[Counts] = []
 
         async def send(body: dict[str, Any], tokens: tuple[float, float]) -> dict[str, Any]:
