@@ -124,8 +124,9 @@ def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_f
         "max-turn-tokens": 4,
         "dump-samples-filename": "samples.jsonl",
         "failure-alarm": 1.0,
+        "engine": "fake",  # it is processes of environments that are killed; agents below play with vLLM
     }
-    command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
+    command = [sys.executable, "-m", "async_grpo", "run"]
     run = subprocess.Popen(
         [*command, *(f"--{name}={value}" for name, value in options.items())],
         env=os.environ | {"RUN_MARK": str(tmp_path)},

@@ -58,7 +58,7 @@ def check_whole(folder: Path) -> None:
 
 
 def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_where_it_was(tmp_path):
-    told = start(tmp_path)
+    told = start(tmp_path, engine="fake")  # which starts sooner; the last one is vLLM
     wait_for_step(tmp_path, 5, told)
     told.send_signal(signal.SIGTERM)
     said, _ = told.communicate(timeout=90)
@@ -67,7 +67,7 @@ def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_w
     _, manifest = newest(tmp_path)
     assert manifest.ended == "SIGTERM" and manifest.step >= 5, said
 
-    killed = start(tmp_path, engine="fake")  # which starts sooner
+    killed = start(tmp_path, engine="fake")
     while newest(tmp_path)[1].step <= manifest.step:
         assert killed.poll() is None, killed.communicate()[0]
         time.sleep(0.1)
