@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from async_grpo.errors import WorkerLost
-from async_grpo.rewards.isolation.adapter_process import AdapterProcess
+from async_grpo.rewards.isolation.adapter_process import CLOSE_S, AdapterProcess
 
 
 class EnvironmentFailed(RuntimeError):
@@ -40,6 +40,7 @@ class EnvironmentProcesses:
         self._timeout_s = timeout_s
         self._alive = dict.fromkeys(self._processes, 0)  # trajectories
         self._numbers = itertools.count()
+        self._leaving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start the first one; the others when they are needed. ConfigurationError: the environment cannot be made."""
@@ -55,12 +56,16 @@ class EnvironmentProcesses:
             yield place
         finally:
             self._alive[process] -= 1
-            if place.used and process.is_alive:  # the environment forgets it
-                with suppress(EnvironmentFailed):  # then it is gone anyway
-                    await place.call("leave")
+            if (
+                place.used and process.is_alive
+            ):  # nobody waits for that, it may be in the middle of a long step
+                self._leaving.add(task := asyncio.create_task(place.leave()))
+                task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all processes, once what was left is forgotten in them, or will not be."""
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=CLOSE_S)
         for process in self._processes:
             await process.close()
 
@@ -89,3 +94,8 @@ class Place:
             raise
         finally:
             self.seconds += time.monotonic() - begun
+
+    async def leave(self) -> None:
+        """The environment forgets it."""
+        with suppress(EnvironmentFailed):  # then it is gone anyway
+            await self.call("leave")

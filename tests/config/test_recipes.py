@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from async_grpo.config.compatibility import check_methods
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig
 
+LONG = pytest.mark.skipif(not os.environ.get("LONG_TESTS"), reason="takes a minute: LONG_TESTS=1")
 ROOT = Path(__file__).resolve().parents[2]
 BASE = dataclasses.asdict(config())
 
@@ -42,11 +44,12 @@ def test_every_loss_is_reachable_and_brings_its_workers(name):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["dapo", "process"])
+@pytest.mark.parametrize("name", ["dapo", pytest.param("process", marks=LONG)])
 def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics.
 
-    grpo, with its reference, runs in tests/real/test_whole_chain.py, and all seven in `benchmarks.recipes`.
+    grpo, with its reference, runs in tests/real/test_whole_chain.py, rewards of steps in
+    tests/real/test_environment_real.py, and all seven recipes in `benchmarks.recipes`.
     """
     data, reward = ROOT / "sample-data", "countdown_steps" if name == "process" else "countdown"
     command = [

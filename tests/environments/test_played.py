@@ -702,9 +702,16 @@ def test_a_reward_that_looks_at_the_group_sees_its_trajectories(tmp_path):
     async def group(**row):
         return await rollouts.group(prompt_of(tell="x", **row), 0, 0)
 
-    assert [sample.verdict.reward for sample in run(group()).samples] == [0.0, 1.0, 2.0]
+    async def groups():
+        try:
+            return await group(), await group(trouble="raise")
+        finally:
+            await playing.close()
+
+    whole, failed = run(groups())
+    assert [sample.verdict.reward for sample in whole.samples] == [0.0, 1.0, 2.0]
     assert [len(one["turns"]) for one in seen[0]] == [3, 3, 3] and seen[0][0]["environment_reward"] == 1.5
-    failed = run(group(trouble="raise"))  # there is nothing to be scored, and no reward can come of it
+    # There is nothing to be scored, and no reward can come of it
     assert seen[1] == [] and {sample.verdict.status for sample in failed.samples} == {RewardStatus.FAILED}
 
 

@@ -124,6 +124,8 @@ def test_a_run_with_an_environment_outlives_its_killed_processes_and_says_what_f
         "max-turn-tokens": 4,
         "dump-samples-filename": "samples.jsonl",
         "failure-alarm": 1.0,
+        "reward-fns": "environment_turns",  # the turns' rewards, and states, on the real chain
+        "advantage-estimator": "gigpo",
         "engine": "fake",  # it is processes of environments that are killed; agents below play with vLLM
     }
     command = [sys.executable, "-m", "async_grpo", "run"]
