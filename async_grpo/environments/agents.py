@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 from asyncio.subprocess import STDOUT, Process
@@ -47,33 +48,34 @@ class _Agent:
     ) -> AsyncIterator[tuple[Process, asyncio.StreamReader]]:
         """The command, given the row, and what it writes. When the context ends, it has ended, and all that it started."""
         own = {"OPENAI_BASE_URL": self._endpoint.base_url, "OPENAI_API_KEY": key}
-        said, loop, pipe = asyncio.StreamReader(), asyncio.get_running_loop(), os.pipe()
-        ours, theirs = open(pipe[0], "rb"), open(pipe[1], "wb")
-        # No pipes of asyncio's process: it would not have ended before whoever else may hold them
-        reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(said), ours)
-        with closing(reading), tempfile.TemporaryFile() as given:
+        ours, theirs = socket.socketpair()
+        # No pipes of asyncio's process: it would not have ended before whoever else may hold them. A pipe's descriptor,
+        # uvloop would close a second time, when it is somebody else's
+        with theirs, tempfile.TemporaryFile() as given:
             given.write(row)
             given.seek(0)
-            with theirs:
+            said, reading = await asyncio.open_unix_connection(sock=ours)
+            with closing(reading):
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-c", _MAIN, str(os.getpid()), self._command),
                     stdin=given,
-                    stdout=theirs,
+                    stdout=theirs.fileno(),
                     stderr=STDOUT,
                     env=child_environment({**(self._variables or {}), **own}),
                     start_new_session=True,
                 )
-            try:
-                yield process, said
-            finally:
-                if process.returncode is None:
-                    process.terminate()  # its guardian ends all that it started
-                    process.send_signal(signal.SIGCONT)  # the agent may have stopped it
-                    try:
-                        await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
-                    except TimeoutError:
-                        process.kill()
-                        await process.wait()
+                theirs.close()  # or it would have no end
+                try:
+                    yield process, said
+                finally:
+                    if process.returncode is None:
+                        process.terminate()  # its guardian ends all that it started
+                        process.send_signal(signal.SIGCONT)  # the agent may have stopped it
+                        try:
+                            await asyncio.wait_for(process.wait(), ENDS_WITHIN_S)
+                        except TimeoutError:
+                            process.kill()
+                            await process.wait()
 
 
 class RunAgent(_Agent):

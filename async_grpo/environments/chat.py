@@ -91,9 +91,9 @@ def too_long(tokens: int) -> str:
     return f"{tokens} tokens (--max-generation-tokens, and the prompt)"
 
 
-def message_of(text: str, first: int = 0) -> dict[str, Any]:
+def message_of(text: str, turn: int = 0) -> dict[str, Any]:
     """What was said, without its end token, as a message: calls of tools are taken out, arguments stay JSON in a string.
-    `first`: number of the first call, by which its answer is known.
+    `turn`: its number, part of the ids by which the answers to its calls are known.
 
     >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 1}'}
@@ -109,7 +109,7 @@ def message_of(text: str, first: int = 0) -> dict[str, Any]:
             continue  # it stays in the text: who asked for a call can say that this is none
         calls.append(
             {
-                "id": f"call_{first + len(calls)}",
+                "id": f"call_{turn}_{len(calls)}",
                 "type": "function",
                 "function": {"name": str(name), "arguments": json.dumps(arguments)},
             }

@@ -56,7 +56,7 @@ class EnvironmentHost:
     """A `Host` of environments by the numbers of their trajectories, or of tools by their names."""
 
     def __init__(self, found: Any, options: Mapping[str, Any], is_async: bool) -> None:
-        self.traits = AdapterTraits(CAPACITY if is_async else 1, is_async=is_async)
+        self.traits = AdapterTraits(CAPACITY if is_async else 1, is_async=is_async, finishes=not is_async)
         self._playing: dict[int, Any] = {}
         self._tools = {}
         if kind_of(found) == "tools":

@@ -13,7 +13,7 @@ import numpy as np
 from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
 from async_grpo.environments.trajectory import Ask, Recorder
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
@@ -124,11 +124,12 @@ class Policy:
         if len(context) > self.limits.tokens:
             raise TrajectoryOver(too_long(self.limits.tokens))
         ids = np.array(context)  # a copy, which nobody changes
-        known = (
-            ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.limits.vocabulary
-        )
-        wanted = f"the prompt must be text, messages or token ids from 0 to {self.limits.vocabulary - 1}"
-        refuse(bool(ids.size) and not known, f"{wanted}, not {context!r:.200}")
+        highest = self.limits.vocabulary - 1
+        if ids.size and not (
+            ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() <= highest
+        ):
+            wanted = f"the prompt must be text, messages or token ids from 0 to {highest}"
+            raise ConfigurationError(f"{wanted}, not {context!r:.200}")
         return self.recorder.ask_tokens(ids.astype(np.int32))
 
     def trajectory(
@@ -155,5 +156,5 @@ class Policy:
         told = {str(name): float(value) for name, value in (numbers or {}).items()}
         told["seconds"] = time.monotonic() - self._begun
         by_turn = tuple(map(float, turn_rewards)), tuple(map(str, states))
-        outcome = Outcome(reward, failure, *by_turn, told)
+        outcome = Outcome(None if reward is None else float(reward), failure, *by_turn, told)
         return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)

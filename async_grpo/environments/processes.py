@@ -55,12 +55,16 @@ class EnvironmentProcesses:
         try:
             yield place
         finally:
-            self._alive[process] -= 1
-            if (
-                place.used and process.is_alive
-            ):  # nobody waits for that, it may be in the middle of a long step
-                self._leaving.add(task := asyncio.create_task(place.leave()))
-                task.add_done_callback(self._leaving.discard)
+            # Nobody waits for that: it may be in the middle of a long step, and has no room until then
+            self._leaving.add(task := asyncio.create_task(self._leave(process, place)))
+            task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, process: EnvironmentProcess, place: "Place") -> None:
+        """The environment forgets the trajectory."""
+        if place.used and process.is_alive:
+            with suppress(EnvironmentFailed):  # then it is gone anyway
+                await place.call("leave")
+        self._alive[process] -= 1
 
     async def close(self) -> None:
         """End all processes, once what was left is forgotten in them, or will not be."""
@@ -81,21 +85,7 @@ class Place:
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
         """EnvironmentFailed: it raised, was late, or its process died."""
         begun, self.used = time.monotonic(), True
-        asking = asyncio.ensure_future(
-            self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
-        )
         try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            if self._process.traits.is_async:
-                asking.cancel()
-            # Any other ends by itself, or by its time: cancelled, it would cost those beside it their process
-            asking.add_done_callback(lambda one: one.cancelled() or one.exception())
-            raise
+            return await self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
         finally:
             self.seconds += time.monotonic() - begun
-
-    async def leave(self) -> None:
-        """The environment forgets it."""
-        with suppress(EnvironmentFailed):  # then it is gone anyway
-            await self.call("leave")

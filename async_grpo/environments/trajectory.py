@@ -51,7 +51,7 @@ class Recorder:
         self.chat = chat
         self._sequences: list[_Sequence] = []
         self._raw: dict[str, str] = {}  # what was sampled, by the message that it was handed out as
-        self.num_turns = self._num_calls = 0
+        self.num_turns = 0
 
     def ask_tokens(self, token_ids: np.ndarray) -> Ask:
         """Of all tokens so far, as ids."""
@@ -111,8 +111,7 @@ class Recorder:
         sequence.marks.append((len(sequence.token_ids), len(sequence.text)))
         self.num_turns += 1
         said = before_any(stop, completion.text)
-        message = message_of(said, self._num_calls) if tools else {"role": "assistant", "content": said}
-        self._num_calls += len(message.get("tool_calls", ()))
+        message = message_of(said, self.num_turns) if tools else {"role": "assistant", "content": said}
         self._raw[key_of(message)] = completion.text
         return message
 

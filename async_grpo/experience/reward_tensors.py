@@ -111,7 +111,8 @@ class RewardTensors:
                     f"the estimator's input {name} has the shape {tuple(value.shape)} for a completion of {length} tokens: "
                     "give every sample a number, or (unless the estimator is per_sample) one per token"
                 )
-        return pad_sequence(values, batch_first=True)
+        one = values[0].new_zeros(1)  # a sample without a token has a column, too
+        return pad_sequence([*values, one], batch_first=True)[:-1]
 
     def _outcome(self) -> tuple[Tensor, Tensor]:
         """(the best reward that is no process reward, its place); who abstained has not said 0."""

@@ -147,7 +147,7 @@ class LogprobWorker:
         is_completion = np.concatenate([np.arange(len(r.token_ids)) >= r.prompt_length for r in batch])
         ids = torch.tensor(input_ids, dtype=torch.int64, device=self._policy.device)
         mask = torch.tensor(is_completion, device=self._policy.device)
-        logprobs, _ = self._policy(ids, torch.tensor(bounds), mask, temperature)
+        logprobs, *_ = self._policy(ids, torch.tensor(bounds), mask, temperature)
         rows = np.split(logprobs.float().cpu().numpy(), bounds[1:-1])
         return [row[request.prompt_length :].copy() for request, row in zip(batch, rows, strict=True)]
 

@@ -66,8 +66,8 @@ def means_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def show_times(folder: Path) -> None:
-    """Where the seconds of a run went, by cause, summed over its metrics file; nothing if it has no step."""
-    sums, lines = defaultdict[str, float](float), last_records(folder / METRICS_FILE, 1_000_000)
+    """Where the seconds of a run went, by cause, summed over its last 10,000 steps; nothing if it has none."""
+    sums, lines = defaultdict[str, float](float), last_records(folder / METRICS_FILE, 10_000)
     if not lines:
         return
     for line in lines:

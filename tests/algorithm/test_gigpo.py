@@ -1,6 +1,7 @@
 """GiGPO against its definition, written out turn by turn, and from an environment's own states to advantages."""
 
 import random
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -109,6 +110,16 @@ def test_turns_that_found_the_same_state_are_compared_with_each_other():
     assert group.samples[1].advantages.tolist() == pytest.approx(
         [-(2**0.5)] * 2 + [-(0.5**0.5)] * 2, abs=1e-4
     )
+
+
+def test_a_group_that_failed_before_its_first_token_ends_no_run():
+    samples = tuple(played(member, (), ()) for member in range(2))
+    failed = AdapterResult("environment_turns", RewardStatus.FAILED, reason="no board")
+    samples = tuple(replace(one, verdict=Verdict(failed.status, None, (failed,))) for one in samples)
+    config = BatchConfig(samples_per_question=2, advantage_estimator="gigpo")
+    facts = RunFacts(process=("environment_turns",))
+    (group,) = GroupAdvantages(config, facts)([Group(samples[0].prompt, samples, 0, 0)], 0)
+    assert [sample.advantages for sample in group.samples] == [None, None]
 
 
 def test_without_states_it_is_grpo():

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -275,7 +276,7 @@ def test_a_call_is_one_where_tools_were_given_and_each_has_an_id_of_its_own():
                 for _ in "ab"
             ]
             assert [one["finish_reason"] for one in called] == ["tool_calls"] * 2
-            assert [one["message"]["tool_calls"][0]["id"] for one in called] == ["call_0", "call_1"]
+            assert [one["message"]["tool_calls"][0]["id"] for one in called] == ["call_3_0", "call_4_0"]
 
     run(story())
 
@@ -355,6 +356,41 @@ def test_an_agent_that_writes_much_and_reads_nothing_ends_in_its_time_and_leaves
 
     one = run(story())
     assert "never asked the policy" in one.outcome.failure and one.truncated == ("yes" in text)
+
+
+def test_agents_that_are_cancelled_as_they_start_leave_nothing_under_ray_s_event_loop_either(tmp_path):
+    """uvloop closes a pipe's descriptor a second time: of somebody else's, which can end the process."""
+    (tmp_path / "agent.py").write_text("import time; time.sleep(985)")
+    program = f"""
+import asyncio, sys
+sys.path[:0] = {sys.path!r}
+import uvloop
+from pathlib import Path
+from test_endpoint import agent
+from test_played import prompt_of
+
+async def main():
+    playing, _ = agent(Path({str(tmp_path)!r}), "import time; time.sleep(985)")
+    await playing.start()
+    for number in range(24):
+        group = playing.generate(prompt_of(), 4)
+        task = asyncio.ensure_future(anext(group))
+        for _ in range(number % 6):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await group.aclose()
+    await playing.close()
+    print("alive")
+
+uvloop.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "alive\n", (done.returncode, done.stderr[-2000:])
+    left = [
+        p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])
+    ]
+    assert left == []
 
 
 def test_a_request_that_comes_whole_only_after_its_trajectory_has_ended_is_refused():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -388,6 +389,25 @@ def test_a_trajectory_that_ends_in_the_middle_of_a_step_costs_those_beside_it_no
     beside, ended = run(story())
     assert ended.truncated and ended.outcome.reward == 0.5 and len(ended.turns) == 2
     assert not beside.outcome.failure and beside.outcome.reward == 1.5
+
+
+def test_a_process_that_is_at_a_step_of_an_ended_trajectory_gets_no_other_one_and_nothing_waits_in_it(
+    tmp_path,
+):
+    playing, _ = played(tmp_path, "Sleeps", environment_processes=2, max_trajectory_s=1.2)
+
+    async def story():
+        await playing.start()
+        endless = [playing.generate(prompt_of(tell="x", sleeps=s), 1) for s in (5.0, 0.0)]
+        begun = time.monotonic()
+        ended = await asyncio.gather(*map(anext, endless))
+        assert time.monotonic() - begun < 4  # and not the step's 5 s
+        later = [one for n in range(4) async for one in playing.generate(prompt_of(tell="x", sleeps=0.0), 1)]
+        await playing.close()
+        return ended[0], later
+
+    ended, later = run(story())
+    assert ended.truncated and all(one.outcome.reward == 1.5 for one in later)
 
 
 def test_an_environment_whose_close_alone_is_async_is_closed(tmp_path):

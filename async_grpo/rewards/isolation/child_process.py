@@ -87,10 +87,14 @@ class ChildProcess(asyncio.Protocol):
                 else:
                     self._begin_next()
                 return await asyncio.shield(request.reply)
-        except (TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, asyncio.CancelledError) as error:
             if not request.reply.done():
                 request.given_up = True
-                await self._abandon(request, grace_s)
+                until = limit.when()  # of what has begun
+                if self.traits.finishes and until and not isinstance(error, TimeoutError):
+                    asyncio.get_running_loop().call_at(until, self._interrupt, [request])
+                else:
+                    await self._abandon(request, grace_s)
             raise
 
     async def end(self, error: WorkerLost, grace_s: float = 0.0) -> None:
