@@ -15,7 +15,7 @@ from async_grpo.config.compatibility import check_methods
 from async_grpo.config.recipes import RECIPES
 from async_grpo.config.run import RunConfig
 
-LONG = pytest.mark.skipif(not os.environ.get("LONG_TESTS"), reason="takes a minute: LONG_TESTS=1")
+LONG = pytest.mark.skipif(not os.environ.get("LONG_TESTS"), reason="takes two minutes: LONG_TESTS=1")
 ROOT = Path(__file__).resolve().parents[2]
 BASE = dataclasses.asdict(config())
 
@@ -44,7 +44,8 @@ def test_every_loss_is_reachable_and_brings_its_workers(name):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["dapo", pytest.param("process", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("name", ["dapo", "process"])
 def test_a_short_real_run_of_a_recipe_does_what_it_says(name, tmp_path):
     """Real Ray, vLLM, verifiers and FSDP: three steps, and the marks that the recipe leaves in the metrics.
 

@@ -220,13 +220,20 @@ def test_a_script_with_the_official_client_is_trained_and_loses_no_token_with_a_
         time.sleep(0.1)
         if not killed and metrics.exists() and metrics.read_text().count("\n") >= 3:
             family = psutil.Process(run.pid).children(recursive=True)
-            (core,) = [one for one in family if "VLLM::EngineCore" in " ".join(one.cmdline())]
-            core.send_signal(signal.SIGKILL)
+            (engine,) = [one for one in family if "ray::GenerationActor" in " ".join(one.cmdline())]
+            engine.send_signal(signal.SIGKILL)
             killed = True
     output = run.communicate(timeout=60)[0]
     assert run.returncode == 0, output[-3000:]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert len(lines) == 10 and killed and "was lost" in output
+    assert (
+        len(lines) == 10
+        and killed
+        and "was lost" in output
+        and "ALARM generation worker generation-" in output
+    )
+    dispatcher = (tmp_path / "run" / "logs" / "generation-worker-0.log").read_text()
+    assert "it is started again in 5 s (1 of --engine-restarts 2)" in dispatcher
     assert all(line["samples_in_batch"] == 2 and not line["environment_failures"] for line in lines)
     told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
     assert len(told) == 20 and all(len(turns) == 3 for turns in told)

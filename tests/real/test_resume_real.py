@@ -22,7 +22,7 @@ def start(folder: Path, **changes) -> subprocess.Popen:
         "output-dir": folder,
         "run-name": folder.name,
         "num-training-batches": STEPS,
-        "checkpoint-every-s": 2,
+        "checkpoint-every-s": 1,
         "kl-coef": 0,  # a process less at each of its starts
     }
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
@@ -78,7 +78,7 @@ def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_w
     while left_behind(tmp_path) and time.monotonic() < give_up:
         time.sleep(0.5)
 
-    timed = start(tmp_path, **{"max-hours": 0.001, "engine": "fake"})
+    timed = start(tmp_path, **{"max-hours": 0.0005, "engine": "fake"})
     said, _ = timed.communicate(timeout=300)
     assert timed.returncode == 75 and "--max-hours" in said, said
     _, manifest = newest(tmp_path)

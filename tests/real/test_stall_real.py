@@ -16,7 +16,7 @@ from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import holder
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-STEPS = 16
+STEPS = 10
 PAGE = """
 import os
 
