@@ -31,9 +31,8 @@ MAX_ANSWER = 65_536  # characters of a tool's
 def hosted(greeting: Message) -> tuple[bool, Callable[[], "EnvironmentHost"]]:
     """See `isolation.child.hosted`."""
     found = SourceFile(**greeting["source"]).object()
-    called = (
-        (found.reset, found.step, getattr(found, "close", None)) if kind_of(found) == "environment" else found
-    )
+    of_class = kind_of(found) == "environment"
+    called = (found.reset, found.step, getattr(found, "close", None)) if of_class else found
     is_async = any(map(inspect.iscoroutinefunction, called))
     return is_async, partial(EnvironmentHost, found, greeting["options"], is_async)
 

@@ -32,6 +32,7 @@ class ReplayConfig(RunConfig):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> Self:
+        """Of a command line, on which these were `given`."""
         run = Path(options["recorded"])
         stored = options_of(run) | {"output_dir": str(run / "replay")}
         stored["reward_fns"] = ",".join(stored["reward_fns"])  # kept as a list

@@ -54,12 +54,11 @@ def shard_policy(
     compute, device = torch_dtype(dtype), ranks.device.type
     if ranks.world_size == 1 and compute is torch.float32 and not config.cpu_offload:
         return policy.train()  # FSDP's hooks and copies would cost a small model a tenth of its step
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda")
     options: dict[str, Any] = {
         "mesh": _mesh(ranks, config.fsdp_size or ranks.world_size),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")
-        if config.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": offload if config.cpu_offload else OffloadPolicy(),
     }
     for module in (*layers, policy):
         fully_shard(module, **options)

@@ -86,9 +86,7 @@ class AdapterTraits:
     is_judge: bool = False
     has_post_process: bool = False
     max_wait_s: float = 0.0  # of a batch: how long its first sample waits for the others
-    finishes: bool = (
-        False  # what is served when its caller goes away, in its time; else that costs the process
-    )
+    finishes: bool = False  # what is served has its time if its caller goes; else that costs the process
 
 
 def traits_of(adapter: Any) -> AdapterTraits:
