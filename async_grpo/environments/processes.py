@@ -19,6 +19,7 @@ class EnvironmentProcess(AdapterProcess):
     """One process. It serves calls in order, those of async environments all at once."""
 
     host = "async_grpo.environments.host"
+    alive = stuck = 0  # trajectories; and those that have ended, perhaps in the middle of a step
 
     async def ask(self, call: str, of: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
         """What the environment of that number answers. EnvironmentFailed: it does not."""
@@ -38,7 +39,6 @@ class EnvironmentProcesses:
     def __init__(self, make: Callable[[], EnvironmentProcess], count: int, timeout_s: float) -> None:
         self._processes = [make() for _ in range(count)]
         self._timeout_s = timeout_s
-        self._alive = dict.fromkeys(self._processes, 0)  # trajectories
         self._numbers = itertools.count()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -49,22 +49,25 @@ class EnvironmentProcesses:
     @asynccontextmanager
     async def place(self) -> AsyncIterator["Place"]:
         """For one trajectory."""
-        process = min(self._alive, key=lambda one: self._alive[one])
+        process = min(self._processes, key=lambda one: (one.stuck, one.alive))
         place = Place(process, next(self._numbers), self._timeout_s)
-        self._alive[process] += 1
+        process.alive += 1
+        cut_off = True
         try:
             yield place
+            cut_off = False
         finally:
-            # Nobody waits for that: it may be in the middle of a long step, and has no room until then
-            self._leaving.add(task := asyncio.create_task(self._leave(process, place)))
+            process.alive -= 1
+            process.stuck += cut_off
+            self._leaving.add(task := asyncio.create_task(self._leave(process, place, cut_off)))
             task.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, process: EnvironmentProcess, place: "Place") -> None:
-        """The environment forgets the trajectory."""
+    async def _leave(self, process: EnvironmentProcess, place: "Place", cut_off: bool) -> None:
+        """The environment forgets the trajectory. Nobody waits for that: a long step may come before."""
         if place.used and process.is_alive:
             with suppress(EnvironmentFailed):  # then it is gone anyway
                 await place.call("leave")
-        self._alive[process] -= 1
+        process.stuck -= cut_off
 
     async def close(self) -> None:
         """End all processes, once what was left is forgotten in them, or will not be."""

@@ -332,7 +332,7 @@ def test_an_agent_that_reported_and_then_never_ends_has_its_reward(tmp_path):
         HELPERS
         + "POST('completions', {'prompt': 'x'})\nREPORT({'reward': 0.5})\nimport time; time.sleep(987)"
     )
-    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=2.5)[0], prompt_of()))
+    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=6.0)[0], prompt_of()))
     assert one.outcome.reward == 0.5 and one.truncated and len(one.turns) == 1
 
 
@@ -344,13 +344,13 @@ def test_an_agent_that_stops_its_guardian_ends_all_the_same(tmp_path):
 
 @pytest.mark.parametrize("text", ["import os\nos.execvp('yes', ['yes'])", f"print('x' * {10**6})"])
 def test_an_agent_that_writes_much_and_reads_nothing_ends_in_its_time_and_leaves_nothing_open(tmp_path, text):
-    playing, _ = agent(tmp_path, text, max_trajectory_s=1.5)
+    playing, _ = agent(tmp_path, text, max_trajectory_s=5.0)
 
     async def story():
         await playing.start()
         before, begun = psutil.Process().num_fds(), time.monotonic()
         (one,) = [one async for one in playing.generate(prompt_of(more="y" * 10**6), 1)]
-        assert time.monotonic() - begun < 6 and psutil.Process().num_fds() == before
+        assert time.monotonic() - begun < 15 and psutil.Process().num_fds() == before
         await playing.close()
         return one
 

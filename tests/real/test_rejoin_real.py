@@ -78,7 +78,11 @@ def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp
         while newest(folder) is None:
             assert first.poll() is None, (tmp_path / "trainer.log").read_text()
             time.sleep(0.1)
+        for number in range(2):  # one alone may have served until now
+            said(tmp_path / f"worker{number}.log", "has joined")
         actors = actors_of(tmp_path)
+        first.send_signal(signal.SIGSTOP)
+        time.sleep(2)  # an update that is under way ends: else its worker would have to load again
         first.send_signal(signal.SIGKILL)
         for number in range(2):
             said(tmp_path / f"worker{number}.log", "the worker waits 300 s for it (--rejoin-s)")
@@ -86,7 +90,8 @@ def test_workers_outlive_a_killed_trainer_serve_the_next_and_drain_when_told(tmp
         said(tmp_path / "trainer.log", "resumed after step")
         wait_for_step(folder, len(lines(folder)) + 5, second)
         now = actors_of(tmp_path)
-        assert now == actors and len(actors) == 2  # nothing was loaded again
+        logs = "".join((tmp_path / f"worker{number}.log").read_text() for number in range(2))
+        assert now == actors and len(actors) == 2, logs  # nothing was loaded again
         names = re.findall(joined, (tmp_path / "worker0.log").read_text())
         assert len(set(names)) == 2  # it joined under another name
 
