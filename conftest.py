@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 
-# As in `scripts/test`, before torch is imported: sums of several threads round differently, and no test may ask a hub
-for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+# Before torch is imported: sums of several threads round differently, no test may ask a hub, and at Ray's own niceness
+# of 15 its actors do not get to answer within a minute on cores that others want
+NEEDED = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_worker_niceness": "0",
+}
+for name, value in NEEDED.items():
     os.environ.setdefault(name, value)
 
 
