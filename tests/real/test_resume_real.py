@@ -1,4 +1,4 @@
-"""A run on real parts (Ray, vLLM, two FSDP ranks) that is told to end, and one that is killed, go on where they were."""
+"""A run on real parts (Ray, vLLM, FSDP ranks) that is told to end, or killed, or out of time, goes on where it was."""
 
 import json
 import os
@@ -23,7 +23,8 @@ def start(folder: Path, **changes) -> subprocess.Popen:
         "run-name": folder.name,
         "num-training-batches": STEPS,
         "checkpoint-every-s": 1,
-        "kl-coef": 0,  # a process less at each of its starts
+        "kl-coef": 0,  # processes less at each of its starts
+        "nproc-per-node": 1,
     }
     command = [sys.executable, "-m", "async_grpo", "run", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in (OPTIONS | own | changes).items()]
@@ -78,7 +79,7 @@ def test_a_run_told_to_end_then_killed_then_out_of_time_goes_on_each_time_from_w
     while left_behind(tmp_path) and time.monotonic() < give_up:
         time.sleep(0.5)
 
-    timed = start(tmp_path, **{"max-hours": 0.0005, "engine": "fake"})
+    timed = start(tmp_path, **{"max-hours": 0.0005, "engine": "fake", "nproc-per-node": 2})
     said, _ = timed.communicate(timeout=300)
     assert timed.returncode == 75 and "--max-hours" in said, said
     _, manifest = newest(tmp_path)
