@@ -141,9 +141,9 @@ def test_an_agent_s_result_is_what_it_reported_or_its_exit_status(tmp_path, text
 
 def test_so_many_agents_run_at_once_and_the_time_of_those_that_wait_does_not_run(tmp_path):
     text = "import time; time.sleep(1.2)\n" + HELPERS + "POST('completions', {'prompt': 'x'})"
-    playing, _ = agent(tmp_path, text, max_trajectory_s=5.5, environment_processes=1)
-    found = run(trajectories(playing, prompt_of(), count=6))
-    assert [one.outcome.reward for one in found] == [1.0] * 6
+    playing, _ = agent(tmp_path, text, max_trajectory_s=4.5, environment_processes=1)
+    found = run(trajectories(playing, prompt_of(), count=4))
+    assert [one.outcome.reward for one in found] == [1.0] * 4
 
 
 @pytest.mark.parametrize("name", ["agent:exec {python} {page}", "{page}:Reads"])
@@ -332,7 +332,7 @@ def test_an_agent_that_reported_and_then_never_ends_has_its_reward(tmp_path):
         HELPERS
         + "POST('completions', {'prompt': 'x'})\nREPORT({'reward': 0.5})\nimport time; time.sleep(987)"
     )
-    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=6.0)[0], prompt_of()))
+    (one,) = run(trajectories(agent(tmp_path, text, max_trajectory_s=4.0)[0], prompt_of()))
     assert one.outcome.reward == 0.5 and one.truncated and len(one.turns) == 1
 
 
@@ -344,7 +344,7 @@ def test_an_agent_that_stops_its_guardian_ends_all_the_same(tmp_path):
 
 @pytest.mark.parametrize("text", ["import os\nos.execvp('yes', ['yes'])", f"print('x' * {10**6})"])
 def test_an_agent_that_writes_much_and_reads_nothing_ends_in_its_time_and_leaves_nothing_open(tmp_path, text):
-    playing, _ = agent(tmp_path, text, max_trajectory_s=5.0)
+    playing, _ = agent(tmp_path, text, max_trajectory_s=3.5)
 
     async def story():
         await playing.start()

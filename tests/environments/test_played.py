@@ -394,7 +394,7 @@ def test_a_trajectory_that_ends_in_the_middle_of_a_step_costs_those_beside_it_no
 def test_a_process_that_is_at_a_step_of_an_ended_trajectory_gets_no_other_one_and_nothing_waits_in_it(
     tmp_path,
 ):
-    playing, _ = played(tmp_path, "Sleeps", environment_processes=2, max_trajectory_s=6.0)
+    playing, _ = played(tmp_path, "Sleeps", environment_processes=2, max_trajectory_s=3.5)
 
     async def story():
         await playing.start()
