@@ -19,7 +19,7 @@ class EnvironmentProcess(AdapterProcess):
     """One process. It serves calls in order, those of async environments all at once."""
 
     host = "async_grpo.environments.host"
-    alive = stuck = 0  # trajectories; and those that have ended, perhaps in the middle of a step
+    trajectories = stuck = 0  # that play in it; that have ended in the middle of a step which goes on
 
     async def ask(self, call: str, of: int, *arguments: Any, timeout_s: float) -> dict[str, Any]:
         """What the environment of that number answers. EnvironmentFailed: it does not."""
@@ -49,32 +49,29 @@ class EnvironmentProcesses:
     @asynccontextmanager
     async def place(self) -> AsyncIterator["Place"]:
         """For one trajectory."""
-        process = min(self._processes, key=lambda one: (one.stuck, one.alive))
+        process = min(self._processes, key=lambda one: (one.stuck, one.trajectories))
         place = Place(process, next(self._numbers), self._timeout_s)
-        process.alive += 1
-        cut_off = True
+        process.trajectories += 1
         try:
             yield place
-            cut_off = False
         finally:
-            process.alive -= 1
-            process.stuck += cut_off
-            self._leaving.add(task := asyncio.create_task(self._leave(process, place, cut_off)))
+            process.trajectories -= 1
+            process.stuck += place.cut_off
+            self._leaving.add(task := asyncio.create_task(self._leave(process, place)))
             task.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, process: EnvironmentProcess, place: "Place", cut_off: bool) -> None:
+    async def _leave(self, process: EnvironmentProcess, place: "Place") -> None:
         """The environment forgets the trajectory. Nobody waits for that: a long step may come before."""
         if place.used and process.is_alive:
             with suppress(EnvironmentFailed):  # then it is gone anyway
                 await place.call("leave")
-        process.stuck -= cut_off
+        process.stuck -= place.cut_off
 
     async def close(self) -> None:
         """End all processes, once what was left is forgotten in them, or will not be."""
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=CLOSE_S)
-        for process in self._processes:
-            await process.close()
+        await asyncio.gather(*(process.close() for process in self._processes))
 
 
 class Place:
@@ -82,7 +79,7 @@ class Place:
 
     def __init__(self, process: EnvironmentProcess, number: int, timeout_s: float) -> None:
         self._process, self._number, self._timeout_s = process, number, timeout_s
-        self.used = False
+        self.used = self.cut_off = False
         self.seconds = 0.0  # that calls took
 
     async def call(self, name: str, *arguments: Any) -> dict[str, Any]:
@@ -90,5 +87,8 @@ class Place:
         begun, self.used = time.monotonic(), True
         try:
             return await self._process.ask(name, self._number, *arguments, timeout_s=self._timeout_s)
+        except asyncio.CancelledError:  # the process does not hear of it
+            self.cut_off = True
+            raise
         finally:
             self.seconds += time.monotonic() - begun
