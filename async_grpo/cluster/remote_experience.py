@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,18 @@ from async_grpo.cluster.reward_actors import RunVerification
 from async_grpo.config.preflight import Prepared
 from async_grpo.config.run import RunConfig
 from async_grpo.environments.make import make_played, source_of
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.experience.dataset import Question
 from async_grpo.messages import Message, MicroBatch
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE, as_json
+from async_grpo.untrusted_files import read_bytes
 
 SITUATION_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 BUDGET_FILE = "judge_budget.jsonl"
+MAX_BUDGET_BYTES = 1 << 30  # a call takes about 50
 
 
 @dataclass
@@ -155,7 +156,11 @@ def start_batcher(controller: Any, prepared: Prepared, num_ranks: int = 1) -> An
     if budget_path and folder and not Path(budget_path).exists():  # it goes on in another folder
         spent = folder.parents[1] / BUDGET_FILE
         if spent.exists():
-            shutil.copyfile(spent, budget_path)
+            try:
+                record = read_bytes(spent, MAX_BUDGET_BYTES)
+            except OSError as error:
+                raise ConfigurationError(f"the record of spending {spent} cannot be read: {error}") from error
+            Path(budget_path).write_bytes(record)
     secrets, environment = rewards.secrets(), config.reward_environment()
     verification = partial(RunVerification, rewards.source, config, budget_path, secrets, environment)
     play = None

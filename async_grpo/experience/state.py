@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from async_grpo.errors import CheckpointBroken
 from async_grpo.types import (
     OF_A_TOKEN,
     Completion,
@@ -25,7 +27,12 @@ from async_grpo.types import (
     Turn,
     Verdict,
 )
+from async_grpo.untrusted_files import is_regular, parse_json, read_bytes
 
+MAX_STATE_BYTES = 4 << 30  # of experience.json, which holds the texts of all groups alive
+GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")
+# What JSON, safetensors and the records' own checks raise for files that hold anything
+UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 SAMPLE_ARRAYS = ("ref_logprobs", "proximal_logprobs")
 VERDICT, OUTCOME = TypeAdapter(Verdict | None), TypeAdapter(Outcome | None)
 
@@ -64,25 +71,55 @@ class ExperienceState:
 
     @classmethod
     def load(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
-        """What `save` has written; `prompt(ordinal, place)` is the prompt of a question (`PromptCursor.prompt`)."""
-        content = json.loads((folder / "experience.json").read_text(encoding="utf-8"))
-        arrays, begin = load_file(folder / "experience.safetensors"), 0
+        """Return what `save` has written; `prompt(ordinal, place)` is the prompt of a question (`PromptCursor.prompt`).
+
+        Raises:
+            CheckpointBroken: the files hold something else.
+        """
+        try:
+            return cls._loaded(folder, prompt)
+        except UNREADABLE as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointBroken(f"{folder}: the groups alive cannot be read ({what})") from error
+
+    @classmethod
+    def _loaded(cls, folder: Path, prompt: Callable[[int, int], Prompt]) -> "ExperienceState":
+        content = parse_json(read_bytes(folder / "experience.json", MAX_STATE_BYTES))
+        file = folder / "experience.safetensors"
+        if not is_regular(file):
+            raise ValueError(f"{file.name} is not a regular file")
+        arrays, begin = load_file(file), 0
         alive: dict[int, Group | UnfinishedGroup] = {}
         for row in content.pop("groups"):
-            asked = prompt(row["ordinal"], row["question"])
+            number, ordinal, place, resampled = (_count(row, name) for name in GROUP_NUMBERS)
+            asked = prompt(ordinal, place)
             if row["samples"] is None:
-                alive[row["number"]] = UnfinishedGroup(asked, row["resampled"])
+                alive[number] = UnfinishedGroup(asked, resampled)
                 continue
             samples = []
             for sample in row["samples"]:
-                end = begin + sample.pop("tokens")
+                end = begin + _count(sample, "tokens")
+                if any(len(array) < end for array in arrays.values()):
+                    raise ValueError(f"group {number} has more tokens than {file.name} holds")
+                sample.pop("tokens")
                 own = {name: array[begin:end] for name, array in arrays.items()}
                 samples.append(_sample(asked, sample, own))
                 begin = end
             baseline = VERDICT.validate_python(row["baseline"])
-            told = row["admitted_version"], row["number"], baseline, row["resampled"]
-            alive[row["number"]] = Group(asked, tuple(samples), *told)
+            alive[number] = Group(
+                asked, tuple(samples), _count(row, "admitted_version"), number, baseline, resampled
+            )
+        _count(content, "step")
+        _count(content, "admitted")
         return cls(**content, alive=alive)
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    """Return a number of the row that counts something; a negative one would be taken from the end of a list."""
+    value = row[name]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {value!r:.50}, which is no count")
+    return value
 
 
 def _group_row(number: int, group: Group | UnfinishedGroup) -> dict[str, Any]:

@@ -20,21 +20,25 @@ class ExportConfig(Section):
 
 
 def export(config: ExportConfig) -> Manifest:
-    """Write the model; returns what the checkpoint is of.
+    """Write the model; return what the checkpoint is of.
 
-    ConfigurationError: there is no whole checkpoint, or the output folder exists.
+    Raises:
+        ConfigurationError: there is no whole checkpoint, or the output folder exists.
+        CheckpointBroken: the checkpoint is of another model than its manifest says.
     """
     folder, target = Path(config.path), Path(config.output_dir)
     refuse(target.exists(), f"--output-dir {target} exists: choose another folder")
     folder, manifest = named(folder)
-    source = manifest.options["model_name_or_path"]
+    source = manifest.options.get("model_name_or_path")
+    is_named = isinstance(source, str) and "\0" not in source
+    refuse(not is_named, f"{folder} does not say of which model it is (model_name_or_path in its manifest)")
     # Heavy imports only once there is something to export
     from async_grpo.modeling.load import load_causal_lm, model_folder, torch_dtype
     from async_grpo.modeling.policy import PolicyModel, named_full_tensors, value_head_tensors
     from async_grpo.training.checkpoint import load_weights
     from async_grpo.training.export import write_model
 
-    dtype, has_critic = torch_dtype(config.dtype), manifest.options["advantage_estimator"] == "gae"
+    dtype, has_critic = torch_dtype(config.dtype), manifest.options.get("advantage_estimator") == "gae"
     policy = PolicyModel(load_causal_lm(source, "float32"), value_head=has_critic)
     load_weights(policy, folder)
     state = {name: tensor.to(dtype, copy=True) for name, tensor in named_full_tensors(policy)}

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,8 @@ from async_grpo.training.distributed import Ranks
 from async_grpo.training.optimizer import begun
 
 FILES, FILE_BYTES = 16, 64 << 20  # of a rank, at most, and from which size on there are several
+# What safetensors and torch raise for shards that hold anything
+UNREADABLE = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 CANNOT_WRITE = (OSError, SafetensorError, CheckpointException, AsyncGrpoError)
 SaveExperience = Callable[[Path, int], Callable[[], Any]]  # folder, step -> what waits until it is written
 
@@ -145,17 +148,13 @@ class Checkpointer:
     def load(self, folder: Path) -> None:
         """Give policy, optimizer and schedule the state of a checkpoint that `verify` found to be whole.
 
-        CheckpointBroken: it is of another model or optimizer.
+        CheckpointBroken: it is of another model or optimizer, or its shards cannot be read.
         """
-        reader = dcp.HuggingFaceStorageReader(str(folder / "training"))
-        saved = reader.read_metadata().state_dict_metadata
-        # Random states are those of other ranks, or of another device
-        tensors = {n: t for n, t in self._tensors() if n in saved or not n.startswith("random.")}
-        try:
+        with _shards_of(folder) as reader:
+            saved = reader.read_metadata().state_dict_metadata
+            # Random states are those of other ranks, or of another device
+            tensors = {n: t for n, t in self._tensors() if n in saved or not n.startswith("random.")}
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
-        except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise CheckpointBroken(f"{folder} is not of this model and optimizer: {first}") from error
         for name, state in tensors.items():
             if name.startswith("random.cpu"):
                 torch.set_rng_state(state)
@@ -187,7 +186,27 @@ class Checkpointer:
 
 
 def load_weights(policy: PolicyModel, folder: Path) -> None:
-    """Give a policy of the checkpoint's model, not sharded, its weights; needs no process group."""
+    """Give a policy of the checkpoint's model, not sharded, its weights; needs no process group.
+
+    Raises:
+        CheckpointBroken: it is of another model, or its shards cannot be read.
+    """
     tensors = {f"weights.{name}": parameter.detach() for name, parameter in policy.named_parameters()}
-    reader = dcp.HuggingFaceStorageReader(str(folder / "training"))
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with _shards_of(folder) as reader:
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+
+
+@contextmanager
+def _shards_of(folder: Path) -> Iterator[Any]:
+    """Yield a reader of a checkpoint's shards; what it raises for shards that do not fit becomes CheckpointBroken.
+
+    It reads the headers of the safetensors files. torch's other readers unpickle a file `.metadata`; this one does not.
+    """
+    try:
+        yield dcp.HuggingFaceStorageReader(str(folder / "training"))
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise CheckpointBroken(f"{folder} is not of this model and optimizer: {first}") from error
+    except UNREADABLE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointBroken(f"{folder}: the shards in training/ cannot be read: {what}") from error

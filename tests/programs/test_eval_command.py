@@ -34,6 +34,7 @@ OF_THE_RUN = {
 def checkpoint(tmp_path):
     partial = partial_folder(tmp_path / "run", 12)
     partial.mkdir(parents=True)
+    (partial / "experience.json").write_text("{}")
     known = {"step": 12, "samples": 96, "world_size": 1, "inputs": {}, "versions": {}}
     return complete(partial, Manifest(**known, options=as_options(RunConfig(**OF_THE_RUN))))
 

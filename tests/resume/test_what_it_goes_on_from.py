@@ -24,6 +24,7 @@ def config(tmp_path) -> RunConfig:
 def save(config: RunConfig, step: int, **changes) -> Path:
     partial = partial_folder(config.output_path, step)
     partial.mkdir(parents=True)
+    (partial / "experience.json").write_text("{}")
     told = {"step": step, "samples": step * 8, "world_size": 1, "versions": versions()}
     return complete(
         partial, Manifest(**told | {"options": as_options(config), "inputs": inputs(config)} | changes)

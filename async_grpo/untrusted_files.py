@@ -1,0 +1,228 @@
+"""Reading of files that somebody else may have made: checkpoints, models, folders of runs, data files.
+
+Only regular files are opened: a pipe would make a command wait for ever, and a device such as /dev/zero has no end.
+A name that a file says is looked for inside its own folder, without links, so that nobody else's folder can show
+or overwrite a file elsewhere. Lines, texts and the depth of JSON are bounded: a line of 200 MB took 12 GB of memory.
+"""
+
+import errno
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+MAX_TEXT_BYTES = 16 << 20  # of a file that is read as a whole: a manifest, a run's parameters
+MAX_LINE_BYTES = 8 << 20  # of a line that a run wrote; a step's metrics take some kilobytes
+MAX_ROW_BYTES = 32 << 20  # of a row of a data file; its columns may hold test cases
+MAX_JSON_DEPTH = 100  # of objects and lists in each other; Python's own functions fail at some hundreds
+CHUNK_BYTES = 1 << 18  # read at a time
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+log = logging.getLogger(__name__)
+
+
+def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
+    """Open a regular file for reading; never wait for it.
+
+    Args:
+        path: the file; links among the folders above it are followed.
+        follow_links: whether the file itself may be a link, as the files of a downloaded model are.
+
+    Raises:
+        OSError: there is no such file, or it is a link, a pipe, a socket, a device or a folder.
+    """
+    return _open(path, None, follow_links=follow_links)
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file by the name that somebody else's file says; no link below `folder` is followed.
+
+    Raises:
+        OSError: the name leads out of the folder, or what it names is no regular file.
+    """
+    parts = plain_parts(name)
+    directory = os.open(folder, FOLDER_FLAGS)
+    try:
+        for part in parts[:-1]:
+            below = os.open(part, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=directory)
+            os.close(directory)
+            directory = below
+        return _open(Path(parts[-1]), directory, follow_links=False)
+    finally:
+        os.close(directory)
+
+
+def plain_parts(name: str) -> tuple[str, ...]:
+    """Return the parts of a relative name.
+
+    Raises:
+        OSError: the name is absolute, is empty, or has `..` in it.
+
+    >>> plain_parts("training/shard-1.safetensors")
+    ('training', 'shard-1.safetensors')
+    >>> plain_parts("../elsewhere")
+    Traceback (most recent call last):
+    OSError: [Errno 22] leads out of its folder: '../elsewhere'
+    """
+    path = PurePosixPath(name)
+    leads_out = path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name
+    if leads_out:
+        raise OSError(errno.EINVAL, "leads out of its folder", name)
+    return path.parts
+
+
+def _open(path: Path, directory: int | None, *, follow_links: bool) -> BinaryIO:
+    try:
+        status = os.stat(path, dir_fd=directory, follow_symlinks=follow_links)
+    except ValueError as error:  # the name holds a NUL, or half of a pair of surrogates
+        raise OSError(errno.EINVAL, "cannot be the name of a file", str(path)) from error
+    _refuse_irregular(status, path)
+    # It may have become something else since: opening a pipe must not wait
+    flags = FILE_FLAGS if follow_links else FILE_FLAGS | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, dir_fd=directory)
+    try:
+        _refuse_irregular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _refuse_irregular(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, "is a link, and links are not followed", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+
+def is_regular(path: Path, *, follow_links: bool = False) -> bool:
+    """Return whether `open_regular` would open the file."""
+    try:
+        return stat.S_ISREG(os.stat(path, follow_symlinks=follow_links).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: bool = False) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`.
+
+    Raises:
+        OSError: as for `open_regular`, or the file is larger.
+    """
+    with open_regular(path, follow_links=follow_links) as file:
+        return read_bounded(file, path, max_bytes)
+
+
+def read_bounded(file: BinaryIO, path: Path, max_bytes: int) -> bytes:
+    """Return the content of an open file; OSError if it has more than `max_bytes`."""
+    size = os.fstat(file.fileno()).st_size
+    content = file.read(min(size, max_bytes) + 1)
+    if size > max_bytes or len(content) > max_bytes:
+        limit_mb = max_bytes >> 20
+        raise OSError(errno.EFBIG, f"is larger than {limit_mb} MB, the most that is read", str(path))
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: bool = False) -> str:
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: as for `read_bytes`.
+        ValueError: it is not UTF-8.
+    """
+    return read_bytes(path, max_bytes, follow_links=follow_links).decode("utf-8")
+
+
+def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES, *, follow_links: bool = False) -> Any:
+    """Return the value that a JSON file holds.
+
+    Raises:
+        OSError: as for `read_bytes`.
+        ValueError: as for `parse_json`.
+    """
+    return parse_json(read_bytes(path, max_bytes, follow_links=follow_links))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text whose nesting is at most MAX_JSON_DEPTH.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON, or nested deeper.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    too_deep = f"brackets are nested deeper than {MAX_JSON_DEPTH}"
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    may_be_deep = text.count("[") + text.count("{") > MAX_JSON_DEPTH
+    if may_be_deep and _is_deeper(value, MAX_JSON_DEPTH):
+        raise ValueError(too_deep)
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return False
+        level = []
+        for container in containers:
+            level.extend(container.values() if isinstance(container, dict) else container)
+    return any(isinstance(item, dict | list) for item in level)
+
+
+def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
+    """Yield the lines of a file, each with its end; None in place of a line of more than `max_bytes`.
+
+    >>> import io
+    >>> list(bounded_lines(io.BytesIO(b"ab\\nabcdefgh\\nc"), 4))
+    [b'ab\\n', None, b'c']
+    """
+    while line := file.readline(max_bytes + 1):
+        if len(line) <= max_bytes:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(CHUNK_BYTES)
+        yield None
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is text that can be encoded: JSON can write half of a pair of surrogates.
+
+    >>> is_text("a"), is_text("\\ud800"), is_text(1)
+    (True, False, False)
+    """
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def all_is_text(value: Any) -> bool:
+    """Return whether every text in a JSON value, keys included, can be encoded."""
+    if isinstance(value, str):
+        return is_text(value)
+    if isinstance(value, dict):
+        return all(is_text(key) and all_is_text(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(all_is_text, value))
+    return True
+
+
+def printable(text: str) -> str:
+    """Return a text without the control characters by which it could write elsewhere on a terminal.
+
+    >>> printable("a\\x1b[2Jb\\tc")
+    'a?[2Jb\\tc'
+    """
+    return "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
