@@ -39,12 +39,12 @@ RANGES = {  # of the options of that name, whichever estimator or loss has them;
     },
 }
 
-_algorithm = partial(option, panel="Algorithm")
+_algorithm = partial(option, panel="Algorithm", portable=True)
 _registered = partial(_algorithm, own=True, everyday=True)
-off_policy = partial(option, panel="Off-policy correction")
-on_groups = partial(option, panel="Groups")
-_critic = partial(option, panel="Critic")
-_generation = partial(option, panel="Generation", range=POSITIVE, everyday=True)
+off_policy = partial(option, panel="Off-policy correction", portable=True)
+on_groups = partial(option, panel="Groups", portable=True)
+_critic = partial(option, panel="Critic", portable=True)
+_generation = partial(option, panel="Generation", range=POSITIVE, everyday=True, portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,27 +20,33 @@ class EnvironmentConfig(Section):
         "What plays with the policy: guess; countdown_tools; FILE.py:NAME of an Environment, of tools, or of a program; "
         "agent:COMMAND; endpoint (agents that are started elsewhere); {reasoning_gym,textarena,openenv,verifiers}:NAME.",
         everyday=True,
+        portable="async_grpo.environments.make:ENVIRONMENTS",
     )
-    environment_options: str = _environment("", "Keyword options of the environment: low=1,high=32,...")
+    environment_options: str = _environment(
+        "", "Keyword options of the environment: low=1,high=32,...", portable=True
+    )
     environment_processes: int | None = _environment(
         None,
         "Processes that environments run in, each for many trajectories (default: 4); of agents, how many at once (64).",
         range=POSITIVE,
     )
     environment_timeout_s: float = _environment(
-        30.0, "Longest step of an environment, or call of a tool; then its process is ended.", range=POSITIVE
+        30.0, "Longest step of an environment, or call of a tool; then its process is ended.", range=POSITIVE, portable=True
     )
-    max_turns: int = _environment(16, "Longest trajectory, in turns of the policy.", range=POSITIVE)
+    max_turns: int = _environment(
+        16, "Longest trajectory, in turns of the policy.", range=POSITIVE, portable=True
+    )
     max_turn_tokens: int | None = _environment(
         None,
         "Longest turn of the policy (default: what --max-generation-tokens leaves, which counts all turns and all that the "
         "environment says between them, in each sequence).",
         range=POSITIVE,
+        portable=True,
     )
     endpoint_host: str = _environment("127.0.0.1", "Address of the endpoint that agents talk to.")
     endpoint_port: int = _environment(0, "Its port (0: any that is free).", range=NOT_NEGATIVE)
     max_trajectory_s: float = _environment(
-        600.0, "Longest trajectory, in seconds; then it counts as truncated.", range=POSITIVE
+        600.0, "Longest trajectory, in seconds; then it counts as truncated.", range=POSITIVE, portable=True
     )
 
     @property

@@ -21,7 +21,7 @@ OF_A_GROUP = Range("must be 2 or more: a group of one has nothing to compare wit
 OVERLONG = "overlong"  # the name of the length penalty among the rewards that an estimator takes apart
 OUTCOME = "outcome"  # the name of the best outcome reward beside process rewards that are taken apart
 
-_batches = partial(option, panel="Batches", everyday=True)
+_batches = partial(option, panel="Batches", everyday=True, portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class BatchConfig(AlgorithmConfig):
         "default): any finished group may join a step as long as none becomes too old, for long-tailed lengths.",
         "Batches",
         range=POSITIVE,
+        portable=True,
     )
     max_token_staleness: int | None = off_policy(
         None, "Leave tokens of policies older than this out of the loss.", range=NOT_NEGATIVE
@@ -55,7 +56,9 @@ class BatchConfig(AlgorithmConfig):
         choices="async_grpo.experience.worker_registry:SCHEDULING_POLICIES",
         own=True,
     )
-    infinite_sampler_seed: int = option(37, "Seed of the questions' order and everything random.", "Batches")
+    infinite_sampler_seed: int = option(
+        37, "Seed of the questions' order and everything random.", "Batches", portable=True
+    )
     dump_samples_filename: str | None = option(None, "Also write samples (JSONL) into output_dir.", "Output")
     experience_timeout_s: float = option(
         1800.0, "Longest wait of a rank for its next micro-batch.", "Cluster", range=POSITIVE
@@ -134,7 +137,7 @@ class BatchConfig(AlgorithmConfig):
         return self.overlong_penalty * min(max(over, 0) / buffer, 1.0)
 
 
-_evaluation = partial(option, panel="Evaluation")
+_evaluation = partial(option, panel="Evaluation", portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)

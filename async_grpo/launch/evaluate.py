@@ -1,5 +1,9 @@
-"""`async-grpo eval`: what a checkpoint or a model can do, by a run's engines and rewards, without a trainer."""
+"""`async-grpo eval`: what a checkpoint or a model can do, by a run's engines and rewards, without a trainer.
 
+The folder may be somebody else's. Of its run only options that are portable are taken over (`options/portable.py`).
+"""
+
+import logging
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -22,14 +26,27 @@ from async_grpo.launch.local_run import LocalConfig, check, parameters, start
 from async_grpo.metrics.console import means_of, waiting
 from async_grpo.metrics.writer import ConsoleHandler, claim
 from async_grpo.options.command_line import run_command, set_up_logging
-from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, option, refuse, required
+from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, choices_of, names_in, option, refuse, required
+from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.programs.export import ExportConfig, export
+from async_grpo.untrusted_files import printable
 
 AT_ONCE = 1024  # completions, if the engines hold so many
 DAYS_S = 7 * 86_400.0
 RESULTS_FILE = "eval_results.jsonl"
 # Of a checkpoint's run, beside what is an option here
-OF_THE_RUN = "temperature max_generation_tokens infinite_sampler_seed dtype float32_head advantage_estimator"
+OF_THE_RUN = (
+    *("temperature", "max_generation_tokens", "infinite_sampler_seed", "dtype", "float32_head"),
+    "advantage_estimator",
+)
+# What is of this machine and this evaluation, whatever the run had: its value is neither taken nor asked for
+OF_THIS_START = (
+    *("path", "output_dir", "run_name", "logging_level", "verifiers", "verdict_cache", "judge_model_id"),
+    "endpoint_host",
+)
+# What is said to rewards or environments is taken over only for shipped ones: the user's code is told nothing by a folder
+SPOKEN_OF = {"reward_options": "reward_fns", "environment_options": "environment"}
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +55,42 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
 
     path: str = required("A checkpoint's folder, a run's (its newest), or a model's.", argument=True)
     eval_data_path: str | None = option(
-        None, "JSONL of questions; several: NAME=FILE,NAME=FILE.", everyday=True, also="data"
+        None,
+        "JSONL of questions; several: NAME=FILE,NAME=FILE.",
+        everyday=True,
+        also="data",
+        portable=True,  # it is read as rows, and nothing else
     )
     output_dir: str = option("runs/eval", "Folder for results, samples and logs.", everyday=True)
     generation_workers: int = option(1, "Generation workers.", "Local", range=POSITIVE)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], given: Collection[str]) -> "EvalConfig":
-        """Of a command line, on which these were `given`."""
-        own = {one.name for one in fields(cls)} - {"output_dir", "run_name", *given}
+        """Return the configuration of a command line, on which these options were `given`.
+
+        Raises:
+            ConfigurationError: the folder's run was given something that only the user may name.
+        """
+        folder = Path(options["path"])
+        wanted = {field.name for field in fields(cls)} - {*OF_THIS_START, *given}
         if "judge_model" in given:  # it will not be where the run's own judge was
-            own -= {"judge_urls", "judge_model_id"}
-        earlier = _options_of(Path(options["path"]))
-        return cls(**{**options, **{name: earlier[name] for name in own & earlier.keys()}})
+            wanted -= {"judge_urls"}
+        earlier = portable_options(cls, _options_of(folder), wanted, folder)
+        for name, owner in SPOKEN_OF.items():
+            is_shipped = _names_shipped_ones(owner, {**options, **earlier}[owner])
+            if earlier.get(name) and not is_shipped:
+                refuse_named({name: earlier[name]}, folder)
+        texts = [f"{name}={value}" for name, value in earlier.items() if isinstance(value, str) and value]
+        if texts:
+            log.info("taken over from the run of %s: %s", folder, " ".join(map(printable, texts)))
+        return cls(**{**options, **earlier})
 
     def as_run(self, model: Path) -> LocalConfig:
-        """The evaluation of a model's folder as a run that never takes a step."""
-        files, size, earlier = self.eval_files, max(2, self.eval_samples), _options_of(Path(self.path))
+        """Return the evaluation of a model's folder as a run that never takes a step."""
+        files, size = self.eval_files, max(2, self.eval_samples)
         refuse(not files, "say on what: --data FILE, or --data NAME=FILE,NAME=FILE")
-        told = {name: earlier[name] for name in OF_THE_RUN.split() if name in earlier}
-        told |= {one.name: getattr(self, one.name) for one in fields(self) if one.name != "path"}
+        told = _of_the_run(Path(self.path))
+        told |= {field.name: getattr(self, field.name) for field in fields(self) if field.name != "path"}
         if told.get("dtype", "auto") == "auto":  # the program that asks the engines sees no GPU
             told["dtype"] = "bfloat16" if gpus() else "float32"
         told |= {"model_name_or_path": str(model), "data_path": next(iter(files.values()))}
@@ -94,12 +127,35 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def _options_of(folder: Path) -> dict[str, Any]:
-    """Of the run that wrote a checkpoint; {} for a model's folder, and where the export will refuse the checkpoint."""
+    """Return the options of the run that wrote a checkpoint.
+
+    They are {} for a model's folder, whatever else lies in it, and where the export will refuse the checkpoint.
+    """
+    if (folder / "config.json").exists():
+        return {}
     try:
-        found = read(next(iter(checkpoints_of(folder)), folder)).options
+        stored = read(next(iter(checkpoints_of(folder)), folder)).options
     except CheckpointBroken:
         return {}
-    return found | {"reward_fns": ",".join(found["reward_fns"])}  # kept as a list
+    names = stored.get("reward_fns")
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        stored = stored | {"reward_fns": ",".join(names)}  # kept as a list
+    return stored
+
+
+def _of_the_run(folder: Path) -> dict[str, Any]:
+    """Return what an evaluation needs of a checkpoint's run and has no option for."""
+    stored = _options_of(folder)
+    known = choices_of(RunConfig.__dataclass_fields__["advantage_estimator"])
+    if stored.get("advantage_estimator") not in known:
+        stored.pop("advantage_estimator", None)  # the run's own code; an evaluation computes no advantages
+    return portable_options(RunConfig, stored, OF_THE_RUN, folder)
+
+
+def _names_shipped_ones(name: str, value: Any) -> bool:
+    """Return whether the user's value of an option names nothing but what this library ships."""
+    portable = EvalConfig.__dataclass_fields__[name].metadata["portable"]
+    return not value or {part.strip() for part in str(value).split(",")} <= {*names_in(portable)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from async_grpo.metrics.alarms import KEPT, alarm_kind, hacking_alarms
 from async_grpo.metrics.spans import condensed
 from async_grpo.metrics.tail import last_records
 from async_grpo.options.fields import refuse
+from async_grpo.untrusted_files import is_regular, read_bytes, read_json
 
 METRICS_FILE = "training_metrics.jsonl"
 PARAMS_FILE = "training_params.json"
@@ -28,6 +29,7 @@ EVAL_FILE = "eval_metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 SET_ASIDE_FILE = "prompts_set_aside.jsonl"
 LOCK_FILE = ".lock"
+MAX_LOCK_BYTES = 1000  # it holds the number of a process
 
 Track = Callable[[dict[str, Any]], None]  # takes each line as it is written
 log = logging.getLogger(__name__)
@@ -52,6 +54,10 @@ def claim(folder: Path, mark: str | None = None, *, again: bool = False) -> None
         refuse(is_foreign, f"{flag} is not empty and not an earlier demo: choose another folder")
 
     refuse(folder.is_file(), f"{flag} is a file: choose another name")
+    for name in (METRICS_FILE, PARAMS_FILE, EVAL_FILE, TIMELINE_FILE, SET_ASIDE_FILE, LOCK_FILE):
+        is_special = os.path.lexists(folder / name) and not is_regular(folder / name)
+        # A run would write through a link, wherever it leads
+        refuse(is_special, f"{folder / name} is no regular file: remove it, or choose another --output-dir")
     look()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,9 +99,12 @@ def _lock(folder: Path) -> None:
 
 def holder(folder: Path) -> int | None:
     """The process that holds the run's lock, if it lives here (of a run on another machine nothing is known)."""
-    path = folder / LOCK_FILE
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdigit() and psutil.pid_exists(int(text)) else None
+    try:
+        text = read_bytes(folder / LOCK_FILE, MAX_LOCK_BYTES).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    is_pid = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if is_pid and psutil.pid_exists(int(text)) else None
 
 
 def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
@@ -118,10 +127,19 @@ def rewind(folder: Path, step: int, samples_file: Path | None) -> None:
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """Of the run in a folder, and its facts. ConfigurationError: it holds none."""
+    """Return the options of the run in a folder, and its facts.
+
+    Raises:
+        ConfigurationError: it holds none, or they cannot be read.
+    """
     path = folder / PARAMS_FILE
     refuse(not path.exists(), f"{folder} holds no run ({PARAMS_FILE})")
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        options = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    refuse(not isinstance(options, dict), f"{path} cannot be read: it holds no table of options")
+    return options
 
 
 class MetricsWriter:

@@ -43,6 +43,7 @@ def option(
     everyday: bool = False,
     also: str = "",
     argument: bool = False,
+    portable: bool | str | tuple[str, ...] = False,
 ) -> Any:
     """A dataclass field that is also an option of a command.
 
@@ -53,9 +54,12 @@ def option(
         own: one of the user's own may be named as well, by `FILE.py:NAME`.
         also: another spelling.
         argument: on the command line it is given without a dash.
+        portable: whether `eval` and `replay` may take the value from the folder of another run, which may be somebody
+            else's: it describes the run, and names no code, address, file or command. Of `choices` only the shipped ones
+            are taken; a `module:DICT` or a tuple says which names of a comma list are.
     """
     metadata = {"help": help, "panel": panel, "range": range, "unbounded": unbounded, "choices": choices, "own": own,
-                "everyday": everyday, "also": also, "argument": argument}  # fmt: skip
+                "everyday": everyday, "also": also, "argument": argument, "portable": portable}  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -89,7 +93,12 @@ def choices_of(one: "dataclasses.Field[Any]") -> tuple[str, ...]:
 
     Of a registry, `module:DICT`, its keys. A module that is not imported yet is read, not run: it may need torch.
     """
-    if not isinstance(choices := one.metadata["choices"], str):
+    return names_in(one.metadata["choices"])
+
+
+def names_in(choices: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a tuple, or the keys of the table `module:DICT`."""
+    if not isinstance(choices, str):
         return choices
     module, _, name = choices.partition(":")
     if module in sys.modules and hasattr(sys.modules[module], name):

@@ -22,6 +22,11 @@ from async_grpo.rewards.judges.remote_judge import JudgeAddresses
 
 FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
+# The rewards of the shipped registry file that ask nobody: a folder may name them
+SHIPPED_REWARDS = (
+    *("math_verify", "mathd", "sympy", "countdown", "countdown_steps", "format", "code", "regex", "exact", "length"),
+    *("majority", "json_schema", "environment", "environment_turns"),
+)
 VERIFIERS = 4  # by default, for each reward that needs processes
 _reward = partial(option, panel="Rewards")
 
@@ -34,9 +39,12 @@ class RewardConfig(JudgeAddresses):
         "",
         "Comma list of rewards: names of the registry file, or FILE.py:NAME (default: what the workers name).",
         everyday=True,
+        portable=SHIPPED_REWARDS,
     )
     reward_registry: str | None = _reward(None, "Registry file (default: reward_registry.py).", everyday=True)
-    reward_options: str = _reward("", "Keyword options for the rewards that name them: weight=0.2,...")
+    reward_options: str = _reward(
+        "", "Keyword options for the rewards that name them: weight=0.2,...", portable=True
+    )
     reward_env: str = _reward(
         "",
         "Comma list of environment variables that the processes of rewards, of --environment and of agents get as well: "
@@ -49,31 +57,43 @@ class RewardConfig(JudgeAddresses):
     )
     verifiers: str = _reward("", "The same by name: math_verify=8,code=16.")
     evaluation_verifiers: int = _reward(2, "Worker processes for each reward in evaluations.", range=POSITIVE)
-    reward_timeout_s: float = _reward(30.0, "Longest scoring of a sample; then it timed out.", range=POSITIVE)
+    reward_timeout_s: float = _reward(
+        30.0, "Longest scoring of a sample; then it timed out.", range=POSITIVE, portable=True
+    )
     reward_memory_gb: float = _reward(8.0, "Memory (address space) of one reward process.", range=POSITIVE)
 
     reward_combine: str = _reward(
-        "best", "How several rewards become one; gate asks one after the other.", choices=MODES
+        "best", "How several rewards become one; gate asks one after the other.", choices=MODES, portable=True
     )
-    gate_threshold: float = _reward(0.5, "The reward from which a gate lets the next one be asked.")
-    reward_column: str | None = _reward(None, "Column of the row that names who judges it.")
+    gate_threshold: float = _reward(
+        0.5, "The reward from which a gate lets the next one be asked.", portable=True
+    )
+    reward_column: str | None = _reward(None, "Column of the row that names who judges it.", portable=True)
     reward_weights: str = _reward(
-        "", "Weights by name, in sum and mean, and in the estimators that weigh rewards: judge=0.5,..."
+        "",
+        "Weights by name, in sum and mean, and in the estimators that weigh rewards: judge=0.5,...",
+        portable=True,
     )
 
     on_reward_failure: str = _reward(
-        "", "By name, mask (default), group_mean, refill or constant:VALUE: judge=constant:0.2,code=refill"
+        "",
+        "By name, mask (default), group_mean, refill or constant:VALUE: judge=constant:0.2,code=refill",
+        portable=True,
     )
     reward_fallback: str = _reward("", "Who is asked when one has failed: judge=rule.")
 
-    reward_limits: str = _reward("", "Cluster-wide limits: judge.concurrency=8,judge.rpm=60,judge.tpm=90000.")
+    reward_limits: str = _reward(
+        "", "Cluster-wide limits: judge.concurrency=8,judge.rpm=60,judge.tpm=90000.", portable=True
+    )
     verdict_cache: str | None = _reward(None, "SQLite file that remembers verdicts across runs.")
     verdict_cache_mb: float | None = _reward(
         None, "Keep it to so many megabytes: the longest unused verdicts go first.", range=POSITIVE
     )
-    judge_budget: float | None = _reward(None, "Cap on paid judges, in their currency.", range=NOT_NEGATIVE)
+    judge_budget: float | None = _reward(
+        None, "Cap on paid judges, in their currency.", range=NOT_NEGATIVE, portable=True
+    )
     judge_budget_policy: str = _reward(
-        "pause", "At its end: pause, or fallback (--reward-fallback).", choices=("pause", "fallback")
+        "pause", "At its end: pause, or fallback (--reward-fallback).", choices=("pause", "fallback"), portable=True
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, Range, Section, op
 DECAYS_TO_ZERO = ("linear", "cosine")  # schedules that end at 0, at the run's last step
 BELOW_ONE = Range("must lie between 0 and 1 (without 1)", lambda value: 0 <= value < 1)
 
-_optimizer = partial(option, panel="Optimizer")
+_optimizer = partial(option, panel="Optimizer", portable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class OptimizerConfig(Section):
     adam_beta2: float = _optimizer(0.95, "AdamW: decay of the mean squared gradient.", range=BELOW_ONE)
     adam_epsilon: float = _optimizer(1e-8, "AdamW: added to the denominator.", range=POSITIVE)
     critic_learning_rate: float = option(
-        1e-5, "Peak learning rate of the value head (estimator gae).", "Critic", range=POSITIVE
+        1e-5, "Peak learning rate of the value head (estimator gae).", "Critic", range=POSITIVE, portable=True
     )
     dtype: str = _optimizer(
         "auto",
@@ -64,5 +64,5 @@ class OptimizerConfig(Section):
     )
     logprob_chunk_size: int = _optimizer(1024, "Tokens per slice of the vocabulary head.", range=POSITIVE)
     update_stats: bool = option(
-        True, "Log norms and ratios of the weight update (one more copy of the shards).", "Output"
+        True, "Log norms and ratios of the weight update (one more copy of the shards).", "Output", portable=True
     )

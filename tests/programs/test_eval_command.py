@@ -25,18 +25,21 @@ OF_THE_RUN = {
     "max_generation_tokens": 24,
     "infinite_sampler_seed": 5,
     "kl_coef": 0.1,
-    "judge_urls": "http://127.0.0.1:1",
     "max_staleness": 2,
 }
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
+    return checkpoint_with(tmp_path)
+
+
+def checkpoint_with(tmp_path, **changes):
     partial = partial_folder(tmp_path / "run", 12)
     partial.mkdir(parents=True)
     (partial / "experience.json").write_text("{}")
     known = {"step": 12, "samples": 96, "world_size": 1, "inputs": {}, "versions": {}}
-    return complete(partial, Manifest(**known, options=as_options(RunConfig(**OF_THE_RUN))))
+    return complete(partial, Manifest(**known, options=as_options(RunConfig(**OF_THE_RUN)) | changes))
 
 
 def given(path, **options) -> EvalConfig:
@@ -69,8 +72,12 @@ def test_what_is_given_goes_before(checkpoint):
     assert run.eval_files == {"a": "1.jsonl", "b": "2.jsonl"} and run.data_path == "1.jsonl"
 
 
-def test_a_judge_that_the_evaluation_serves_itself_is_not_looked_for_where_the_run_had_it(checkpoint):
-    assert given(checkpoint).judge_urls == "http://127.0.0.1:1"
+def test_a_judge_that_the_evaluation_serves_itself_is_not_looked_for_where_the_run_had_it(tmp_path):
+    url = "http://127.0.0.1:1"
+    checkpoint = checkpoint_with(tmp_path, judge_urls=url)
+    with pytest.raises(ConfigurationError, match="used --judge-urls http://127.0.0.1:1.* give --judge-urls yourself"):
+        given(checkpoint)
+    assert given(checkpoint, judge_urls=url).judge_urls == url
     assert given(checkpoint, judge_model="judge").judge_urls == ""
 
 

@@ -1,0 +1,102 @@
+"""What of somebody else's run may be taken over: the options that describe it, and none that names code or a place.
+
+The manifest of a checkpoint and the parameters of a run lie in a folder that may come from anybody. `async-grpo eval` and
+`replay` take the options of that run where the user gives none. An option says itself whether it is `portable`; by
+default it is not. What is not portable, and is text, could name a file to run, a shell command, or an address that keys are
+sent to: the user must give it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Any, get_args
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.options.fields import choices_of, dashed, names_in
+from async_grpo.untrusted_files import is_text, printable
+
+MAX_VALUE_CHARACTERS = 10_000
+SHOWN_CHARACTERS = 200  # of a refused value
+Field = "dataclasses.Field[Any]"
+
+
+def portable_options(
+    config_class: type,
+    stored: Mapping[str, Any],
+    wanted: Collection[str],
+    folder: Path,
+) -> dict[str, Any]:
+    """Return the `wanted` options that the run in a folder was given, as far as they may be taken over.
+
+    Args:
+        config_class: the dataclass whose fields the options are.
+        stored: what the folder says that the run was given, by the names of the fields.
+        wanted: the options that the user has not given.
+        folder: named in messages.
+
+    Raises:
+        ConfigurationError: a value cannot be one of its option, or it names what a folder may not ask for.
+    """
+    fields = {field.name: field for field in dataclasses.fields(config_class) if field.name in wanted}
+    taken: dict[str, Any] = {}
+    refused: dict[str, Any] = {}
+    for name in sorted(fields.keys() & stored.keys()):
+        field, value = fields[name], stored[name]
+        _refuse_other_kind(field, value, folder)
+        if value == field.default or value in (None, ""):
+            taken[name] = value
+        elif _may_travel(field, value):
+            taken[name] = value
+        elif isinstance(value, str):
+            refused[name] = value
+    refuse_named(refused, folder)
+    return taken
+
+
+def _refuse_other_kind(field: Field, value: Any, folder: Path) -> None:
+    """Raise ConfigurationError for a value that the command line could not give."""
+    kinds = get_args(field.type) or (field.type,)
+    may_be_missing = type(None) in kinds or field.default is None
+    fits = (value is None and may_be_missing) or any(_is_of(kind, value) for kind in kinds)
+    if not fits:
+        kind = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise ConfigurationError(
+            f"the run of {folder} says {field.name} = {value!r:.80}, which is no {kind}: give "
+            f"--{dashed(field.name)} yourself"
+        )
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if kind is str:
+        return is_text(value) and len(value) <= MAX_VALUE_CHARACTERS and "\0" not in value
+    return type(value) is kind
+
+
+def _may_travel(field: Field, value: Any) -> bool:
+    portable = field.metadata["portable"]
+    if not portable:
+        return False
+    if portable is not True:
+        names = [name.strip() for name in str(value).split(",")]
+        return set(names) <= set(names_in(portable))
+    known = choices_of(field)
+    return not known or value in known
+
+
+def refuse_named(refused: Mapping[str, str], folder: Path) -> None:
+    """Raise ConfigurationError if there are options that the run in a folder named and the user must give."""
+    if not refused:
+        return
+    flags = []
+    for name, value in refused.items():
+        shown = quote(printable(value[:SHOWN_CHARACTERS]))
+        flags.append(f"--{dashed(name)} {shown}")
+    names = ", ".join(f"--{dashed(name)}" for name in refused)
+    raise ConfigurationError(
+        f"the run of {folder} used {' '.join(flags)}. A folder, which may be somebody else's, cannot name code to run, a "
+        f"command, a file or an address: give {names} yourself, with this value or another"
+    )
