@@ -226,3 +226,16 @@ def printable(text: str) -> str:
     'a?[2Jb\\tc'
     """
     return "".join(c if c.isprintable() or c == "\t" else "?" for c in text)
+
+
+def files_inside(folder: Path, pattern: str) -> list[Path]:
+    """Return the regular files below a folder that a pattern fits, in order, without those that a link leads to."""
+    files = []
+    for path in sorted(folder.glob(pattern)):
+        below = path.relative_to(folder)
+        above = [folder.joinpath(*below.parts[:depth]) for depth in range(1, len(below.parts))]
+        if is_regular(path) and not any(place.is_symlink() for place in above):
+            files.append(path)
+        else:
+            log.warning("%s is not read: it is a link, or not a regular file", path)
+    return files

@@ -155,7 +155,9 @@ def verify(folder: Path) -> Manifest:
     """
     manifest = read(folder)
     if not manifest.files:
-        raise CheckpointBroken(f"{folder}: {MANIFEST} names no file, so nothing in the folder is known to be its own")
+        raise CheckpointBroken(
+            f"{folder}: {MANIFEST} names no file, so nothing in the folder is known to be its own"
+        )
     sizes = _files_in(folder)
     missing = sorted(manifest.files.keys() - sizes.keys())
     added = sorted(sizes.keys() - manifest.files.keys() - {MANIFEST})
@@ -199,7 +201,9 @@ def _files_in(folder: Path) -> dict[str, int]:
                     elif stat.S_ISREG(status.st_mode):
                         sizes[name] = status.st_size
                     else:
-                        raise CheckpointBroken(f"{folder} holds {name!r}, a link, a pipe or a device: remove it")
+                        raise CheckpointBroken(
+                            f"{folder} holds {name!r}, a link, a pipe or a device: remove it"
+                        )
     except OSError as error:
         raise CheckpointBroken(f"{folder} cannot be listed: {error}") from error
     return sizes

@@ -87,9 +87,14 @@ class RunConfig(
         None, "Find out why no step ends for so long (default: 3 median steps, at least 120).", range=POSITIVE
     )
     min_samples_per_checkpoint: int = _output(
-        30_000, "Save the model in the Hugging Face format every so many samples.", range=POSITIVE
+        30_000,
+        "Save the model in the Hugging Face format every so many samples.",
+        range=POSITIVE,
+        portable=True,
     )
-    keep_models: int = _output(0, "Keep only the newest so many of these (0: all).", range=NOT_NEGATIVE)
+    keep_models: int = _output(
+        0, "Keep only the newest so many of these (0: all).", range=NOT_NEGATIVE, portable=True
+    )
     worker_grace_s: float = _cluster(
         30.0, "How long a run survives without any worker of a kind it needs.", range=POSITIVE
     )

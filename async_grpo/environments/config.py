@@ -31,7 +31,10 @@ class EnvironmentConfig(Section):
         range=POSITIVE,
     )
     environment_timeout_s: float = _environment(
-        30.0, "Longest step of an environment, or call of a tool; then its process is ended.", range=POSITIVE, portable=True
+        30.0,
+        "Longest step of an environment, or call of a tool; then its process is ended.",
+        range=POSITIVE,
+        portable=True,
     )
     max_turns: int = _environment(
         16, "Longest trajectory, in turns of the policy.", range=POSITIVE, portable=True

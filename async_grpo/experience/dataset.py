@@ -1,6 +1,5 @@
 """The data set: JSONL rows become tokenised prompts once, and one cursor walks through them for the whole run."""
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,11 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
 from async_grpo.options.fields import refuse
 from async_grpo.types import Prompt
+from async_grpo.untrusted_files import MAX_ROW_BYTES, all_is_text, bounded_lines, open_regular, parse_json
 
+PROMPT_COLUMNS = ("input", "prompt", "messages")
+# Of a prompt's text, at most: tokenising what can never fit would take minutes, and gigabytes
+MAX_CHARACTERS_PER_TOKEN = 256
 log = logging.getLogger(__name__)
 
 
@@ -27,18 +30,27 @@ class Question:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a JSONL file, each with file and line. ConfigurationError: there is no such file, or it is not JSONL."""
+    """Yield the rows of a JSONL file, each with file and line.
+
+    Raises:
+        ConfigurationError: there is no such file, it is not JSONL, or a line is too long or no text.
+    """
     path, where = Path(path), ""
     refuse(not path.is_file(), f"{path}: there is no such file")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_regular(path, follow_links=True) as file:
+        for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+            where = f"{path}, line {number}"
+            if line is None:
+                raise ConfigurationError(
+                    f"{where}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
+                )
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
             try:
-                yield where, json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or brackets without end
+                row = parse_json(line)
+            except ValueError as error:  # not UTF-8, not JSON, or brackets without end
                 raise ConfigurationError(f"{where}: not JSON ({error})") from error
+            yield where, row
     refuse(not where, f"{path} holds no questions")
 
 
@@ -54,6 +66,7 @@ def questions_of(
     questions = []
     for where, row in rows:
         try:
+            _check_prompt_text(row, max_prompt_tokens)
             token_ids = _prompt_tokens(row, tokenizer)
             refuse(
                 not 0 < len(token_ids) <= max_prompt_tokens,
@@ -72,6 +85,29 @@ def questions_of(
             row["input"] = tokenizer.decode(token_ids)
         questions.append(Question(np.asarray(token_ids, np.int32), row, where))
     return questions
+
+
+def _check_prompt_text(row: Any, max_prompt_tokens: int) -> None:
+    """Raise ConfigurationError for a prompt that no tokenizer takes, or that cannot fit whatever its tokens are."""
+    if not isinstance(row, dict):
+        return
+    for name in PROMPT_COLUMNS:
+        halves = not all_is_text(row.get(name))
+        refuse(
+            halves,
+            f"{name} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: correct the row",
+        )
+    num_characters = 0
+    for name in PROMPT_COLUMNS:
+        value = row.get(name)
+        parts = value if isinstance(value, list) else [{"content": value}]
+        texts = [part.get("content") for part in parts if isinstance(part, dict)]
+        num_characters = max(num_characters, sum(len(text) for text in texts if isinstance(text, str)))
+    refuse(
+        row.get("input_token_ids") is None and num_characters > MAX_CHARACTERS_PER_TOKEN * max_prompt_tokens,
+        f"a prompt of {num_characters} characters; at most {max_prompt_tokens} tokens fit this model and "
+        "--max-generation-tokens. Shorten or drop the row",
+    )
 
 
 def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:

@@ -34,6 +34,7 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         "worker_extension_cls": extension,
         "hf_overrides": {"head_dtype": "float32"} if settings.float32_head else {},
         "enable_log_requests": False,
+        "trust_remote_code": False,  # said, or something may ask on the terminal
     }
     known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
     for name, value in options.further_options.items():
@@ -44,4 +45,6 @@ def engine_arguments(options: EngineConfig, settings: SharedRunSettings, extensi
         else:
             continue
         raise ConfigurationError(f"--engine-options {name}={value}: {what}")
-    return AsyncEngineArgs(**own, **options.further_options)
+    # A folder's pickles are not read, unless the user names another format
+    formats = {"load_format": "safetensors"} | options.further_options
+    return AsyncEngineArgs(**own, **formats)

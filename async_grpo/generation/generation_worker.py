@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import TokensInput, tokens_input
@@ -27,6 +26,7 @@ from async_grpo.generation.config import EngineConfig
 from async_grpo.generation.engine_arguments import engine_arguments
 from async_grpo.generation.requests import NOTHING, UNSYNCED, Request, TokenTimeline, new_name, tokens_of
 from async_grpo.messages import SharedRunSettings
+from async_grpo.modeling.load import load_tokenizer
 from async_grpo.protocols import Manifest, Receipt, TensorRecord, answer_canary
 from async_grpo.types import Completion, FinishReason, Sampling, Tokens
 from async_grpo.weights.read_back import place_of
@@ -74,7 +74,7 @@ class GenerationWorker:
             usage_context=UsageContext.LLM_CLASS,  # prefills as large as for a batch, not a chat
             stat_loggers=[lambda *_: timeline],
         )
-        tokenizer = AutoTokenizer.from_pretrained(options.model_path)
+        tokenizer = load_tokenizer(options.model_path)
         engine.output_processor.tokenizer = tokenizer  # for `Sampling.stop`: it looks at the text
         return cls(engine, tokenizer, settings, timeline, options.engine_stall_s)
 

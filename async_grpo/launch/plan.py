@@ -1,6 +1,5 @@
 """What a run will take (processes, memory, disk, time), and whether it is there: looks that cost less than a second."""
 
-import json
 import math
 import resource
 import shutil
@@ -17,12 +16,10 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from async_grpo.checkpoints.folder import checkpoints_of
-from async_grpo.errors import ConfigurationError
 from async_grpo.generation.config import GIB, cpu_kv_cache, kv_cache_bytes
 from async_grpo.launch.environment import gpus
-from async_grpo.metrics.tail import last_records
+from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
-from async_grpo.options.fields import refuse
 
 if TYPE_CHECKING:
     from async_grpo.config.preflight import Prepared
@@ -59,21 +56,15 @@ def resources(config: "LocalConfig", prepared: "Prepared") -> list[Finding]:
 
 
 def parameters_of(folder: Path) -> int:
-    """Numbers in a model's weights, read off the headers. ConfigurationError: there are none, or not all of them."""
-    from safetensors import SafetensorError, safe_open
+    """Return how many numbers a model's weights have, read off the headers.
 
-    index, sizes = folder / "model.safetensors.index.json", list[int]()
-    cure = "fetch the whole model (hf download NAME --local-dir FOLDER)"
-    named = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
-    for file in sorted({*folder.glob("*.safetensors"), *(folder / name for name in named)}):
-        try:
-            with safe_open(file, "numpy") as weights:
-                sizes += [math.prod(weights.get_slice(name).get_shape()) for name in list(weights.keys())]
-        except (OSError, SafetensorError) as error:
-            raise ConfigurationError(f"the weights {file} cannot be read ({error}): {cure}") from error
-    sizes = sizes or [file.stat().st_size // 2 for file in folder.glob("*.bin")]
-    refuse(not sizes, f"{folder} holds no weights (*.safetensors): {cure}")
-    return sum(sizes)
+    Raises:
+        ConfigurationError: there are no weights, not all of them, or they are pickles.
+    """
+    from async_grpo.modeling.model_files import refuse_pickles, weight_shapes
+
+    refuse_pickles(folder)
+    return sum(math.prod(shape) for shape in weight_shapes(folder).values())
 
 
 def limits(package: int = 0) -> Iterator[Finding]:
@@ -176,7 +167,8 @@ def plan(config: "LocalConfig", prepared: "Prepared") -> Iterator[Finding]:
     said = f"at most {config.max_staleness} steps; with {alive:,} samples alive on average "
     yield Finding("staleness", OK, f"{said}{max(0.0, alive / size - 1):.3g} at most")
     said = "not measured yet; the run's first steps in this folder do"
-    if lines := last_records(config.output_path / METRICS_FILE, 20):
-        pace = statistics.median(line["time_per_batch"] for line in lines)
+    lines = metrics_lines(config.output_path / METRICS_FILE, 20)
+    if paces := [line["time_per_batch"] for line in lines if line.get("time_per_batch") is not None]:
+        pace = statistics.median(paces)
         said = f"{pace:.3g} s, the median of the last {len(lines)}; {timedelta(seconds=round(pace * left))} in all"
     yield Finding("a step takes", OK, said)

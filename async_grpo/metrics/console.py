@@ -13,8 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_grpo.metrics.tail import last_records
+from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.writer import METRICS_FILE
+from async_grpo.options.fields import is_number
 
 TRAINER = {  # keys of a metrics line, by what the trainer's seconds went into
     "trainer waits": "seconds_waiting_for_experience",
@@ -61,20 +62,22 @@ def means_of(line: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     found = {}
     for key in (key for key in line if f"{key}_ci" in line and line[key] is not None):
         half, name = line[f"{key}_ci"], key.removeprefix(prefix).replace("avg_reward", "mean reward")
+        if not is_number(line[key]) or not (half is None or is_number(half)):
+            continue
         found[name] = f"{line[key]:.3f}" + ("" if half is None else f" +- {half:.3f}")
     return found
 
 
 def show_times(folder: Path) -> None:
     """Where the seconds of a run went, by cause, summed over its last 10,000 steps; nothing if it has none."""
-    sums, lines = defaultdict[str, float](float), last_records(folder / METRICS_FILE, 10_000)
+    sums, lines = defaultdict[str, float](float), metrics_lines(folder / METRICS_FILE, 10_000)
     if not lines:
         return
     for line in lines:
         for key in (*CAUSES.values(), "eval_seconds"):
             sums[key] += line.get(key) or 0.0
         for name, stats in (line.get("verifiers") or {}).items():
-            sums[f"reward {name}, all its workers"] += stats["busy_s"]
+            sums[f"reward {name}, all its workers"] += stats.get("busy_s", 0.0)
     trainer = sum(sums[key] for key in TRAINER.values())
     rows = [(name, sums[key], trainer) for name, key in TRAINER.items()]
     rows.append(("engines busy, of what staleness allows", sums["engine_busy_s"], sums["engine_allowed_s"]))

@@ -3,7 +3,6 @@
 A *key* names one value of a line, with dots for those of nested objects. Names ending in `_T`: (steps,), float64.
 """
 
-import json
 import logging
 import math
 import os
@@ -18,13 +17,16 @@ from typing import Any
 import numpy as np
 
 from async_grpo.errors import ConfigurationError, RunFailed
+from async_grpo.metrics.lines import is_count
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE
 from async_grpo.options.fields import refuse
+from async_grpo.untrusted_files import MAX_LINE_BYTES, bounded_lines, open_regular, parse_json, read_json
 
 DEFAULT_X_KEY = "total_samples_accumulated"
 UNITS = ("steps", "samples", "tokens", "seconds", "gpu-hours")
 CONNECT_TIMEOUT_S = 10
 FETCH_TIMEOUT_S = 120
+MAX_FILE_BYTES = 2 << 30  # of metrics: some 300,000 steps
 
 # A host that begins with "-" would be an option to scp.
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
@@ -47,10 +49,16 @@ class Run:
     def options(self) -> dict[str, Any]:
         """Of the run, flat: `training_params.json` beside the file; {} where there is none."""
         params = self.folder / PARAMS_FILE
+        if not params.exists():
+            return {}
         try:
-            return _flat(json.loads(params.read_text(encoding="utf-8"))) if params.exists() else {}
+            options = read_json(params)
         except ValueError as error:
             raise ConfigurationError(f"{params}: not valid JSON ({error})") from error
+        except OSError as error:
+            raise ConfigurationError(f"{params} cannot be read: {error.strerror}") from error
+        refuse(not isinstance(options, dict), f"{params}: it holds no table of options")
+        return _flat(options)
 
     @cached_property
     def keys(self) -> list[str]:
@@ -95,24 +103,38 @@ def read_run(path: Path, name: str | None = None, source: str | None = None) -> 
     file = path / METRICS_FILE if path.is_dir() else path
     source, steps = source or str(file), []
     try:
-        lines = file.read_bytes().split(b"\n")
+        # A file that the user has named may be a link; that of a run's folder is its own
+        with open_regular(file, follow_links=file == path) as metrics:
+            num_bytes = os.fstat(metrics.fileno()).st_size
+            refuse(
+                num_bytes > MAX_FILE_BYTES,
+                f"{source} is larger than {MAX_FILE_BYTES >> 20} MB: cut it into pieces",
+            )
+            for number, line in enumerate(bounded_lines(metrics, MAX_LINE_BYTES), 1):
+                if step := _step(line, source, number):
+                    steps.append(step)
     except OSError as error:
         raise ConfigurationError(f"cannot read {source}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            step = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                raise ConfigurationError(f"{source}, line {number}: not valid JSON ({error})") from error
-            log.warning("%s: the last line (%d) is unfinished and was skipped", source, number)
-            continue
-        found = type(step).__name__
-        refuse(not isinstance(step, dict), f"{source}, line {number}: expected a JSON object, found {found}")
-        steps.append(_flat(step))
     refuse(not steps, f"{source} holds no finished step; has the run logged its first step yet?")
     return Run(source, name or path.name, steps, file.parent)
+
+
+def _step(line: bytes | None, source: str, number: int) -> dict[str, object]:
+    """Return the values of a line; {} for an empty one, and for an unfinished one at the end of the file."""
+    where = f"{source}, line {number}"
+    refuse(line is None, f"{where}: it is longer than {MAX_LINE_BYTES >> 20} MB, so it is no line of metrics")
+    if not line or not line.strip():
+        return {}
+    try:
+        step = parse_json(line)
+    except ValueError as error:
+        if line.endswith(b"\n"):
+            raise ConfigurationError(f"{where}: not valid JSON ({error})") from error
+        log.warning("%s: the last line (%d) is unfinished and was skipped", source, number)
+        return {}
+    kind = type(step).__name__
+    refuse(not isinstance(step, dict), f"{where}: expected a JSON object, found {kind}")
+    return _flat(step)
 
 
 def load_runs(files: list[Path], names: list[str] | None = None, remote: str | None = None) -> list[Run]:
@@ -185,5 +207,8 @@ def gpus_of(run: Run) -> int:
     silent = any(key not in told for key in needed)
     refuse(silent, f"{run.source} does not say how many GPUs it was given: add --gpus, or choose another --x")
     ranks, engines, roles = (told[key] for key in needed)
-    judges = told["judge_replicas"] if told.get("judge_model") and not told.get("judge_gpus") else 0
-    return int(ranks + engines * told.get("tensor_parallel_size", 1) + len(roles) + judges)
+    judges = told.get("judge_replicas") if told.get("judge_model") and not told.get("judge_gpus") else 0
+    numbers = (ranks, engines, told.get("tensor_parallel_size", 1), judges)
+    is_wrong = not all(map(is_count, numbers)) or not isinstance(roles, list)
+    refuse(is_wrong, f"{run.source} says no number of GPUs: add --gpus, or choose another --x")
+    return int(ranks + engines * numbers[2] + len(roles) + numbers[3])

@@ -1,55 +1,75 @@
-"""Files that a run still writes, read without reading all of them: their ends, and a thin selection of their lines."""
+"""Files that a run still writes, read without reading all of them: their ends, and a thin selection of their lines.
 
-import json
+The run may be somebody else's: only regular files are read, and no more than MAX_TAIL_BYTES of their ends.
+"""
+
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from async_grpo.untrusted_files import CHUNK_BYTES, MAX_LINE_BYTES, open_regular, parse_json
 
 CHUNK = 1 << 18  # bytes read at a time, from the end
+MAX_TAIL_BYTES = 64 << 20  # as JSON their lines may take twenty times as much memory
+log = logging.getLogger(__name__)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` finished lines; fewer if there are no more, [] without a file.
+    """Return the last `count` finished lines; fewer if there are no more, [] without a file.
+
+    Lines of more than MAX_LINE_BYTES, and what lies before the last MAX_TAIL_BYTES, are passed over.
 
     >>> import tempfile; path = Path(tempfile.mkstemp()[1]); _ = path.write_text("a\\nb\\nc\\nunfinish")
     >>> last_lines(path, 2)
     ['b', 'c']
     """
-    try:
-        with path.open("rb") as file:
-            begin, parts, ends = file.seek(0, os.SEEK_END), list[bytes](), 0
-            while begin and ends <= count:
-                end, begin = begin, max(0, begin - CHUNK)
-                file.seek(begin)
-                parts.append(file.read(end - begin))
-                ends += parts[-1].count(b"\n")
-    except OSError:
+    file = _opened(path)
+    if file is None:
         return []
-    return b"".join(reversed(parts)).decode("utf-8", "replace").split("\n")[:-1][-count:]
+    parts, num_ends = list[bytes](), 0
+    with file:
+        begin = file.seek(0, os.SEEK_END)
+        first = max(0, begin - MAX_TAIL_BYTES)
+        while begin > first and num_ends <= count:
+            end, begin = begin, max(first, begin - CHUNK)
+            file.seek(begin)
+            parts.append(file.read(end - begin))
+            num_ends += parts[-1].count(b"\n")
+    lines = b"".join(reversed(parts)).split(b"\n")[:-1]
+    if begin > 0:
+        lines = lines[1:]  # the first one is the end of a line
+    return [line.decode("utf-8", "replace") for line in _short(lines[-count:], path)]
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last objects of a JSONL file; lines that are none are passed over."""
+    """Return the last objects of a JSONL file; lines that are none are passed over."""
     return list(_records(last_lines(path, count)))
 
 
 def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Objects of a JSONL file from byte `since` on, where a line begins, each with the byte at which its line ends.
+    """Yield objects of a JSONL file from byte `since` on, where a line begins, each with the byte at which its line ends.
 
     They are `count` at most, evenly spread, and of a long file no more than them is read; where it has clearly fewer, they
-    are all. Nothing without a file.
+    are all. Nothing without a file. Lines of more than MAX_LINE_BYTES are passed over.
     """
-    if not path.exists():
+    file = _opened(path)
+    if file is None:
         return
-    with path.open("rb") as file:
+    with file:
         size, place = file.seek(0, os.SEEK_END), since
         stride = -(-(size - since) // count)
         for number in range(1, count + 1):
             file.seek(max(0, place - 1))
             if place:
-                file.readline()  # the rest of the line that it lies in
-            line = file.readline()
+                _skip_line(file)  # the rest of the line that it lies in
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if len(line) > MAX_LINE_BYTES:
+                list(_short([line], path))
+                file.seek(-1, os.SEEK_CUR)
+                _skip_line(file)
+                line = b"\n"
             if not line.endswith(b"\n"):  # the end, or what the run is writing
                 return
             for record in _records([line.decode("utf-8", "replace")]):
@@ -57,10 +77,36 @@ def spread_records(path: Path, since: int, count: int) -> Iterator[tuple[dict[st
             place = max(file.tell(), since + number * stride)
 
 
+def _opened(path: Path) -> BinaryIO | None:
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s is not read: %s", path, error.strerror)
+        return None
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (piece := file.readline(CHUNK_BYTES)) and not piece.endswith(b"\n"):
+        pass
+
+
+def _short(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    num_skipped = 0
+    for line in lines:
+        if len(line) > MAX_LINE_BYTES:
+            num_skipped += 1
+        else:
+            yield line
+    if num_skipped:
+        log.warning("%s: %d lines of more than %d MB are not read", path, num_skipped, MAX_LINE_BYTES >> 20)
+
+
 def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict):

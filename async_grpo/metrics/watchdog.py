@@ -20,6 +20,7 @@ from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.writer import holder
 from async_grpo.processes.look import look
 from async_grpo.processes.waits import situation
+from async_grpo.untrusted_files import files_inside, read_bytes
 
 MIN_S, MEDIANS, POLL_S, LOG_LINES = 120.0, 3.0, 0.5, 50
 log = logging.getLogger(__name__)
@@ -110,6 +111,11 @@ def _details(seen: Snapshot) -> list[str]:
 
 
 def stalls_of(folder: Path) -> dict[Path, str]:
-    """What was written of each stall of a run, the newest first, by its folder."""
-    paths = sorted((folder / "stalls").glob("*/why.txt"), reverse=True)
-    return {path.parent: path.read_text(encoding="utf-8") for path in paths}
+    """Return what was written of each stall of a run, the newest first, by its folder."""
+    texts: dict[Path, str] = {}
+    for path in reversed(files_inside(folder, "stalls/*/why.txt")):
+        try:
+            texts[path.parent] = read_bytes(path).decode("utf-8", "replace")
+        except OSError as error:
+            log.warning("%s is not read: %s", path, error.strerror)
+    return texts

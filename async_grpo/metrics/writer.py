@@ -267,10 +267,11 @@ def console_line(line: dict[str, Any], num_steps: int) -> str:
     ):
         if isinstance(line.get(key), int | float):
             parts.append(f"{label} {line[key]:{form}}")
-    failed = sum(line.get(f"num_reward_{status}", 0) for status in ("failed", "timed_out", "abstained"))
+    failed = sum(line.get(f"num_reward_{status}") or 0 for status in ("failed", "timed_out", "abstained"))
     if failed:
-        parts.append(f"NOT SCORED {failed} of {line['samples_in_batch']}")
-    if "samples_per_second" in line:
+        parts.append(f"NOT SCORED {failed} of {line.get('samples_in_batch')}")
+    if isinstance(line.get("samples_per_second"), int | float):
         parts.append(f"{line['samples_per_second']:.0f} samples/s")
-    parts.append(f"{line['time_per_batch']:.1f} s")
+    if isinstance(line.get("time_per_batch"), int | float):
+        parts.append(f"{line['time_per_batch']:.1f} s")
     return _unicode(" | ".join(parts + [f"ALARM {alarm}" for alarm in line.get("alarms", [])]))

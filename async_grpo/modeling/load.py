@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.modeling.model_files import check_model_folder, refuse_more_parameters, refuse_pickles
+from async_grpo.untrusted_files import read_json
 
 disable_progress_bar()  # in logs and on the console they stand between the lines of the run
 # What decides whether weights of one folder make sense in a model built from another, not how it was written
@@ -21,6 +24,20 @@ ARCHITECTURE_FIELDS = (
     "tie_word_embeddings",
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+MAX_TOKENIZER_BYTES = 256 << 20
+# What transformers raises for a folder that holds anything
+UNUSABLE = (
+    ValueError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    SafetensorError,
+)
+# Said everywhere: where nothing is said, transformers asks on the terminal whether to run a folder's code
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -39,35 +56,63 @@ def model_folder(path: str | Path) -> Path:
 def load_config(path: str | Path) -> PreTrainedConfig:
     """The folder's configuration; ConfigurationError if it is missing or cannot be read."""
     folder = model_folder(path)
+    check_model_folder(folder)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
+        return AutoConfig.from_pretrained(folder, **LOCAL)
+    except UNUSABLE as error:
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
 
 
 def load_tokenizer(path: str | Path) -> Any:
     """The folder's tokenizer; ConfigurationError if it cannot be read."""
+    check_model_folder(model_folder(path))
     try:
-        return AutoTokenizer.from_pretrained(model_folder(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(model_folder(path), **LOCAL)
     except Exception as error:  # the library raises nothing narrower for a file that is cut short
         said = f"the tokenizer in {path} cannot be read ({error}): copy the tokenizer's files again"
         raise ConfigurationError(said) from error
 
 
 def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedModel:
-    """The folder's causal LM on the CPU, every weight in `dtype`; ConfigurationError if it has none."""
-    config, options = load_config(path), {"dtype": torch_dtype(dtype), "local_files_only": True}
+    """Return the folder's causal LM on the CPU, every weight in `dtype`.
+
+    Raises:
+        ConfigurationError: the folder has none, or not all of its weights.
+    """
+    folder, config = model_folder(path), load_config(path)
+    refuse_pickles(folder)
+    empty_causal_lm(path)  # refuses a configuration that asks for more memory than the weights have
+    options: dict[str, Any] = {
+        "dtype": torch_dtype(dtype),
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     try:
-        return AutoModelForCausalLM.from_pretrained(model_folder(path), config=config, **options)
-    except (ValueError, OSError) as error:
+        model, loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
+    except UNUSABLE as error:
         raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigurationError(
+            f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be made up: fetch "
+            "the whole model (hf download NAME --local-dir FOLDER)"
+        )
+    return model
 
 
 def empty_causal_lm(path: str | Path) -> PreTrainedModel:
-    """The folder's causal LM in float32 without its weights, which take no memory ("meta") until they are assigned."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(load_config(path), dtype=torch.float32)
+    """Return the folder's causal LM in float32 without its weights.
+
+    They take no memory ("meta") until they are assigned. ConfigurationError: the configuration is of no causal LM, or of a
+    larger one than the folder's weights.
+    """
+    config = load_config(path)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except UNUSABLE as error:
+        raise ConfigurationError(f"no causal language model can be made of {path}: {error}") from error
     model.tie_weights()  # each place has got a parameter of its own
+    refuse_more_parameters(model_folder(path), sum(weight.numel() for weight in model.parameters()))
     return model
 
 
@@ -91,9 +136,12 @@ def model_fingerprint(path: str | Path) -> str:
 def _vocabulary(folder: Path) -> Any:
     """The tokens and their ids; what else tokenizer.json says changes with the library that wrote it."""
     if (folder / "tokenizer.json").is_file():
-        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
-        return {"vocab": tokenizer.get("model", {}).get("vocab"), "added": added}
+        try:
+            tokenizer = read_json(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, follow_links=True)
+            added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+            return {"vocab": tokenizer.get("model", {}).get("vocab"), "added": added}
+        except UNUSABLE as error:
+            raise ConfigurationError(f"the tokenizer in {folder} cannot be read ({error})") from error
     for name in ("tokenizer.model", "vocab.json"):
         if (folder / name).is_file():
             return hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -108,10 +156,18 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     folder = model_folder(path)
     named: list[int | list[int] | None] = [load_config(folder).get_text_config().eos_token_id]
     if (folder / "generation_config.json").is_file():
-        named.append(json.loads((folder / "generation_config.json").read_text()).get("eos_token_id"))
+        settings = read_json(folder / "generation_config.json", follow_links=True)
+        named.append(settings.get("eos_token_id"))
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         named.append(load_tokenizer(folder).eos_token_id)
-    ids = {i for value in named if value is not None for i in ([value] if isinstance(value, int) else value)}
+    ids: set[int] = set()
+    for value in named:
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None and type(token_id) is not int:
+                raise ConfigurationError(
+                    f"{folder}: the end token {token_id!r:.50} is no token id (eos_token_id)"
+                )
+            ids |= {token_id} - {None}
     if not ids:
         raise ConfigurationError(f"{folder} has no end token; add eos_token_id to generation_config.json")
     return tuple(sorted(ids))
@@ -120,6 +176,6 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
 def context_length(path: str | Path) -> int:
     """The most tokens of prompt and completion together that the model's positions reach."""
     length = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
-    if length is None:
+    if type(length) is not int:
         raise ConfigurationError(f"{path}/config.json does not say max_position_embeddings; add it")
     return int(length)

@@ -5,7 +5,6 @@ Dashes and underscores are alike; a retired option is accepted with a warning, a
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ from rich.logging import RichHandler
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import choices_of, dashed, nearest, refuse
 from async_grpo.options.redaction import redact_logs, redacted
+from async_grpo.untrusted_files import parse_json, read_text
 
 CONFIG_HELP = " Options may also stand in a TOML file, --config FILE; the command line beats the file."
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -159,9 +159,9 @@ def read_file(path: Path, fields: Fields, foreign: Callable[[], Collection[str]]
     ConfigurationError: the file cannot be read, or holds a key that no program knows.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:  # ValueError: what both parsers raise
+        text = read_text(path, follow_links=True)
+        content = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: what both parsers raise
         raise ConfigurationError(f"--config {path} cannot be read: {error}") from error
     kind = type(content).__name__
     refuse(not isinstance(content, dict), f"--config {path} holds no table of options, but a {kind}")

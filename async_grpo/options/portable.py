@@ -45,9 +45,7 @@ def portable_options(
     for name in sorted(fields.keys() & stored.keys()):
         field, value = fields[name], stored[name]
         _refuse_other_kind(field, value, folder)
-        if value == field.default or value in (None, ""):
-            taken[name] = value
-        elif _may_travel(field, value):
+        if value == field.default or value in (None, "") or _may_travel(field, value):
             taken[name] = value
         elif isinstance(value, str):
             refused[name] = value

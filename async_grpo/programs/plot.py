@@ -19,6 +19,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.metrics import figures
 from async_grpo.metrics.figures import OKABE_ITO, PICTURE_SUFFIXES, subplots
 from async_grpo.metrics.forecast import fits, interval
+from async_grpo.metrics.lines import is_count, span_lines
 from async_grpo.metrics.reader import DEFAULT_X_KEY, UNITS, Run, curve, load_runs, read_run
 from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.metrics.writer import TIMELINE_FILE
@@ -185,9 +186,11 @@ def timeline(
         if not (words := re.fullmatch(r"(\d*):(\d*)", steps)):
             raise ConfigurationError(f"--steps {steps!r} is not A:B, as 5:20, 5: or :20")
         first, last = int(words[1] or 0), int(words[2] or sys.maxsize)
-        spans = [s for s, _ in spread_records(file, 0, sys.maxsize) if first <= s["step"] <= last]
+        records = (record for record, _ in spread_records(file, 0, sys.maxsize))
+        of_steps = (s for s in records if is_count(s.get("step")) and first <= s["step"] <= last)
+        spans = span_lines(of_steps)
     else:
-        spans = last_records(file, LAST_LINES)
+        spans = span_lines(last_records(file, LAST_LINES))
         spans = [span for span in spans if span["step"] > spans[-1]["step"] - LAST_STEPS]
     refuse(not spans, f"{file} holds no spans{' of these steps' if steps else ''}")
     with figures.picture(output) as figure:

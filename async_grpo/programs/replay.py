@@ -1,8 +1,8 @@
 """`async-grpo replay RUN`: train again from what `--record` kept, without engines or rewards.
 
-Of the folder, which may be somebody else's, only portable options are taken over (`options/portable.py`); code of your own,
-such as a loss, must be given again. The same options make the same weights, bit for bit in float32, on as many ranks as there were (`torchrun --nproc-per-node N
--m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say so.
+The same options make the same weights, bit for bit in float32, on as many ranks as there were (`torchrun --nproc-per-node N
+-m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say so. Of the folder, which
+may be somebody else's, only portable options are taken over (`options/portable.py`); a loss of your own must be given again.
 """
 
 import logging
@@ -27,8 +27,21 @@ from async_grpo.weights.config import WeightConfig
 log = logging.getLogger(__name__)
 # What a replay does not use, as it has no engines, rewards or questions: it is neither taken over nor compared
 IDLE = {
-    *(one.name for room in (RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig) for one in fields(room)),
-    *("data_path", "dump_samples_filename", "max_resamples", "keep_best", "logging_level", "prometheus_port", "scheduling", "track"),
+    *(
+        one.name
+        for room in (RewardConfig, EnvironmentConfig, EvaluationConfig, WeightConfig)
+        for one in fields(room)
+    ),
+    *(
+        "data_path",
+        "dump_samples_filename",
+        "max_resamples",
+        "keep_best",
+        "logging_level",
+        "prometheus_port",
+        "scheduling",
+        "track",
+    ),
 }
 OWN = ("recorded", "from_step", "output_dir", "record", "resume", "max_hours", "run_name")
 
@@ -114,7 +127,10 @@ def _checkpoint(run: Path, step: int) -> Path:
 def _changed(config: ReplayConfig, recorded: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs from the run, or in it: it may have gone on with other options."""
     now = as_options(config)
-    names = [one.name for one in fields(RunConfig) if one.name not in IDLE and one.name not in OWN]
+    of_machine = {one.name for one in fields(RunConfig) if not one.metadata["portable"]} - {
+        "model_name_or_path"
+    }
+    names = [one.name for one in fields(RunConfig) if one.name not in {*IDLE, *OWN, *of_machine}]
     return [
         f"--{dashed(name)} {now[name]}"
         for name in names

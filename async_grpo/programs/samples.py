@@ -12,14 +12,21 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from async_grpo.generation.char_ends import char_ends
 from async_grpo.metrics.alarms import KEPT, alarm_kind
+from async_grpo.metrics.lines import metrics_lines, sample_lines
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import METRICS_FILE, as_json, options_of
 from async_grpo.options.fields import POSITIVE, Section, option, refuse, required
 from async_grpo.training.record import record_folder, recorded_completions
+from async_grpo.untrusted_files import files_inside, plain_parts
 
 TOKENS, CHARACTERS = 500_000, 40_000_000  # of the newest samples, at most: a browser holds the page in memory
+# What a record, or a tokenizer, of somebody else's run may raise: the page then shows no tokens
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
+EVALUATED = re.compile(r"eval_samples_(\d{1,15})(_.*)?")
 log = logging.getLogger(__name__)
 
 
@@ -47,8 +54,11 @@ def samples_page(config: SamplesConfig) -> str:
     options = options_of(folder)
     name = options.get("dump_samples_filename")
     if name and not config.evaluation:
-        rows = last_records(folder / name, config.limit)
-        _add_tokens(rows, folder, options)
+        rows = sample_lines(last_records(folder / _plain_name(name), config.limit))
+        try:
+            _add_tokens(rows, folder, options)
+        except UNREADABLE as error:
+            log.warning("%s: the page shows no tokens, as the record cannot be read: %s", folder, error)
     else:
         rows = sorted(islice(_evaluated(folder, config.limit), config.limit), key=itemgetter("step"))
     what = "give --dump-samples-filename samples.jsonl to the run, or --eval-data-path"
@@ -56,6 +66,19 @@ def samples_page(config: SamplesConfig) -> str:
     sizes = accumulate(len(row["input"]) + len(row["completion"]) for row in reversed(rows))
     rows = rows[-max(1, sum(size <= CHARACTERS for size in sizes)) :]
     return page(rows, f"{folder.name}: {len(rows)} samples", _alarms(folder))
+
+
+def _plain_name(name: Any) -> str:
+    """Return the name of the samples' file; ConfigurationError: it leads out of the run's folder."""
+    try:
+        parts = plain_parts(str(name))
+    except OSError:
+        parts = ()
+    refuse(
+        len(parts) != 1,
+        f"the run's parameters say dump_samples_filename = {name!r:.80}, which is no plain name",
+    )
+    return parts[0]
 
 
 def page(rows: Sequence[Mapping[str, Any]], title: str, alarms: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -77,7 +100,7 @@ def security_policy(page: str) -> str:
 def _alarms(folder: Path) -> list[dict[str, Any]]:
     """What the run's last steps warned of: the latest words of each kind, and from which step to which."""
     found: dict[str, dict[str, Any]] = {}
-    for line in last_records(folder / METRICS_FILE, KEPT):
+    for line in metrics_lines(folder / METRICS_FILE, KEPT):
         for alarm in line.get("alarms") or ():
             kind = found.setdefault(alarm_kind(alarm), {"first": line["step"]})
             kind |= {"says": alarm, "last": line["step"]}
@@ -86,11 +109,12 @@ def _alarms(folder: Path) -> list[dict[str, Any]]:
 
 def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[str, Any]) -> None:
     """Give the newest rows the tokens of their completions, as texts, and the numbers that the run's record has of each."""
-    if not (folder / "record").is_dir() or not Path(model := options["model_name_or_path"]).is_dir():
+    model = options.get("model_name_or_path")
+    if not (folder / "record").is_dir() or not isinstance(model, str) or not Path(model).is_dir():
         return
-    from transformers import AutoTokenizer
+    from async_grpo.modeling.load import load_tokenizer
 
-    tokenizer, left = AutoTokenizer.from_pretrained(model), TOKENS
+    tokenizer, left = load_tokenizer(model), TOKENS
     for step, of_step in groupby(reversed(rows), key=itemgetter("step")):
         known: dict[tuple[int, str], list[Any]] = {}
         for group, ids, numbers in recorded_completions(record_folder(folder, step - 1)):
@@ -112,7 +136,10 @@ def _add_tokens(rows: Sequence[dict[str, Any]], folder: Path, options: Mapping[s
 
 def _evaluated(folder: Path, limit: int) -> Iterator[dict[str, Any]]:
     """Of all evaluations, those of the newest steps."""
-    steps = {file: int(file.stem.split("_")[2]) for file in folder.glob("eval_samples_*.jsonl")}
+    steps: dict[Path, int] = {}
+    for file in files_inside(folder, "eval_samples_*.jsonl"):
+        if named := EVALUATED.fullmatch(file.stem):
+            steps[file] = int(named[1])
     for file in sorted(steps, key=lambda file: steps[file], reverse=True):
-        for row in last_records(file, limit):
-            yield {"step": steps[file], "file": file.stem, **row}
+        rows = [{"step": steps[file], "file": file.stem, **row} for row in last_records(file, limit)]
+        yield from sample_lines(rows)

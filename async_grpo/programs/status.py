@@ -17,12 +17,15 @@ from rich.text import Text
 from async_grpo.checkpoints.folder import checkpoints_of, read
 from async_grpo.errors import CheckpointBroken
 from async_grpo.metrics.console import CAUSES, means_of
-from async_grpo.metrics.tail import last_lines, last_records
+from async_grpo.metrics.lines import metrics_lines, whole_option
+from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.watchdog import stalls_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, console_line, holder, options_of
-from async_grpo.options.fields import POSITIVE, Section, option, required
+from async_grpo.options.fields import POSITIVE, Section, is_number, option, required
+from async_grpo.untrusted_files import files_inside, printable
 
 RECENT = 20  # steps, for the pace
+LONGEST_S = 1e9  # that is told as a time
 Line = dict[str, Any]
 
 
@@ -50,7 +53,7 @@ def status(config: StatusConfig) -> None:
 def view(folder: Path) -> RenderableType:
     """Everything on one screen."""
     options = options_of(folder)
-    lines = last_records(folder / METRICS_FILE, RECENT)
+    lines = metrics_lines(folder / METRICS_FILE, RECENT)
     parts: list[RenderableType] = [headline(folder, options, lines)]
     for line in lines[-1:]:
         parts += [_times(lines), Text(console_line({**line, "alarms": []}, total_steps(options)))]
@@ -58,20 +61,28 @@ def view(folder: Path) -> RenderableType:
             parts.append(Text(f"spent on judges: {spent:.4g}"))
         if line.get("verifiers"):
             parts.append(_verifiers(lines))
-        parts += [Text(f"ALARM {alarm}", style="bold red") for alarm in line.get("alarms") or ()]
-    parts += [Text(line) for line in _evaluations(folder)]
+        parts += [Text(printable(f"ALARM {alarm}"), style="bold red") for alarm in line.get("alarms") or ()]
+    parts += [Text(printable(line)) for line in _evaluations(folder)]
     for place, text in list(stalls_of(folder).items())[:1]:
-        parts.append(Text(f"STALL {place.name}: {text.partition(chr(10))[0]}", style="bold yellow"))
+        first_line = printable(text.partition("\n")[0])
+        parts.append(Text(f"STALL {place.name}: {first_line}", style="bold yellow"))
     if not lines:
-        parts += [Text(line, style="dim") for line in last_lines(folder / "logs" / "trainer.log", 3)]
+        parts += [Text(printable(line), style="dim") for line in trainer_log(folder, 3)]
     return Group(*parts)
 
 
+def trainer_log(folder: Path, count: int) -> list[str]:
+    """Return the last lines of the trainer's log."""
+    return [line for path in files_inside(folder, "logs/trainer.log") for line in last_lines(path, count)]
+
+
 def total_steps(options: Line) -> int:
-    """Optimizer steps of the whole run."""
-    size = options["samples_per_question"]
-    per_step = options.get("train_minibatch_size") or options["batch_size"] * size
-    return int(options["num_training_batches"] * (options["batch_size"] * size // per_step))
+    """Return the number of optimizer steps of the whole run; ConfigurationError: its parameters do not say it."""
+    size, questions = whole_option(options, "samples_per_question"), whole_option(options, "batch_size")
+    per_step = questions * size
+    if options.get("train_minibatch_size"):
+        per_step = whole_option(options, "train_minibatch_size")
+    return whole_option(options, "num_training_batches") * (questions * size // per_step)
 
 
 def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
@@ -81,14 +92,18 @@ def headline(folder: Path, options: Line, lines: Sequence[Line]) -> Text:
     state = _state(folder, step, total)
     text = f"{folder}: step {step} of {total}, {state}"
     # Not from end to end: it may have lain dead between
-    if paces := [line["time_per_batch"] for line in lines if "time_per_batch" in line]:
+    if paces := [line["time_per_batch"] for line in lines if is_number(line.get("time_per_batch"))]:
         pace = statistics.fmean(paces)
-        left = timedelta(seconds=round(pace * (total - step)))
+        left = _duration(pace * (total - step))
         text += f"; {pace:.2f} s a step" + (f", {left} left" if state == "running" else "")
-    if lines and state == "running":
-        ago = timedelta(seconds=round(max(0.0, time.time() - lines[-1]["timestamp"])))
+    if lines and state == "running" and is_number(lines[-1].get("timestamp")):
+        ago = _duration(time.time() - lines[-1]["timestamp"])
         text += f"; the last one {ago} ago"
     return Text(text, style="bold")
+
+
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(min(max(0.0, seconds), LONGEST_S)))
 
 
 def _state(folder: Path, step: int, total: int) -> str:
@@ -101,14 +116,14 @@ def _state(folder: Path, step: int, total: int) -> str:
             manifest = read(checkpoint)
         except CheckpointBroken as error:
             return f"ended; {error}"
-        why = f"told to end ({manifest.ended})" if manifest.ended else "died"
+        why = f"told to end ({printable(manifest.ended)})" if manifest.ended else "died"
         return f"{why}; goes on after step {manifest.step}"
     return "ended, without a checkpoint"
 
 
 def _times(lines: Sequence[Line]) -> Text:
     """Of the last steps, by whom and what for."""
-    found = {name: [line[key] for line in lines if line.get(key) is not None] for name, key in CAUSES.items()}
+    found = {name: [line[key] for line in lines if is_number(line.get(key))] for name, key in CAUSES.items()}
     means = (f"{name} {statistics.fmean(values):.2f}" for name, values in found.items() if values)
     return Text(f"seconds of a step, mean of {len(lines)}: {', '.join(means)}")
 
@@ -124,13 +139,13 @@ def _verifiers(lines: Sequence[Line]) -> Table:
         found = [of_line[name] for of_line in told if name in of_line]
         sums = (str(sum(stats.get(count, 0) for stats in found)) for count in counts)
         p50_s = max(stats.get("latency_p50_s") or 0.0 for stats in found)
-        table.add_row(name, *sums, f"{p50_s:.1e}", str(found[-1].get("queue_depth", "-")))
+        table.add_row(Text(printable(name)), *sums, f"{p50_s:.1e}", str(found[-1].get("queue_depth", "-")))
     return table
 
 
 def _evaluations(folder: Path) -> list[str]:
     said = []
-    for line in last_records(folder / EVAL_FILE, 3):
+    for line in metrics_lines(folder / EVAL_FILE, 3):
         found = ", ".join(f"{mean} {value}" for mean, value in means_of(line, "eval_").items()) or "-"
         name = f"held-out {line.get('file', '')}".rstrip()
         said.append(f"{name} at step {line['step']}: {found}")

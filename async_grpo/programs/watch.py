@@ -20,12 +20,14 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from async_grpo.errors import ConfigurationError
-from async_grpo.metrics.tail import last_lines, last_records, spread_records
+from async_grpo.metrics.lines import metrics_lines, span_lines, spread_metrics
+from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as_json, options_of
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
-from async_grpo.programs.status import RECENT, headline, total_steps
+from async_grpo.programs.status import RECENT, headline, total_steps, trainer_log
+from async_grpo.untrusted_files import is_regular
 
 POINTS = 2000  # of each curve, at most
 EVALUATIONS, SPANS, SAMPLES = 300, 1500, 2000  # the newest
@@ -55,7 +57,7 @@ def watch(config: WatchConfig) -> None:
 def application(config: WatchConfig) -> web.Application:
     """What answers: `/`, `/data?since=BYTE` and `/samples`, to nothing but GET."""
     run = Path(config.path)
-    options_of(run)
+    total_steps(options_of(run))  # or it is refused here, not in the browser
     template = (resources.files("async_grpo.viewer") / "watch.html").read_text(encoding="utf-8")
 
     async def page(request: web.Request) -> web.Response:
@@ -110,11 +112,11 @@ def data(run: Path, since: int) -> dict[str, Any]:
     `since` comes back as 0 if the file is shorter than that, as after a resume: then the curves are whole.
     """
     file = run / METRICS_FILE
-    if not file.exists() or file.stat().st_size < since:
+    if not is_regular(file) or file.stat().st_size < since:
         since = 0
-    found = [(record, end) for record, end in spread_records(file, since, POINTS) if "step" in record]
+    found = list(spread_metrics(file, since, POINTS))
     options = options_of(run)
-    recent, spans = last_records(file, RECENT), last_records(run / TIMELINE_FILE, SPANS)
+    recent, spans = metrics_lines(file, RECENT), span_lines(last_records(run / TIMELINE_FILE, SPANS))
     verifiers = [line.get("verifiers", {}) for line in recent]
     lanes = sorted({span["lane"] for span in spans})
     return {
@@ -126,7 +128,7 @@ def data(run: Path, since: int) -> dict[str, Any]:
         "step": recent[-1]["step"] if recent else 0,
         "total": total_steps(options),
         "alarms": recent[-1].get("alarms", []) if recent else [],
-        "log": [] if recent else last_lines(run / "logs" / "trainer.log", 5),
+        "log": [] if recent else trainer_log(run, 5),
         "recent": len(recent),
         "staleness": sum((Counter(line.get("staleness_tokens", {})) for line in recent), Counter()),
         "verifiers": {
@@ -135,7 +137,7 @@ def data(run: Path, since: int) -> dict[str, Any]:
         },
         "evaluations": [
             {"step": line["step"], "file": line.get("file", ""), "means": intervals(line)}
-            for line in last_records(run / EVAL_FILE, EVALUATIONS)
+            for line in metrics_lines(run / EVAL_FILE, EVALUATIONS)
         ],
         "lanes": lanes,
         "spans": [[lanes.index(s["lane"]), s["what"], s["begin"], s["end"], s["step"]] for s in spans],

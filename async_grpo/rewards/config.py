@@ -24,7 +24,18 @@ FAILURE_POLICIES = ("mask", "group_mean", "refill", "constant:VALUE")
 LIMITS = {"concurrency": "concurrency", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}
 # The rewards of the shipped registry file that ask nobody: a folder may name them
 SHIPPED_REWARDS = (
-    *("math_verify", "mathd", "sympy", "countdown", "countdown_steps", "format", "code", "regex", "exact", "length"),
+    *(
+        "math_verify",
+        "mathd",
+        "sympy",
+        "countdown",
+        "countdown_steps",
+        "format",
+        "code",
+        "regex",
+        "exact",
+        "length",
+    ),
     *("majority", "json_schema", "environment", "environment_turns"),
 )
 VERIFIERS = 4  # by default, for each reward that needs processes
@@ -93,7 +104,10 @@ class RewardConfig(JudgeAddresses):
         None, "Cap on paid judges, in their currency.", range=NOT_NEGATIVE, portable=True
     )
     judge_budget_policy: str = _reward(
-        "pause", "At its end: pause, or fallback (--reward-fallback).", choices=("pause", "fallback"), portable=True
+        "pause",
+        "At its end: pause, or fallback (--reward-fallback).",
+        choices=("pause", "fallback"),
+        portable=True,
     )
 
     def __post_init__(self) -> None:

@@ -64,5 +64,8 @@ class OptimizerConfig(Section):
     )
     logprob_chunk_size: int = _optimizer(1024, "Tokens per slice of the vocabulary head.", range=POSITIVE)
     update_stats: bool = option(
-        True, "Log norms and ratios of the weight update (one more copy of the shards).", "Output", portable=True
+        True,
+        "Log norms and ratios of the weight update (one more copy of the shards).",
+        "Output",
+        portable=True,
     )

@@ -108,7 +108,7 @@ def write_model(
     # generation settings are defaults (transformers refuses to save some); the source's are copied
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(
-            copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
+            copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
     twin.save_pretrained(partial, state_dict=state)
     for name in COPIED_FILES:

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -22,9 +21,14 @@ from async_grpo.messages import Message, MicroBatch, StepEnd
 from async_grpo.metrics.writer import as_json
 from async_grpo.protocols import ExperienceSource
 from async_grpo.types import PROMPT_TOKEN
+from async_grpo.untrusted_files import files_inside, is_regular, read_json
 
 log = logging.getLogger(__name__)
 ARRAYS = tuple(one.name for one in dataclasses.fields(MicroBatch) if one.name != "is_dummy")
+MAX_STEP_BYTES = 64 << 20  # of the end of a step with its metrics
+MOST_RANKS = 1 << 20
+# What JSON and safetensors raise for files that hold anything
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError)
 NUMBERS = ("versions", "mask", "logprobs", "advantages", "ratios")  # of a token: `recorded_completions`
 
 
@@ -108,13 +112,17 @@ class Recording:
     def _recorded(self, step: int) -> int:
         """By how many ranks; 0: not at all, or not by all of them."""
         folder = record_folder(self._output_dir, step)
-        try:
-            told = json.loads((folder / "rank_0.json").read_text(encoding="utf-8"))
-        except OSError:
+        if not (folder / "rank_0.json").exists():
             return 0
-        if told["options"] not in self.options:
-            self.options.append(told["options"])
-        world_size = int(told["world_size"])
+        try:
+            told = read_json(folder / "rank_0.json", MAX_STEP_BYTES)
+            options, world_size = dict(told["options"]), told["world_size"]
+            if type(world_size) is not int or not 0 < world_size <= MOST_RANKS:
+                raise ValueError(f"world_size is {world_size!r:.50}")
+        except UNREADABLE as error:
+            raise ConfigurationError(f"the record {folder} cannot be read: {error}") from error
+        if options not in self.options:
+            self.options.append(options)
         whole = all((folder / f"rank_{rank}.json").exists() for rank in range(world_size))
         return world_size if whole else 0
 
@@ -131,12 +139,25 @@ class Recording:
 
     def _messages(self, rank: int) -> Iterator[Message]:
         folder = record_folder(self._output_dir, self._step)
-        told: dict[str, Any] = json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
-        arrays = load_file(folder / f"rank_{rank}.safetensors")
+        try:
+            messages = self._read(folder, rank)
+        except UNREADABLE as error:
+            raise ConfigurationError(f"the record {folder} cannot be read: {error}") from error
+        yield from messages
+
+    @staticmethod
+    def _read(folder: Path, rank: int) -> list[Message]:
+        told: dict[str, Any] = read_json(folder / f"rank_{rank}.json", MAX_STEP_BYTES)
+        file = folder / f"rank_{rank}.safetensors"
+        if not is_regular(file):
+            raise ValueError(f"{file.name} is no regular file")
+        arrays = load_file(file)
+        messages: list[Message] = []
         for number, is_dummy in enumerate(told.pop("dummies")):
             fields: dict[str, Any] = {name: arrays.get(f"{number}.{name}") for name in ARRAYS}
-            yield MicroBatch(**fields, is_dummy=is_dummy)
-        yield StepEnd(**{one.name: told[one.name] for one in dataclasses.fields(StepEnd)})
+            messages.append(MicroBatch(**fields, is_dummy=bool(is_dummy)))
+        messages.append(StepEnd(**{one.name: told[one.name] for one in dataclasses.fields(StepEnd)}))
+        return messages
 
 
 def recorded_completions(folder: Path) -> Iterator[tuple[int, list[int], dict[str, list[Any]]]]:
@@ -144,7 +165,7 @@ def recorded_completions(folder: Path) -> Iterator[tuple[int, list[int], dict[st
 
     `ratios`: natural logarithm of the trainer's probability over the engine's; NaN where a token was not trained.
     """
-    for arrays in map(load_file, sorted(folder.glob("rank_*.safetensors"))):
+    for arrays in map(load_file, files_inside(folder, "rank_*.safetensors")):
         for number in range(sum(name.endswith(".cu_seqlens") for name in arrays)):
             begins = f"{number}."
             of = {name.removeprefix(begins): one for name, one in arrays.items() if name.startswith(begins)}

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.modeling.load import model_folder, torch_dtype
+from async_grpo.modeling.model_files import weight_shapes
 from async_grpo.modeling.packed import compile_around_attention
 from async_grpo.modeling.policy import PolicyModel, named_weights
 from async_grpo.training.config import OptimizerConfig
@@ -74,8 +75,8 @@ def _mesh(ranks: Ranks, fsdp_size: int) -> DeviceMesh:
 
 
 def weight_names(path: str | Path) -> Collection[str]:
-    """Of the weights in a folder's safetensors files; of weights in another format none."""
-    return HuggingFaceStorageReader(str(model_folder(path))).read_metadata().state_dict_metadata
+    """Return the names of the weights in a folder's safetensors files; of weights in another format none."""
+    return weight_shapes(model_folder(path))
 
 
 @torch.no_grad()

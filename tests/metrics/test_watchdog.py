@@ -60,6 +60,7 @@ RUN = """
 
     watchdog = Watchdog(Path(sys.argv[1]), lambda: 7, float(sys.argv[2]), situation)
     watchdog.start()
+    lock = (Path(sys.argv[1]) / ".lock").open("a")  # open until the end, as a run has it
     end_in_order(lambda name: None, 60.0, is_failing=lambda: False, look=watchdog.ask)
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     with waiting("rank", "rank 0", "computing"):

@@ -75,7 +75,9 @@ def test_what_is_given_goes_before(checkpoint):
 def test_a_judge_that_the_evaluation_serves_itself_is_not_looked_for_where_the_run_had_it(tmp_path):
     url = "http://127.0.0.1:1"
     checkpoint = checkpoint_with(tmp_path, judge_urls=url)
-    with pytest.raises(ConfigurationError, match="used --judge-urls http://127.0.0.1:1.* give --judge-urls yourself"):
+    with pytest.raises(
+        ConfigurationError, match="used --judge-urls http://127.0.0.1:1.* give --judge-urls yourself"
+    ):
         given(checkpoint)
     assert given(checkpoint, judge_urls=url).judge_urls == url
     assert given(checkpoint, judge_model="judge").judge_urls == ""

@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
+from async_grpo.untrusted_files import MAX_ROW_BYTES, bounded_lines, open_regular, parse_json
 
 LABEL = "label"
 IN_FLIGHT = 256  # rows
@@ -54,8 +54,10 @@ def read_rows(path: str | Path) -> list[CompletionRow]:
     """All rows of the file. Raises ConfigurationError: it cannot be read or holds no rows, or a bad one at a named line."""
     rows, number, groups = [], 0, dict[str | int, int]()
     try:
-        with Path(path).open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+        with open_regular(Path(path), follow_links=True) as file:
+            for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+                if line is None:
+                    raise ValueError(f"longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row")
                 if line.strip():
                     row = _row(line)
                     if row.get("group_id") is None:  # without a prompt, a number that no other row has
@@ -83,8 +85,8 @@ def sample_of(row: Mapping[str, Any], completion: str | None = None) -> dict[str
 
 def _row(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or brackets without end
+        row = parse_json(line)
+    except ValueError as error:  # not UTF-8, not JSON, or brackets without end
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, not {type(row).__name__}")

@@ -1,0 +1,115 @@
+"""Lines that a run has written, as its readers may take them for granted, whoever made the folder.
+
+A line of another kind is passed over, and so is a value of another kind in it: what reads a run shows the rest.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from async_grpo.metrics.tail import last_records, spread_records
+from async_grpo.options.fields import is_number, refuse
+from async_grpo.untrusted_files import is_text
+
+LARGEST_COUNT = 1 << 53  # beyond it a float is no exact number
+LATEST_S = 1e11  # Unix seconds, in the year 5138: beyond it there are no dates
+MAX_NAME_CHARACTERS = 200
+Line = dict[str, Any]
+
+
+def metrics_lines(path: Path, count: int) -> list[Line]:
+    """Return the last lines of a file of metrics or of evaluations, at most `count`, each with a whole `step`."""
+    return list(_checked(last_records(path, count)))
+
+
+def spread_metrics(path: Path, since: int, count: int) -> Iterator[tuple[Line, int]]:
+    """Yield lines of a file of metrics from byte `since` on, as `spread_records` chooses them."""
+    for record, end in spread_records(path, since, count):
+        for line in _checked([record]):
+            yield line, end
+
+
+def span_lines(records: Iterable[Line]) -> list[Line]:
+    """Return the records that are spans of a timeline: a lane, what it did, from when to when, in which step."""
+    spans = []
+    for record in records:
+        names = record.get("lane"), record.get("what")
+        times = record.get("begin"), record.get("end")
+        has_times = all(is_number(time) and 0 <= time <= LATEST_S for time in times)
+        if all(map(_is_name, names)) and has_times and is_count(record.get("step")):
+            spans.append(record)
+    return spans
+
+
+def sample_lines(records: Iterable[Line]) -> list[Line]:
+    """Return the records that are samples: a step, a prompt and a completion."""
+    return [
+        record
+        for record in records
+        if is_count(record.get("step"))
+        and isinstance(record.get("input"), str)
+        and isinstance(record.get("completion"), str)
+    ]
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number that counts something."""
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
+
+
+def whole_option(options: Line, name: str) -> int:
+    """Return an option of a run that is a whole number above 0; ConfigurationError: its parameters do not say it."""
+    value = options.get(name)
+    refuse(
+        not is_count(value) or value == 0,
+        f"the run's parameters say {name} = {value!r:.50}, which is no number",
+    )
+    assert isinstance(value, int)
+    return value
+
+
+def _checked(records: Iterable[Line]) -> Iterator[Line]:
+    for record in records:
+        if not is_count(record.get("step")):
+            continue
+        line = _numbers(record)
+        line["step"] = record["step"]
+        if _is_name(record.get("file")):
+            line["file"] = record["file"]
+        alarms = record.get("alarms")
+        if isinstance(alarms, list):
+            line["alarms"] = [alarm for alarm in alarms if is_text(alarm)]
+        for name in ("verifiers", "staleness_tokens"):
+            if not isinstance(line.get(name), dict):
+                line.pop(name, None)
+        if "verifiers" in line:
+            line["verifiers"] = _tables_of_numbers(line["verifiers"])
+        if "staleness_tokens" in line:
+            line["staleness_tokens"] = _flat_numbers(line["staleness_tokens"])
+        yield line
+
+
+def _numbers(value: Line) -> Line:
+    """Return the numbers of an object, and of the objects in it; None stays, as a run writes it for NaN."""
+    numbers: Line = {}
+    for key, item in value.items():
+        if not is_text(key):
+            continue
+        if isinstance(item, dict):
+            numbers[key] = _numbers(item)
+        elif item is None or (is_number(item) and math.isfinite(item)):
+            numbers[key] = item
+    return numbers
+
+
+def _tables_of_numbers(value: Line) -> Line:
+    return {name: _flat_numbers(table) for name, table in value.items() if isinstance(table, dict)}
+
+
+def _flat_numbers(value: Line) -> Line:
+    return {name: number for name, number in value.items() if is_number(number)}
+
+
+def _is_name(value: Any) -> bool:
+    return is_text(value) and len(value) <= MAX_NAME_CHARACTERS

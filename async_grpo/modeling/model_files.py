@@ -1,0 +1,176 @@
+"""The files of a model's folder, which may be somebody else's: what in them could run code, and which are the weights.
+
+No code of a folder is run, and nothing is unpickled. transformers would ask on the terminal whether to run code that a
+configuration names (`auto_map`), would load the base model that an adapter names, and reads weights from pickles.
+"""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from async_grpo.errors import ConfigurationError
+from async_grpo.untrusted_files import plain_parts, read_json
+
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_CONFIG_BYTES = 16 << 20
+MAX_INDEX_BYTES = 64 << 20
+# Larger numbers are those of no model; transformers would build layers until the memory is full
+LARGEST = {
+    "num_hidden_layers": 2_000,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+}
+MOST_PARAMETERS_PER_BYTE = 8  # of the weights' files: a parameter that is stored in one bit
+CONVERT = "convert them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), where you trust the folder"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise ConfigurationError for a model's folder that names code, or whose configuration is no model's."""
+    for entry in sorted(folder.iterdir()):
+        _refuse_special(entry)
+    if (folder / "adapter_config.json").exists():
+        raise ConfigurationError(
+            f"{folder} holds an adapter (adapter_config.json), which names another model: merge it into its model "
+            "(peft's merge_and_unload) and give that folder"
+        )
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        if (folder / name).exists():
+            content = _table(folder / name)
+            _refuse_code(folder / name, content)
+            if name == "config.json":
+                _refuse_implausible(folder / name, content)
+
+
+def _refuse_special(entry: Path) -> None:
+    try:
+        mode = entry.stat().st_mode
+    except OSError as error:
+        raise ConfigurationError(f"{entry} of the model's folder cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ConfigurationError(f"{entry} of the model's folder is neither a file nor a folder: remove it")
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path, MAX_CONFIG_BYTES, follow_links=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be used: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} cannot be used: it holds no table")
+    return content
+
+
+def _tables(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a table and all tables in it."""
+    yield content
+    for value in content.values():
+        if isinstance(value, dict):
+            yield from _tables(value)
+
+
+def _refuse_code(path: Path, content: dict[str, Any]) -> None:
+    for table in _tables(content):
+        if table.get("auto_map"):
+            raise ConfigurationError(
+                f"{path} names code of its own (auto_map), which is never run: take the model in a form that transformers "
+                "knows by itself, or, if it knows this one, remove auto_map from the file"
+            )
+        for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+            kernel = table.get(key)
+            if kernel is not None and "/" in str(kernel):
+                raise ConfigurationError(
+                    f"{path} names code of the hub ({key}: {kernel!r:.80}): remove the key"
+                )
+        if table.get("speculators_config"):
+            raise ConfigurationError(f"{path} names another model (speculators_config): give that one")
+
+
+def _refuse_implausible(path: Path, content: dict[str, Any]) -> None:
+    for table in _tables(content):
+        for name, largest in LARGEST.items():
+            value = table.get(name)
+            if type(value) is int and not 0 <= value <= largest:
+                raise ConfigurationError(
+                    f"{path} cannot be used: {name} is {value}, and at most {largest} is read"
+                )
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of the weights in a folder's safetensors files, by name; of other formats none.
+
+    Every file of that kind counts: torch's reader takes all of them, whatever an index says.
+
+    Raises:
+        ConfigurationError: a file cannot be read, is named by the index and not there, or two hold the same weight.
+    """
+    cure = "fetch the whole model (hf download NAME --local-dir FOLDER)"
+    shapes: dict[str, list[int]] = {}
+    places: dict[str, Path] = {}
+    for file in sorted({*folder.glob("*.safetensors"), *_indexed(folder)}):
+        try:
+            if not file.is_file():
+                raise OSError("there is no such file")
+            with safe_open(file, "numpy") as weights:
+                for name in list(weights.keys()):
+                    if name in places:
+                        raise ConfigurationError(
+                            f"{name} is in two files of {folder}, {places[name].name} and {file.name}: remove the one "
+                            "that is not the model's"
+                        )
+                    places[name] = file
+                    shapes[name] = weights.get_slice(name).get_shape()
+        except (OSError, SafetensorError) as error:
+            raise ConfigurationError(f"the weights {file} cannot be read ({error}): {cure}") from error
+    return shapes
+
+
+def _indexed(folder: Path) -> list[Path]:
+    """Return the files that the folder's index names; ConfigurationError: one would lie outside."""
+    path = folder / INDEX_FILE
+    if not path.exists():
+        return []
+    names = _table(path).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigurationError(f"{path} cannot be used: it has no weight_map of names")
+    try:
+        return [folder.joinpath(*plain_parts(name)) for name in sorted(set(names.values()))]
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be used: {error}") from error
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise ConfigurationError for a folder whose weights are pickles, which could run anything, or are not there."""
+    if weight_shapes(folder):
+        return
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ConfigurationError(
+            f"the weights of {folder} are pickles ({pickles[0]}), which are not read: {CONVERT}"
+        )
+    raise ConfigurationError(
+        f"no causal language model can be loaded from {folder}: it holds no weights (*.safetensors): fetch the whole model (hf download NAME --local-dir FOLDER)"
+    )
+
+
+def refuse_more_parameters(folder: Path, num_parameters: int) -> None:
+    """Raise ConfigurationError where the configuration describes far more parameters than the files can hold.
+
+    What is missing would be made up, in memory of that size.
+    """
+    num_bytes = sum(file.stat().st_size for file in {*folder.glob("*.safetensors"), *_indexed(folder)})
+    if num_parameters > MOST_PARAMETERS_PER_BYTE * num_bytes:
+        raise ConfigurationError(
+            f"config.json of {folder} describes {num_parameters:,} parameters, and its weights have {num_bytes:,} bytes: "
+            "they do not belong together"
+        )
