@@ -8,8 +8,8 @@ A step that is saved again, as a long one is, has `step_<n>.002` and so on: noth
     experience.json, experience.safetensors     the groups alive, and the place in the data
 
 Nothing in it is pickled. It is written under a hidden name, flushed to the disk, and renamed. It may come from somebody
-else: torch's reader takes every *.safetensors that it finds in `training/`, so a folder with one more file than its manifest
-names is refused, and so are links, pipes and devices in it.
+else: torch's reader takes every *.safetensors that it finds in `training/`, so a folder with one more file than its
+manifest names is refused, and so are links, pipes and devices in it.
 """
 
 import dataclasses

@@ -11,9 +11,11 @@ import numpy as np
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.curriculum import Curriculum
 from async_grpo.options.fields import refuse
+from async_grpo.processes.deadline import interrupted_after
 from async_grpo.types import Prompt
 from async_grpo.untrusted_files import MAX_ROW_BYTES, all_is_text, bounded_lines, open_regular, parse_json
 
+TEMPLATE_S = 30.0  # of a model's chat template, for one row
 PROMPT_COLUMNS = ("input", "prompt", "messages")
 # Of a prompt's text, at most: tokenising what can never fit would take minutes, and gigabytes
 MAX_CHARACTERS_PER_TOKEN = 256
@@ -123,7 +125,11 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> list[int]:
         are_messages = messages and all(isinstance(said, dict) and "content" in said for said in messages)
         refuse(not are_messages, "messages must be a list of objects with role and content")
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return tokenizer.apply_chat_template(messages, **how)
+        try:
+            with interrupted_after(TEMPLATE_S, "the model's chat template"):
+                return tokenizer.apply_chat_template(messages, **how)
+        except Exception as error:  # a template is a program of the model's folder: it may raise anything
+            raise ConfigurationError(f"the model's chat template cannot be applied: {error}") from error
     if isinstance(text := row.get("input", row.get("prompt")), str):
         return tokenizer.encode(text)
     raise ConfigurationError("a row needs input_token_ids, messages, or prompt/input text")

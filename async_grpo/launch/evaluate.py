@@ -3,7 +3,6 @@
 The folder may be somebody else's. Of its run only options that are portable are taken over (`options/portable.py`).
 """
 
-import logging
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -46,7 +45,6 @@ OF_THIS_START = (
 )
 # What is said to rewards or environments is taken over only for shipped ones: the user's code is told nothing by a folder
 SPOKEN_OF = {"reward_options": "reward_fns", "environment_options": "environment"}
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ class EvalConfig(EvaluationTask, EnvironmentConfig, LocalJudge, EngineOptions, M
                 refuse_named({name: earlier[name]}, folder)
         texts = [f"{name}={value}" for name, value in earlier.items() if isinstance(value, str) and value]
         if texts:
-            log.info("taken over from the run of %s: %s", folder, " ".join(map(printable, texts)))
+            print(f"taken over from the run of {folder}: {printable(' '.join(texts))}", flush=True)
         return cls(**{**options, **earlier})
 
     def as_run(self, model: Path) -> LocalConfig:

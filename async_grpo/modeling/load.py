@@ -93,8 +93,8 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
         raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigurationError(
-            f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be made up: fetch "
-            "the whole model (hf download NAME --local-dir FOLDER)"
+            f"the weights in {path} lack {len(missing)} of the model's, such as {missing[0]}, which would be made up: "
+            "fetch the whole model (hf download NAME --local-dir FOLDER)"
         )
     return model
 

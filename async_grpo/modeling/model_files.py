@@ -32,7 +32,11 @@ LARGEST = {
     "n_routed_experts": 1 << 14,
 }
 MOST_PARAMETERS_PER_BYTE = 8  # of the weights' files: a parameter that is stored in one bit
-CONVERT = "convert them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), where you trust the folder"
+FETCH = "fetch the whole model (hf download NAME --local-dir FOLDER)"
+CONVERT = (
+    "where you trust the folder, convert them: "
+    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -114,7 +118,6 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
     Raises:
         ConfigurationError: a file cannot be read, is named by the index and not there, or two hold the same weight.
     """
-    cure = "fetch the whole model (hf download NAME --local-dir FOLDER)"
     shapes: dict[str, list[int]] = {}
     places: dict[str, Path] = {}
     for file in sorted({*folder.glob("*.safetensors"), *_indexed(folder)}):
@@ -131,7 +134,7 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
                     places[name] = file
                     shapes[name] = weights.get_slice(name).get_shape()
         except (OSError, SafetensorError) as error:
-            raise ConfigurationError(f"the weights {file} cannot be read ({error}): {cure}") from error
+            raise ConfigurationError(f"the weights {file} cannot be read ({error}): {FETCH}") from error
     return shapes
 
 
@@ -158,9 +161,8 @@ def refuse_pickles(folder: Path) -> None:
         raise ConfigurationError(
             f"the weights of {folder} are pickles ({pickles[0]}), which are not read: {CONVERT}"
         )
-    raise ConfigurationError(
-        f"no causal language model can be loaded from {folder}: it holds no weights (*.safetensors): fetch the whole model (hf download NAME --local-dir FOLDER)"
-    )
+    nothing = "it holds no weights (*.safetensors)"
+    raise ConfigurationError(f"no causal language model can be loaded from {folder}: {nothing}: {FETCH}")
 
 
 def refuse_more_parameters(folder: Path, num_parameters: int) -> None:

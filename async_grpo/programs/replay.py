@@ -1,8 +1,9 @@
 """`async-grpo replay RUN`: train again from what `--record` kept, without engines or rewards.
 
-The same options make the same weights, bit for bit in float32, on as many ranks as there were (`torchrun --nproc-per-node N
--m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say so. Of the folder, which
-may be somebody else's, only portable options are taken over (`options/portable.py`); a loss of your own must be given again.
+The same options make the same weights, bit for bit in float32, on as many ranks as there were (`torchrun
+--nproc-per-node N -m async_grpo replay RUN`). Other options, a loss to try, are as good as off-policy: the metrics say
+so. Of the folder, which may be somebody else's, only portable options are taken over (`options/portable.py`); a loss of
+your own must be given again.
 """
 
 import logging
