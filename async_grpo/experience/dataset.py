@@ -41,13 +41,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
     refuse(not path.is_file(), f"{path}: there is no such file")
     with open_regular(path, follow_links=True) as file:
         for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
+            if line is not None and not line.strip():
+                continue
             where = f"{path}, line {number}"
             if line is None:
                 raise ConfigurationError(
                     f"{where}: longer than {MAX_ROW_BYTES >> 20} MB, the most that is read of a row"
                 )
-            if not line.strip():
-                continue
             try:
                 row = parse_json(line)
             except ValueError as error:  # not UTF-8, not JSON, or brackets without end

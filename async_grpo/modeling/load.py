@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -59,7 +58,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     check_model_folder(folder)
     try:
         return AutoConfig.from_pretrained(folder, **LOCAL)
-    except UNUSABLE as error:
+    except Exception as error:  # transformers raises nothing narrower for files that hold anything
         raise ConfigurationError(f"the configuration in {folder} cannot be used: {error}") from error
 
 
@@ -89,7 +88,7 @@ def load_causal_lm(path: str | Path, dtype: str | torch.dtype) -> PreTrainedMode
     }
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, **LOCAL, **options)
-    except UNUSABLE as error:
+    except Exception as error:  # transformers raises nothing narrower for files that hold anything
         raise ConfigurationError(f"no causal language model can be loaded from {path}: {error}") from error
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigurationError(
@@ -109,7 +108,7 @@ def empty_causal_lm(path: str | Path) -> PreTrainedModel:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except UNUSABLE as error:
+    except Exception as error:  # transformers raises nothing narrower for files that hold anything
         raise ConfigurationError(f"no causal language model can be made of {path}: {error}") from error
     model.tie_weights()  # each place has got a parameter of its own
     refuse_more_parameters(model_folder(path), sum(weight.numel() for weight in model.parameters()))
@@ -140,7 +139,7 @@ def _vocabulary(folder: Path) -> Any:
             tokenizer = read_json(folder / "tokenizer.json", MAX_TOKENIZER_BYTES, follow_links=True)
             added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
             return {"vocab": tokenizer.get("model", {}).get("vocab"), "added": added}
-        except UNUSABLE as error:
+        except Exception as error:  # transformers raises nothing narrower for files that hold anything
             raise ConfigurationError(f"the tokenizer in {folder} cannot be read ({error})") from error
     for name in ("tokenizer.model", "vocab.json"):
         if (folder / name).is_file():
