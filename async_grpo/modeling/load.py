@@ -24,17 +24,6 @@ ARCHITECTURE_FIELDS = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MAX_TOKENIZER_BYTES = 256 << 20
-# What transformers raises for a folder that holds anything
-UNUSABLE = (
-    ValueError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ImportError,
-    SafetensorError,
-)
 # Said everywhere: where nothing is said, transformers asks on the terminal whether to run a folder's code
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
