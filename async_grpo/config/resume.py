@@ -14,6 +14,7 @@ from async_grpo.errors import ConfigurationError
 from async_grpo.metrics.writer import METRICS_FILE, PARAMS_FILE, options_of
 from async_grpo.options.fields import dashed
 from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.untrusted_files import open_regular, printable
 
 # What cannot change, and why. All else may, and the log says which did
 _BOUND = "the groups alive were admitted under that bound"
@@ -40,6 +41,7 @@ DERIVED = {  # of several options
     "logprob_roles": "the log-probs wanted by --kl-coef, --old-policy and --policy-loss",
 }
 OF_EACH_START = ("resume", "output_dir", "run_name", "max_hours", "stall_s")  # nothing to speak of
+SHOWN_CHARACTERS = 200
 WAY_OUT = "give the earlier value, or begin a new run: --resume never, and another --output-dir"
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def _continued(config: RunConfig) -> tuple[Path, Manifest] | None:
     """The newest checkpoint of the output folder, if a start with the same `--resume PATH` made it: the same command
     goes on from there."""
     found = newest(config.output_path)
-    return found if found is not None and found[1].options["resume"] == config.resume else None
+    return found if found is not None and found[1].options.get("resume") == config.resume else None
 
 
 def _refuse_to_begin_over(config: RunConfig) -> None:
@@ -103,24 +105,29 @@ def refuse_changes(config: RunConfig, where: Path, earlier: Mapping[str, Any]) -
         value, before = options[name], earlier.get(name, options[name])
         if value != before and not (name == "reward_fns" and not value):  # else the workers will name them
             flags = DERIVED.get(name, f"--{dashed(name)}")
-            changed = f"{flags}: {value}, and was {before} in the run of {where}"
+            changed = f"{flags}: {value}, and was {_shown(before)} in the run of {where}"
             raise ConfigurationError(f"{changed}: {reason}; {WAY_OUT}")
 
 
 def _tell_changes(config: RunConfig, manifest: Manifest) -> None:
     now, then = as_options(config), manifest.options
     changed = [
-        f"--{dashed(name)} {then.get(name)} -> {now[name]}"
+        f"--{dashed(name)} {_shown(then.get(name))} -> {now[name]}"
         for name in now
         if now[name] != then.get(name) and name not in OF_EACH_START
     ]
     changed += [
-        f"{name} {manifest.versions.get(name)} -> {found}"
+        f"{name} {_shown(manifest.versions.get(name))} -> {found}"
         for name, found in versions().items()
         if manifest.versions.get(name) != found
     ]
     if changed:
         log.warning("resumed with other options or versions: %s", ", ".join(changed))
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a manifest, which may be somebody else's, as a message shows it."""
+    return printable(str(value)[:SHOWN_CHARACTERS])
 
 
 def as_options(config: RunConfig) -> dict[str, Any]:
@@ -137,5 +144,5 @@ def inputs(config: RunConfig) -> dict[str, str]:
     """By which it is known that data are the same: the sha256 of their file."""
     if config.data_path == ROWS:  # then the environment's name and options tell
         return {"data_path": f"{config.environment} {config.environment_options}"}
-    with Path(config.data_path).open("rb") as file:
+    with open_regular(Path(config.data_path), follow_links=True) as file:
         return {"data_path": hashlib.file_digest(file, "sha256").hexdigest()}

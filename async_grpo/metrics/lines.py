@@ -15,6 +15,7 @@ from async_grpo.untrusted_files import is_text
 LARGEST_COUNT = 1 << 53  # beyond it a float is no exact number
 LATEST_S = 1e11  # Unix seconds, in the year 5138: beyond it there are no dates
 MAX_NAME_CHARACTERS = 200
+OTHER_KINDS = ("step", "file", "alarms", "verifiers", "staleness_tokens")  # keys that hold no plain number
 Line = dict[str, Any]
 
 
@@ -73,20 +74,22 @@ def _checked(records: Iterable[Line]) -> Iterator[Line]:
     for record in records:
         if not is_count(record.get("step")):
             continue
-        line = _numbers(record)
+        line = _numbers({key: value for key, value in record.items() if key not in OTHER_KINDS})
         line["step"] = record["step"]
         if _is_name(record.get("file")):
             line["file"] = record["file"]
         alarms = record.get("alarms")
         if isinstance(alarms, list):
             line["alarms"] = [alarm for alarm in alarms if is_text(alarm)]
-        for name in ("verifiers", "staleness_tokens"):
-            if not isinstance(line.get(name), dict):
-                line.pop(name, None)
-        if "verifiers" in line:
-            line["verifiers"] = _tables_of_numbers(line["verifiers"])
-        if "staleness_tokens" in line:
-            line["staleness_tokens"] = _flat_numbers(line["staleness_tokens"])
+        verifiers = record.get("verifiers")
+        if isinstance(verifiers, dict):
+            tables = {name: stats for name, stats in verifiers.items() if isinstance(stats, dict)}
+            line["verifiers"] = {
+                name: _flat_numbers(stats) for name, stats in tables.items() if is_text(name)
+            }
+        ages = record.get("staleness_tokens")
+        if isinstance(ages, dict):
+            line["staleness_tokens"] = _flat_numbers(ages)
         yield line
 
 
@@ -103,12 +106,8 @@ def _numbers(value: Line) -> Line:
     return numbers
 
 
-def _tables_of_numbers(value: Line) -> Line:
-    return {name: _flat_numbers(table) for name, table in value.items() if isinstance(table, dict)}
-
-
 def _flat_numbers(value: Line) -> Line:
-    return {name: number for name, number in value.items() if is_number(number)}
+    return {name: number for name, number in _numbers(value).items() if is_number(number)}
 
 
 def _is_name(value: Any) -> bool:

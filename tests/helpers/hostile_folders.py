@@ -115,7 +115,9 @@ def relisted(folder: Path) -> None:
 
     def change(content: dict[str, Any]) -> None:
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
-        content["files"] = {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
+        content["files"] = {
+            str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files
+        }
         content["sizes"] = {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
     resealed(folder, change)

@@ -94,6 +94,7 @@ FLOORS = [
         "metrics",
         "checkpoints",
         "viewer",
+        "untrusted_files",
     },
     {"algorithm"},
     {"modeling"},

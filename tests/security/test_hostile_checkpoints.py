@@ -4,20 +4,25 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hostile_folders import Canary, Ended, command, link_to, relisted, replaced, resealed
 from safetensors.torch import load_file, save_file
 
 from async_grpo.checkpoints.folder import checkpoints_of, verify
-from async_grpo.config.resume import as_options
+from async_grpo.config.resume import as_options, find_checkpoint
 from async_grpo.config.run import RunConfig
 from async_grpo.data import COUNTDOWN_HELDOUT, COUNTDOWN_TRAIN, TINY_MODEL
-from async_grpo.errors import CheckpointBroken
+from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.experience.dataset import PromptCursor, Question
+from async_grpo.experience.state import ExperienceState
 from async_grpo.launch import evaluate
 from async_grpo.modeling.load import load_causal_lm
 from async_grpo.modeling.policy import PolicyModel
@@ -28,6 +33,7 @@ from async_grpo.training.optimizer import build_policy_optimizer
 
 pytestmark = pytest.mark.timeout(180)
 NORM = "model.norm.weight"
+GROUP = {"number": 0, "ordinal": 0, "question": 0, "resampled": 0, "samples": None}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +148,10 @@ def a_shard_of_another_model(hostile: Hostile) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Hostile], Any], str]] = {
-    "a shard of zeros is added": (lambda h: h.zeros("shard-00009.safetensors"), "its manifest.json does not name"),
+    "a shard of zeros is added": (
+        lambda h: h.zeros("shard-00009.safetensors"),
+        "its manifest.json does not name",
+    ),
     "a shard of zeros comes first": (lambda h: h.zeros("0.safetensors"), "its manifest.json does not name"),
     "a shard of zeros is hidden": (lambda h: h.zeros(".x.safetensors"), "its manifest.json does not name"),
     "a pickle that torch's own reader would load": (
@@ -292,6 +301,36 @@ def test_what_a_manifest_names_is_not_run_and_the_user_is_told_to_give_it(hostil
     assert run is None and not hostile.canary.path.exists()
 
 
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[bytes]]]:
+    """A server on the loopback interface; its address, and what it has been sent."""
+    received: list[bytes] = []
+
+    class Record(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            received.append(self.request.recv(4096))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Record) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", received
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("flag", ["judge_urls", "http_scorer_urls"])
+def test_no_address_of_a_folder_is_asked_and_no_key_leaves(hostile, monkeypatch, capfd, listener, flag):
+    address, received = listener
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
+    reward = {"judge_urls": "llm_judge", "http_scorer_urls": "http_scorer"}[flag]
+    hostile.options(**{flag: address, "reward_fns": [reward], "reward_env": "MY_API_KEY"})
+    for arguments in (["eval", hostile.run], ["export", hostile.run, "--output-dir", hostile.run / "model"]):
+        ended = command(capfd, *arguments)
+        assert "sk-0123456789" not in ended.text
+        assert ended.is_named_error or arguments[0] == "export"
+    assert received == []
+
+
 def test_the_user_may_give_what_the_run_used(hostile, monkeypatch, capfd):
     """The error says how; then it is the user's own choice, and the file runs."""
     source = hostile.source()
@@ -331,3 +370,83 @@ def test_an_estimator_of_the_runs_own_is_not_run_and_an_evaluation_does_without(
     ended, run = evaluated(hostile, monkeypatch, capfd, hostile.run)
     assert ended.code == 0, ended.text
     assert run.advantage_estimator == "grpo" and not hostile.canary.path.exists()
+
+
+# Going on from it
+
+
+def going_on(hostile: Hostile, **changes: Any) -> RunConfig:
+    options = json.loads((hostile.checkpoint / "manifest.json").read_text())["options"]
+    known = {
+        name: options[name]
+        for name in ("model_name_or_path", "data_path", "temperature", "max_generation_tokens")
+    }
+    told = {
+        "reward_fns": "countdown,format",
+        "resume": str(hostile.checkpoint),
+        "output_dir": str(hostile.run / "b"),
+    }
+    return RunConfig(**known | told | changes)
+
+
+def test_a_run_that_goes_on_from_a_folder_compares_what_it_names_and_takes_nothing_over(hostile):
+    with pytest.raises(ConfigurationError, match="the file of --data-path is not the one"):
+        find_checkpoint(going_on(hostile))  # all options fit; the fixture wrote no digest of its data
+    hostile.options(reward_fns=[hostile.source()])
+    with pytest.raises(ConfigurationError, match="--reward-fns: .*, and was .*evil.py:run"):
+        find_checkpoint(going_on(hostile))
+    hostile.options(reward_fns=["countdown", "format"], engine=hostile.source(), policy_loss=hostile.source())
+    config = going_on(hostile)
+    with pytest.raises(ConfigurationError, match="--data-path"):
+        find_checkpoint(config)
+    assert config.policy_loss == "ppo_clip" and not hostile.canary.path.exists()
+
+
+def test_what_a_manifest_says_cannot_steer_the_terminal(hostile):
+    hostile.options(reward_fns=["\x1b]0;evil\x07"])
+    with pytest.raises(ConfigurationError) as refused:
+        find_checkpoint(going_on(hostile))
+    assert "\x1b" not in str(refused.value)
+
+
+def test_a_hostile_checkpoint_is_not_gone_on_from(hostile):
+    hostile.zeros("0.safetensors")
+    with pytest.raises(ConfigurationError, match="which its manifest.json does not name"):
+        find_checkpoint(going_on(hostile))
+
+
+STATES: dict[str, Any] = {
+    "brackets": "[" * 10**6,
+    "a list": "[]",
+    "no groups": {"groups": 3},
+    "a group of no kind": {"groups": [3]},
+    "a question that is not there": {"groups": [GROUP | {"question": 10**9}]},
+    "a question from the end": {"groups": [GROUP | {"question": -1}]},
+    "a number as text": {"groups": [GROUP | {"number": "1"}]},
+    "more tokens than there are": {"groups": [GROUP | {"samples": [{"tokens": 10**9}]}]},
+    "fewer than none": {"groups": [GROUP | {"samples": [{"tokens": -5}]}]},
+    "a sample without a text": {"groups": [GROUP | {"samples": [{"tokens": 1, "finish_reason": "stop"}]}]},
+    "a step that is text": {"groups": [], "step": "1"},
+    "a key of its own": {"groups": [], "evil": 1},
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_groups_alive_that_no_run_has_written_are_refused_by_name(tmp_path, kind):
+    content = STATES[kind]
+    if isinstance(content, dict):
+        content = json.dumps({"step": 1, "admitted": 2, "cursor": {}} | content)
+    (tmp_path / "experience.json").write_text(content)
+    save_file({"token_ids": torch.zeros(4, dtype=torch.int32)}, tmp_path / "experience.safetensors")
+    questions = [Question(np.zeros(2, np.int32), {}) for _ in range(3)]
+    with pytest.raises(CheckpointBroken, match="the groups alive cannot be read"):
+        ExperienceState.load(tmp_path, PromptCursor(questions, 0).prompt)
+
+
+def test_a_pipe_in_the_place_of_the_groups_alive_is_not_waited_for(tmp_path):
+    (tmp_path / "experience.json").write_text(
+        json.dumps({"step": 1, "admitted": 2, "cursor": {}, "groups": []})
+    )
+    os.mkfifo(tmp_path / "experience.safetensors")
+    with pytest.raises(CheckpointBroken, match="is not a regular file"):
+        ExperienceState.load(tmp_path, PromptCursor([], 0).prompt)

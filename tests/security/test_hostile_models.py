@@ -154,7 +154,10 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
         ),
         "chat template cannot be applied",
     ),
-    "an end token that is text": (lambda m: m.say("generation_config.json", eos_token_id="ls"), "is no token id"),
+    "an end token that is text": (
+        lambda m: m.say("generation_config.json", eos_token_id="ls"),
+        "is no token id",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""A run's folder of somebody else's, looked at by every command that reads one: no code, no file of elsewhere, no traceback."""
+"""A run's folder of somebody else's, looked at by every command: no code, no file of elsewhere, no traceback."""
 
 import json
 import os
@@ -44,7 +44,9 @@ class Run:
         self.folder.mkdir()
         self.options()
         self.write("training_metrics.jsonl", *(self.step(number) for number in (1, 2, 3)))
-        self.write("samples.jsonl", {"step": 3, "input": "1+1", "completion": "two", "group": 0, "advantage": 1.0})
+        self.write(
+            "samples.jsonl", {"step": 3, "input": "1+1", "completion": "two", "group": 0, "advantage": 1.0}
+        )
         spans = {"lane": "trainer 0", "what": "train", "begin": now(), "end": now() + 1, "step": 3}
         self.write("timeline.jsonl", spans)
         self.write("eval_metrics.jsonl", {"step": 3, "eval_avg_reward": 0.25, "eval_avg_reward_ci": None})
@@ -95,7 +97,9 @@ class Run:
         (model / "tokenizer_config.json").write_text(json.dumps(content))
         self.options(model_name_or_path=str(model))
         self.record(b"")
-        save_file({"0.cu_seqlens": np.zeros(2, np.int32)}, self.folder / "record/step_000000002/rank_0.safetensors")
+        save_file(
+            {"0.cu_seqlens": np.zeros(2, np.int32)}, self.folder / "record/step_000000002/rank_0.safetensors"
+        )
 
 
 @pytest.fixture
@@ -122,13 +126,16 @@ FOLDERS: dict[str, Callable[[Run], Any]] = {
     "metrics that are a device": lambda r: r.put("training_metrics.jsonl", link_to("/dev/zero")),
     "metrics that lie elsewhere": lambda r: r.put("training_metrics.jsonl", link_to(r.secret)),
     "metrics of odd lines": lambda r: r.write("training_metrics.jsonl", *ODD_LINES),
-    "metrics of brackets": lambda r: r.raw("training_metrics.jsonl", "[" * 10**6 + "\n" + '{"a":' * 900 + "\n"),
+    "metrics of brackets": lambda r: r.raw(
+        "training_metrics.jsonl", "[" * 10**6 + "\n" + '{"a":' * 900 + "\n"
+    ),
     "metrics of half pairs of surrogates": lambda r: r.write(
         "training_metrics.jsonl", r.step(1) | {"\ud800": 1, "alarms": ["\udfff"], "file": "\ud800"}
     ),
     "metrics of bytes": lambda r: r.raw("training_metrics.jsonl", bytes(range(256)) * 1000),
     "metrics in one line of 100 MB": lambda r: r.raw(
-        "training_metrics.jsonl", b'{"step": 1, "a": "' + b"x" * (100 << 20) + b'"}\n' + jsonl(r.step(2)).encode()
+        "training_metrics.jsonl",
+        b'{"step": 1, "a": "' + b"x" * (100 << 20) + b'"}\n' + jsonl(r.step(2)).encode(),
     ),
     "metrics without an end of 100 MB": lambda r: r.raw("training_metrics.jsonl", b"{}" * (50 << 20)),
     "parameters of brackets": lambda r: r.raw("training_params.json", "[" * 10**6),
@@ -252,7 +259,9 @@ def test_odd_lines_are_passed_over_and_the_others_shown(run, capfd):
 def test_a_long_line_is_skipped_said_so_and_the_one_behind_it_shown(run, capfd, caplog):
     run.raw("training_metrics.jsonl", b"x" * (20 << 20) + b"\n" + jsonl(run.step(2)).encode())
     with bounded(), caplog.at_level("WARNING", "async_grpo"):
-        assert [json.loads(line)["step"] for line in last_lines(run.folder / "training_metrics.jsonl", 5)] == [2]
+        assert [
+            json.loads(line)["step"] for line in last_lines(run.folder / "training_metrics.jsonl", 5)
+        ] == [2]
     assert "1 lines of more than 8 MB are not read" in caplog.text
 
 
