@@ -56,9 +56,6 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "tokens that are text": (of_text('{"input_token_ids": ["1"]}'), "must be a list of integers"),
     "messages of another kind": (of_text('{"messages": [1]}'), "messages must be a list of objects"),
-        of_text('{"messages": [{"content": [3]}]}'),
-        "chat template cannot be applied",
-    ),
 }
 
 

@@ -21,6 +21,7 @@ from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.writer import claim
 from async_grpo.programs.samples import SamplesConfig, samples_page
 from async_grpo.programs.watch import WatchConfig, application, data
+from async_grpo.rewards.cache.file import APPLICATION_ID
 
 pytestmark = pytest.mark.timeout(240)
 OPTIONS = {
@@ -330,5 +331,11 @@ def test_a_verdict_cache_of_another_kind_is_refused(tmp_path, capfd):
     (tmp_path / "bytes").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
     with sqlite3.connect(tmp_path / "other") as other:
         other.execute("CREATE TABLE verdicts (key)")
-    for name in ("pipe", "zero", "bytes", "other"):
+    with sqlite3.connect(tmp_path / "endless") as endless:
+        endless.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        numbers = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x AS key"
+        columns = ("adapter", "hits", "size", "created", "last_used", "cost")
+        values = "".join(f", x AS {column}" for column in columns)
+        endless.execute(f"CREATE VIEW verdicts AS {numbers}{values} FROM c")
+    for name in ("pipe", "zero", "bytes", "other", "endless"):
         assert command(capfd, "cache", tmp_path / name).is_named_error

@@ -32,6 +32,7 @@ _SETTINGS = """
     PRAGMA synchronous = NORMAL;  -- a power cut may cost entries, not the file
     PRAGMA journal_size_limit = 16777216
 """
+_NUM_PROGRAMS = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"
 ENTRY_OVERHEAD_BYTES = 150  # of the columns beside key and answer, and of the index, roughly
 STORAGE_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)  # whatever a file can do to its users
 
@@ -132,10 +133,13 @@ def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     try:
         if is_new:
             connection.executescript(_CREATE)
-        queries = ("PRAGMA application_id", "PRAGMA quick_check(1)")
+        # First, as quick_check may read a view: one of somebody else's, or a trigger, computes without end
+        queries = ("PRAGMA application_id", _NUM_PROGRAMS, "PRAGMA quick_check(1)")
         found = [connection.execute(query).fetchone()[0] for query in queries]
-        if found != [APPLICATION_ID, "ok"]:
-            raise sqlite3.DatabaseError(f"application id {found[0]}, check {found[1]!r}")
+        if found != [APPLICATION_ID, 0, "ok"]:
+            raise sqlite3.DatabaseError(
+                f"application id {found[0]}, {found[1]} views or triggers, check {found[2]!r}"
+            )
         connection.executescript(_SETTINGS)
     except BaseException as error:
         connection.close()
