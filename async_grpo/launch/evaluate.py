@@ -18,6 +18,7 @@ from async_grpo.config.run import MemberConfig, RunConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import CheckpointBroken
 from async_grpo.experience.config import EvaluationTask
+from async_grpo.files.untrusted import printable
 from async_grpo.generation.config import EngineOptions
 from async_grpo.launch.environment import gpus
 from async_grpo.launch.judge_servers import LocalJudge
@@ -28,7 +29,6 @@ from async_grpo.options.command_line import run_command, set_up_logging
 from async_grpo.options.fields import NOT_NEGATIVE, POSITIVE, choices_of, names_in, option, refuse, required
 from async_grpo.options.portable import portable_options, refuse_named
 from async_grpo.programs.export import ExportConfig, export
-from async_grpo.untrusted_files import printable
 
 AT_ONCE = 1024  # completions, if the engines hold so many
 DAYS_S = 7 * 86_400.0

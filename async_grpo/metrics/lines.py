@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from async_grpo.files.untrusted import is_text
 from async_grpo.metrics.tail import last_records, spread_records
 from async_grpo.options.fields import is_number, refuse
-from async_grpo.untrusted_files import is_text
 
 LARGEST_COUNT = 1 << 53  # beyond it a float is no exact number
 LATEST_S = 1e11  # Unix seconds, in the year 5138: beyond it there are no dates

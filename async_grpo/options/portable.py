@@ -14,8 +14,8 @@ from shlex import quote
 from typing import Any, get_args
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.files.untrusted import is_text, printable
 from async_grpo.options.fields import choices_of, dashed, names_in
-from async_grpo.untrusted_files import is_text, printable
 
 MAX_VALUE_CHARACTERS = 10_000
 SHOWN_CHARACTERS = 200  # of a refused value

@@ -18,11 +18,11 @@ from async_grpo.config.run import RunConfig
 from async_grpo.environments.config import EnvironmentConfig
 from async_grpo.errors import ConfigurationError
 from async_grpo.experience.config import EvaluationConfig
+from async_grpo.files.untrusted import is_text
 from async_grpo.metrics.writer import PARAMS_FILE, MetricsWriter, claim, options_of
 from async_grpo.options.fields import NOT_NEGATIVE, dashed, option, refuse, required
 from async_grpo.options.portable import portable_options
 from async_grpo.rewards.config import RewardConfig
-from async_grpo.untrusted_files import is_text
 from async_grpo.weights.config import WeightConfig
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.files.untrusted import is_regular
 from async_grpo.metrics.lines import metrics_lines, span_lines, spread_metrics
 from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
@@ -27,7 +28,6 @@ from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
 from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
 from async_grpo.programs.status import RECENT, headline, total_steps, trainer_log
-from async_grpo.untrusted_files import is_regular
 
 POINTS = 2000  # of each curve, at most
 EVALUATIONS, SPANS, SAMPLES = 300, 1500, 2000  # the newest

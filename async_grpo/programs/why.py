@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_grpo.files.untrusted import files_inside, printable
 from async_grpo.metrics.lines import metrics_lines
 from async_grpo.metrics.tail import last_lines
 from async_grpo.metrics.watchdog import stalls_of
@@ -14,7 +15,6 @@ from async_grpo.metrics.writer import LOCK_FILE, METRICS_FILE, holder, options_o
 from async_grpo.options.fields import Section, required
 from async_grpo.processes.look import ask, look
 from async_grpo.programs.status import headline
-from async_grpo.untrusted_files import files_inside, printable
 
 ANSWER_S, LOG_LINES, ERRORS = 60.0, 2000, 3
 ERROR = re.compile(r"error: | ERROR |^([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")

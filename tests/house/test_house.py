@@ -94,7 +94,7 @@ FLOORS = [
         "metrics",
         "checkpoints",
         "viewer",
-        "untrusted_files",
+        "files",
     },
     {"algorithm"},
     {"modeling"},

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.files.untrusted import MAX_ROW_BYTES, bounded_lines, open_regular, parse_json
 from async_grpo.rewards.adapter.result import is_finite_number
 from async_grpo.rewards.adapter_queue import AdapterQueue
 from async_grpo.rewards.pool import VerifierPool
 from async_grpo.rewards.verifier_worker import MakeWorker, Timeouts
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
-from async_grpo.untrusted_files import MAX_ROW_BYTES, bounded_lines, open_regular, parse_json
 
 LABEL = "label"
 IN_FLIGHT = 256  # rows
