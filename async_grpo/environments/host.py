@@ -18,9 +18,10 @@ from typing import Any
 from pydantic import TypeAdapter, validate_call
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.redaction import redacted
 from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options
-from async_grpo.rewards.adapter.result import describe, failure, is_finite_number
+from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, describe, failure, is_plausible
 from async_grpo.rewards.isolation.child import Answers
 from async_grpo.rewards.isolation.lines import Message
 
@@ -91,8 +92,8 @@ class EnvironmentHost:
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(f"step returned {returned!r:.200}, not (observation, reward, whether it is over)")
         observation, reward, done = returned
-        if not is_finite_number(reward):
-            raise ValueError(f"the reward {reward!r} is no finite number")
+        if not is_plausible(reward):
+            raise ValueError(f"the reward is {reward!r:.60}: {PLAUSIBLE_REWARD}")
         return _seen(playing, observation) | {"reward": float(reward), "done": bool(done)}
 
     async def _leave(self, number: int) -> dict[str, Any]:
@@ -117,7 +118,8 @@ class EnvironmentHost:
             text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
             return {"answer": text[:MAX_ANSWER], "failed": False}
         except Exception as error:
-            return {"answer": f"error: {type(error).__name__}: {error}"[:MAX_ANSWER], "failed": True}
+            said = redacted(f"error: {type(error).__name__}: {error}")
+            return {"answer": said[:MAX_ANSWER], "failed": True}
 
 
 async def _awaited(returned: Any) -> Any:

@@ -49,8 +49,8 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
     if isinstance(returned, tuple) and len(returned) == 3:
         returned, query, explanation = returned
         answer = read_answer(returned, sample, process)
-        asked = f"(asked: {_cut(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
-        parts = (answer["reason"], _cut(str(explanation or "")), asked)
+        asked = f"(asked: {excerpt(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
+        parts = (answer["reason"], excerpt(str(explanation or "")), asked)
         return answer | {"reason": " ".join(filter(None, parts))}
     if isinstance(returned, Real) and not process:
         returned = {"reward": returned}
@@ -83,7 +83,7 @@ def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
     """The answer of a call that came to nothing."""
-    reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
+    reason = excerpt(reason, 2 * MAX_REASON_CHARACTERS)
     return {"status": status, "reward": None, "extra": {}, "steps": [], "reason": reason}
 
 
@@ -94,7 +94,7 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(raised.__traceback__) if raised is not None else []
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     kind = "" if refused else f"{type(error).__name__}: "
-    return _cut(f"{kind}{_cut(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
+    return excerpt(f"{kind}{excerpt(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
 
 
 def is_finite_number(value: Any) -> bool:
@@ -119,10 +119,10 @@ def finite(text: str) -> float:
     """
     number = float(text)
     if not is_finite_number(number):
-        raise ValueError(f"{_cut(text, MAX_QUOTED_NUMBER)} is no finite number")
+        raise ValueError(f"{excerpt(text, MAX_QUOTED_NUMBER)} is no finite number")
     digits = text.lower().partition("e")[0]
     if number == 0.0 and digits.strip("+-0._"):
-        raise ValueError(f"{_cut(text, MAX_QUOTED_NUMBER)} is too small for a float, and is not 0")
+        raise ValueError(f"{excerpt(text, MAX_QUOTED_NUMBER)} is too small for a float, and is not 0")
     return number
 
 
@@ -138,9 +138,9 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
-    """Return the beginning of a text without secrets, which files can hold: half of a secret would not be known as one."""
-    text = redacted(text)
+def excerpt(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
+    """Return the beginning of a text, without secrets, and fit for a file."""
+    text = redacted(text)  # before the cut: nobody would know half of a secret for one
     text = text if len(text) <= length else text[:length] + " ..."
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate, of JSON, cannot be written
 

@@ -297,7 +297,7 @@ async def test_the_last_score_counts_on_its_scale_and_json_may_follow_a_thought(
 @pytest.mark.parametrize(("options", "reply", "reason"), NO_VERDICT)
 async def test_a_reply_without_a_score_is_asked_for_once_more_and_then_a_failure_soon(options, reply, reason):
     started = time.monotonic()
-    good = chat(next(text for of, text in GOOD if of is options))
+    good = chat(next(text for settings, text in GOOD if settings == options))
     client = Scripted(reply, good)
     assert (await scored(llm(**options), client))["judge_score"] == 5 and len(client.calls) == 2
     client = Scripted(reply, reply, good)
