@@ -62,13 +62,25 @@ def spellings(value: str) -> frozenset[str]:
     parts = {value} | {line.strip() for line in value.splitlines() if len(line) >= SHORTEST_LINE_CHARACTERS}
     found = set(parts)
     for part in parts:
-        found |= {json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1], repr(part)[1:-1]}
+        for text in _escaped_spellings(part):
+            found |= {text, *_escaped_spellings(text)}  # a quotation may be quoted again
         encoded = {quote(part, errors="replace"), quote(part, safe="", errors="replace")}
         encoded.add(quote_plus(part, errors="replace"))
         found |= encoded
         found |= {re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), text) for text in encoded}
         found |= _base64_spellings(part.encode(errors="replace"))
     return frozenset(text for text in found if len(text) >= SHORTEST_CHARACTERS)
+
+
+def _escaped_spellings(text: str) -> set[str]:
+    """Return what JSON and `repr` make of the text, without the quotation marks around it."""
+    both_marks = "'\""  # in a text that holds both, `repr` escapes one of them
+    return {
+        json.dumps(text)[1:-1],
+        json.dumps(text, ensure_ascii=False)[1:-1],
+        repr(text)[1:-1],
+        repr(both_marks + text)[len(repr(both_marks)) - 1 : -1],
+    }
 
 
 def _base64_spellings(value: bytes) -> set[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from async_grpo.errors import WorkerLost
 from async_grpo.options.redaction import redacted
-from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible
+from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible, shown
 from async_grpo.types import AdapterResult, RewardStatus
 
 PREFETCH_S, MAX_PREFETCH = 0.1, 64  # longer, and samples would wait while another worker is idle
@@ -125,7 +125,7 @@ def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     """
     reward = answer["reward"]
     if reward is not None and not is_plausible(reward):
-        answer = failure(f"the reward is {reward!r:.60}: {PLAUSIBLE_REWARD}")
+        answer = failure(f"the reward is {shown(reward)}: {PLAUSIBLE_REWARD}")
     steps = tuple((int(token), float(step_reward)) for token, step_reward in answer["steps"])
     return {
         "status": RewardStatus(answer["status"]),

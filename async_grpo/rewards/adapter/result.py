@@ -37,6 +37,7 @@ KINDS = ("step_rewards", "token_rewards")
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500
 MAX_QUOTED_NUMBER = 40  # characters
+MAX_SHOWN_CHARACTERS = 60  # of a value that is none
 _MEMBER = {"sample", "status", "extra", "steps", "reason"}  # what a group's member holds besides its reward
 
 
@@ -145,6 +146,11 @@ def excerpt(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate, of JSON, cannot be written
 
 
+def shown(value: Any, length: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Return the beginning of a value for a reason: a reward may return anything, a secret too."""
+    return excerpt(repr(value), length)
+
+
 def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, float]:
     """The finite numbers of an answer, of which `reward` is one. Raises ValueError."""
     numbers = {str(name): value for name, value in answer.items() if name not in (*KINDS, "abstain")}
@@ -154,7 +160,7 @@ def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, f
         numbers.setdefault("reward", default)
     if "reward" not in numbers:
         raise ValueError(f"the adapter's dict has no `reward`, only {sorted(numbers)}")
-    wrong = [f"{name}={value!r:.60}" for name, value in numbers.items() if not is_finite_number(value)]
+    wrong = [f"{name}={shown(value)}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
         raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
     _refuse_implausible("the adapter returned reward", numbers["reward"])
@@ -166,7 +172,7 @@ def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, f
 
 def _refuse_implausible(what: str, reward: Any) -> None:
     if not is_plausible(reward):
-        raise ValueError(f"{what}={reward!r:.60}: {PLAUSIBLE_REWARD}")
+        raise ValueError(f"{what}={shown(reward)}: {PLAUSIBLE_REWARD}")
 
 
 def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
@@ -198,7 +204,7 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
         if kind == "step_rewards":
             token, value, where = _last_token(value, sample, where), value["reward"], f"{where}: reward"
         if not is_finite_number(value):
-            raise ValueError(f"{where}={value!r:.60}: only finite numbers are allowed")
+            raise ValueError(f"{where}={shown(value)}: only finite numbers are allowed")
         _refuse_implausible(where, value)
         rewards[token] = rewards.get(token, 0.0) + float(value)
         if not is_plausible(rewards[token]):
@@ -211,13 +217,13 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
 def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
     if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
         wanted = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
-        raise ValueError(f"{where} is {step!r}, not {wanted}")
+        raise ValueError(f"{where} is {shown(step, MAX_REASON_CHARACTERS)}, not {wanted}")
     (name,) = step.keys() & _ENDS
     column, unit = _ENDS[name]
     end, length = step[name], len(sample[column])
     if not isinstance(end, Integral) or isinstance(end, bool) or not 1 <= int(end) <= length:
         raise ValueError(
-            f"{where}: {name}={end!r} is not one of 1..{length}: the completion has {length} {unit}"
+            f"{where}: {name}={shown(end)} is not one of 1..{length}: the completion has {length} {unit}"
         )
     ends = range(1, length + 1) if name == "token_end" else sample.get("completion_char_ends")
     if not ends:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import is_number
-from async_grpo.rewards.adapter.result import finite, unique_names
+from async_grpo.options.redaction import redacted
+from async_grpo.rewards.adapter.result import excerpt, finite, unique_names
 from async_grpo.rewards.http.endpoint import BadReply, require_all
 from async_grpo.rewards.judges.score_line import score_in
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
+MAX_WRITTEN_CHARACTERS = 4000  # of it, in which secrets are looked for: half of one would not be known as one
 MAX_REPLY_CHARACTERS = 400_000  # of one reply, its thought included: some 100,000 tokens
 MAX_VERDICT_CHARACTERS = 32_768  # of a verdict in JSON, its thought left out
 MAX_EXTRAS = 64  # numbers beside the score: each becomes a column of the metrics
@@ -112,7 +114,7 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
     except (ValueError, RecursionError) as error:
         raise BadReply(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
     if breach is not None:
-        raise BadReply(f"the reply breaks the schema ({breach.message[:MAX_QUOTE]}): {quote(text)}")
+        raise BadReply(f"the reply breaks the schema ({excerpt(breach.message, MAX_QUOTE)}): {quote(text)}")
     fields = verdict if isinstance(verdict, dict) else {}
     numbers = {name: float(value) for name, value in fields.items() if is_number(value)}
     if score_key not in numbers:
@@ -232,21 +234,22 @@ def _token_text(token: Any) -> str:
 
 def quote(value: Any) -> str:
     """The beginning of a reply, for a reason."""
-    shown = value if isinstance(value, str) else _beginning_of_json(value)
+    shown = redacted(value if isinstance(value, str) else _beginning_of_json(value))  # a server may repeat a key
     return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
 
 
 def quote_end(text: str) -> str:
     """The end of a reply, for a reason: there the score should stand."""
+    text = redacted(text)
     return repr(text) if len(text) <= MAX_QUOTE else "... " + repr(text[-MAX_QUOTE:])
 
 
 def _beginning_of_json(value: Any) -> str:
-    """At least MAX_QUOTE characters of the value as JSON, or all of it; the rest is not written."""
+    """Some thousand characters of the value as JSON, or all of it; the rest is not written."""
     beginning = ""
     for piece in json.JSONEncoder(default=str).iterencode(value):
         beginning += piece
-        if len(beginning) > MAX_QUOTE:
+        if len(beginning) > MAX_WRITTEN_CHARACTERS:
             break
     return beginning
 

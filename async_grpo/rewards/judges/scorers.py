@@ -25,6 +25,7 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import is_number
 from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, require_all
 from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, conversation
 from async_grpo.rewards.judges.judge_replies import MAX_EXTRAS, MAX_NAME_CHARACTERS, MAX_QUOTE, quote
@@ -160,7 +161,7 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beginning_of(explanation: Any) -> str:
-    return explanation[:MAX_QUOTE] if isinstance(explanation, str) else quote(explanation)
+    return excerpt(explanation, MAX_QUOTE) if isinstance(explanation, str) else quote(explanation)
 
 
 def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:
