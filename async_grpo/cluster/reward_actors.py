@@ -17,6 +17,7 @@ from async_grpo.cluster.channel import Channel, ChannelServer
 from async_grpo.cluster.rate_limit_actor import RemoteRateLimiter
 from async_grpo.cluster.ray_session import zero_cpu_actor
 from async_grpo.options.command_line import log_to_own_file
+from async_grpo.options.redaction import register_secrets
 from async_grpo.rewards.adapter.decorators import is_judge
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
 from async_grpo.rewards.cache.verdicts import VerdictCache, version_of, version_of_judge
@@ -69,6 +70,7 @@ class RunVerification:
         environment: Mapping[str, str],
     ) -> None:
         os.environ.update(secrets)
+        register_secrets([*secrets.values(), *environment.values()])
         self._source, self._config, self._environment = source, config, environment
         rewards = resolve(source, config.all_names)
         self._adapters = {name: config.with_address(reward) for name, reward in rewards.items()}

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from async_grpo.environments.endpoint import Endpoint, Trajectory
 from async_grpo.environments.policy import Policy, row_of
+from async_grpo.options.redaction import redacted, register_secrets
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.isolation.adapter_process import child_environment
 from async_grpo.types import Completion, Prompt
@@ -28,6 +29,7 @@ SOLVED, NOT_SOLVED = 0, 100  # exit statuses
 MAX_PROCESSES = 256  # of one agent
 ENDS_WITHIN_S = 10.0
 KEPT_OUTPUT = 2000  # characters of what it wrote last, for the reason of its failure
+READ_OUTPUT = 2**16  # bytes of it in which secrets are looked for
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from async_grpo.environments.agents import main; main(int(sys.argv[1]), sys.argv[2])"
 
@@ -41,6 +43,7 @@ class _Agent:
 
     def __init__(self, endpoint: Endpoint, command: str, variables: Mapping[str, str] | None) -> None:
         self._endpoint, self._command, self._variables = endpoint, command, variables
+        register_secrets((variables or {}).values())
 
     @asynccontextmanager
     async def _running(
@@ -97,7 +100,7 @@ class RunAgent(_Agent):
         if policy.is_over or trajectory.result is not None:
             return so_far()
         if status not in (SOLVED, NOT_SOLVED):
-            said = said.replace(key, "(its key)")
+            said = last_words(said.replace(key, "(its key)"))
             raise AgentFailed(f"the agent ended with exit status {status} and no report; it said: {said}")
         return policy.trajectory(float(status == SOLVED), truncated=False)
 
@@ -133,7 +136,7 @@ class AwaitAgent(_Agent):
     async def _watch(self) -> None:
         try:
             async with self._running(self._endpoint.run_key) as (process, output):
-                said = (await _end_of(output)).replace(self._endpoint.run_key, "(the run's key)")
+                said = last_words((await _end_of(output)).replace(self._endpoint.run_key, "(the run's key)"))
                 ended = f"ended with exit status {await process.wait()}; it said: {said}"
         except OSError as error:
             ended = f"could not be started: {error}"
@@ -151,16 +154,21 @@ def _reported(policy: Policy, trajectory: Trajectory) -> Completion:
     result = trajectory.result
     assert result is not None
     if result.failure:
-        raise AgentFailed(result.failure[:KEPT_OUTPUT])
+        raise AgentFailed(redacted(result.failure)[:KEPT_OUTPUT])
     return policy.trajectory(result.reward, truncated=False, numbers=result.numbers)
 
 
 async def _end_of(output: asyncio.StreamReader) -> str:
-    """The end of what is written, once all is."""
+    """The end of what is written, once all is: more than is shown, or the first part of a key could be missing."""
     said = b""
     while piece := await output.read(2**16):
-        said = (said + piece)[-KEPT_OUTPUT:]
+        said = (said + piece)[-READ_OUTPUT:]
     return said.decode(errors="replace").strip()
+
+
+def last_words(output: str) -> str:
+    """The end of an output without the run's secrets, as far as it is shown."""
+    return redacted(output)[-KEPT_OUTPUT:]
 
 
 def for_agents(variables: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,10 @@ from async_grpo.environments.trajectory import Ask, Recorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
 from async_grpo.protocols import Generation
+from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
+
+MAX_FAILURE_CHARACTERS = 4000  # of the reason why a trajectory cannot be scored
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -156,5 +159,7 @@ class Policy:
         told = {str(name): float(value) for name, value in (numbers or {}).items()}
         told["seconds"] = time.monotonic() - self._begun
         by_turn = tuple(map(float, turn_rewards)), tuple(map(str, states))
+        # It goes into metrics and samples, and the exception of a program may hold a key
+        failure = excerpt(failure, MAX_FAILURE_CHARACTERS)
         outcome = Outcome(None if reward is None else float(reward), failure, *by_turn, told)
         return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)

@@ -205,8 +205,9 @@ def set_up_logging(level: str, prefix: str = "", *more: logging.Handler) -> None
 def log_to_own_file(name: str) -> None:
     """Of an actor of a run's private Ray: what its process says, and what it starts, goes beside the run's other logs.
 
-    Ray's own files of it end with that Ray. Elsewhere, without the variable, nothing is changed.
+    Ray's own files of it end with that Ray. Elsewhere, without the variable, it goes where Ray puts it; secrets go nowhere.
     """
+    redact_logs()
     if folder := os.environ.get("ASYNC_GRPO_LOGS"):
         file = os.open(f"{folder}/{name}-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):

@@ -1,33 +1,106 @@
-"""Secrets never reach a log: the values of environment variables whose names say that they are secret."""
+"""Secrets reach no log, metric or file: the values of secret environment variables, in each of their usual spellings."""
 
+import base64
+import json
 import logging
 import os
 import re
 import sys
+import threading
 import traceback
-from typing import Any
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TextIO
+from urllib.parse import quote, quote_plus
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-SHORTEST = 8  # characters: the "false" of TOKENIZERS_PARALLELISM is no secret
+# A shorter value is no secret: the "false" of TOKENIZERS_PARALLELISM, the "1" of a switch. Without this bound, such a
+# value would blank every text that holds the word.
+SHORTEST_CHARACTERS = 8
+SHORTEST_LINE_CHARACTERS = 16  # of a secret of several lines, such as a private key
+MASK = "***"
+
+_registered: set[str] = set()  # values that this process was told to hide, whatever their variables are called
 
 
 def secrets() -> dict[str, str]:
-    """Of this process's environment, by name; a path that exists here is none (HF_TOKEN_PATH)."""
+    """Return the secrets of this process's environment by name. A path that exists here is none (HF_TOKEN_PATH)."""
     named = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name)}
-    return {n: value for n, value in named.items() if len(value) >= SHORTEST and not os.path.exists(value)}
+    return {name: value for name, value in named.items() if _may_be_secret(value)}
+
+
+def register_secrets(values: Iterable[str]) -> None:
+    """Hide these values from now on, in this process: those of `--reward-env` and of judges' keys.
+
+    Their variables may have any name. Values shorter than 8 characters, and paths that exist here, are left as they are.
+    """
+    _registered.update(value for value in values if _may_be_secret(value))
 
 
 def redacted(text: str) -> str:
-    """The text with *** for every secret.
+    """Return the text with *** for every secret: as it is, quoted, percent-encoded, or in base64 (Basic authentication).
 
-    >>> os.environ["MY_API_KEY"] = "sk-0123456789"
-    >>> redacted("401 for https://judge/?key=sk-0123456789")
-    '401 for https://judge/?key=***'
+    >>> os.environ["MY_API_KEY"] = "sk-01/23456789"
+    >>> redacted("401 for https://judge/?key=sk-01%2F23456789 (sk-01/23456789)")
+    '401 for https://judge/?key=*** (***)'
     >>> del os.environ["MY_API_KEY"]
     """
-    for value in sorted(secrets().values(), key=len, reverse=True):  # one may be part of another
-        text = text.replace(value, "***")
+    hidden = {spelling for value in {*secrets().values(), *_registered} for spelling in spellings(value)}
+    for spelling in sorted(hidden, key=len, reverse=True):  # one may be part of another
+        text = text.replace(spelling, MASK)
     return text
+
+
+@lru_cache(maxsize=1024)
+def spellings(value: str) -> frozenset[str]:
+    """Return the texts that give the secret away, each at least as long as a secret must be.
+
+    >>> sorted(spellings("top/secret"))[:3]
+    ['0b3Avc2VjcmV0', 'RvcC9zZWNyZX', 'dG9wL3NlY3Jld']
+    """
+    value = value.strip()
+    parts = {value} | {line.strip() for line in value.splitlines() if len(line) >= SHORTEST_LINE_CHARACTERS}
+    found = set(parts)
+    for part in parts:
+        for text in _escaped_spellings(part):
+            found |= {text, *_escaped_spellings(text)}  # a quotation may be quoted again
+        encoded = {quote(part, errors="replace"), quote(part, safe="", errors="replace")}
+        encoded.add(quote_plus(part, errors="replace"))
+        found |= encoded
+        found |= {re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), text) for text in encoded}
+        found |= _base64_spellings(part.encode(errors="replace"))
+    return frozenset(text for text in found if len(text) >= SHORTEST_CHARACTERS)
+
+
+def _escaped_spellings(text: str) -> set[str]:
+    """Return what JSON and `repr` make of the text, without the quotation marks around it."""
+    both_marks = "'\""  # in a text that holds both, `repr` escapes one of them
+    return {
+        json.dumps(text)[1:-1],
+        json.dumps(text, ensure_ascii=False)[1:-1],
+        repr(text)[1:-1],
+        repr(both_marks + text)[len(repr(both_marks)) - 1 : -1],
+    }
+
+
+def _base64_spellings(value: bytes) -> set[str]:
+    """Return what base64 makes of the value, whatever stands before and after it (`user:` of Basic authentication).
+
+    Three bytes become four characters, so the value may begin at one of three places of such a block. Characters that
+    also depend on the bytes around it are left out.
+    """
+    found = set()
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for num_before in range(3):
+            text = encode(b"\0" * num_before + value).decode()
+            first = -(-8 * num_before // 6)  # the first character without a bit of the bytes before
+            beyond = 8 * (num_before + len(value)) // 6  # the first with a bit of the bytes behind
+            found.add(text[first:beyond])
+    return found
+
+
+def _may_be_secret(value: str) -> bool:
+    return len(value.strip()) >= SHORTEST_CHARACTERS and not os.path.exists(value)
 
 
 class RedactedRecord(logging.LogRecord):
@@ -37,15 +110,47 @@ class RedactedRecord(logging.LogRecord):
         return redacted(super().getMessage())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A formatter keeps the text of a traceback in the record."""
+        """Redact the text of a traceback, which a formatter keeps in the record."""
         super().__setattr__(name, redacted(value) if name == "exc_text" and value else value)
 
 
-def redact_logs() -> None:
-    """From now on, in all logs of this process, and in the traceback that it may end with."""
+class RedactedStream:
+    """A text stream that hides secrets in whatever `print` and `traceback` write to it."""
 
-    def tell(*error: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text without secrets."""
+        self._stream.write(redacted(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each line without secrets."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def redact_logs() -> None:
+    """Hide secrets in all logs of this process from now on, and in the tracebacks that it or a thread may end with."""
+
+    def report(*error: Any) -> None:
         print(redacted("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
 
+    def report_thread(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not SystemExit:
+            report(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+
     logging.setLogRecordFactory(RedactedRecord)
-    sys.excepthook = tell
+    sys.excepthook = report
+    threading.excepthook = report_thread
+
+
+def redact_output() -> None:
+    """Hide secrets in the logs of this process, and in what it prints."""
+    redact_logs()
+    sys.stdout = RedactedStream(sys.stdout)  # type: ignore[assignment]  # `print` needs no more of a stream
+    sys.stderr = RedactedStream(sys.stderr)  # type: ignore[assignment]

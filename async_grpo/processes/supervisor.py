@@ -19,7 +19,8 @@ from async_grpo.processes.process_tree import adopt_orphans, die_with, end_desce
 
 TERM_GRACE_S, KILL_GRACE_S, ECHO_S = 8.0, 5.0, 3.0
 TRACEBACK_END = re.compile(r"(\[rank\d+\]: )?([a-z_]+\.)*[A-Z]\w+(Error|Exception): ")
-TORCHRUN_ROOT = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)", re.DOTALL)
+TORCHRUN_RANK = re.compile(r"rank\s*: (\d+)")
+TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s+\(pid: (\d+)\)")
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,17 @@ def log_excerpt(program: Program) -> str:
     text = whole.splitlines()
     errors = [line for line in text if line.startswith("error: ")]
     errors = errors or [one for one in text if TRACEBACK_END.match(one) and "ChildFailedError" not in one]
-    if root := TORCHRUN_ROOT.search(whole):
-        errors.append(f"rank {root[1]} (pid {root[3]}) was the first to end, with exit code {root[2]}")
+    if root := torchrun_root(whole):
+        errors.append(root)
     excerpt = "".join(f"\n    | {line}" for line in (errors[-2:] or text[-12:]))
     return f"{excerpt}\n    (all of it: {program.output})"
+
+
+def torchrun_root(output: str) -> str:
+    """Return what torchrun says of the rank that ended first, or "". One expression for all of it would be cubic in time."""
+    after = output.partition("Root Cause")[2]
+    rank = TORCHRUN_RANK.search(after)
+    end = TORCHRUN_EXIT.search(after, rank.end()) if rank else None
+    if rank is None or end is None:
+        return ""
+    return f"rank {rank[1]} (pid {end[2]}) was the first to end, with exit code {end[1]}"

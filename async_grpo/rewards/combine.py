@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, is_plausible
 from async_grpo.types import AdapterResult, RewardStatus, Verdict
 
 MODES = ("best", "sum", "mean", "product", "gate")
@@ -25,7 +26,7 @@ class Combination:
     If any adapter that was asked failed or timed out, the combination is unknown: the verdict is that status (a failure
     goes before a time-out) and the sample is masked, not scored; unless `constants` has a reward for that adapter's
     failures. Adapters that abstained are left out. If all did, so does the verdict; also if those that answered have no
-    weight together: 0 in a `sum`, 0 or less in a `mean`. A combination too large for a float has failed.
+    weight together: 0 in a `sum`, 0 or less in a `mean`. A combination that cannot be meant (`MAX_REWARD`) has failed.
 
     Args:
         weights: by adapter, for `sum` and `mean`; 1 where not named.
@@ -93,8 +94,8 @@ class Combination:
         combined = self._combined(rewards)
         if combined is None:
             return Verdict(RewardStatus.ABSTAINED, None, results)
-        if not math.isfinite(combined):
-            reason = f"the {self.mode} of the rewards {rewards} is {combined}"
+        if not is_plausible(combined):
+            reason = f"the {self.mode} of the rewards {rewards} is {combined}: {PLAUSIBLE_REWARD}"
             failed = tuple(replace(result, reason=reason) for result in results)
             return Verdict(RewardStatus.FAILED, None, failed)
         filled = any(result.status.is_lost for result in results)

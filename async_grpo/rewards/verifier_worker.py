@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from async_grpo.errors import WorkerLost
+from async_grpo.options.redaction import redacted
+from async_grpo.rewards.adapter.result import PLAUSIBLE_REWARD, failure, is_plausible, shown
 from async_grpo.types import AdapterResult, RewardStatus
 
 PREFETCH_S, MAX_PREFETCH = 0.1, 64  # longer, and samples would wait while another worker is idle
@@ -116,10 +118,22 @@ class WorkerSlot:
 
 
 def fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an AdapterResult that a reward decides on, from an answer as JSON keeps it (see `read_answer`)."""
-    steps = tuple((int(token), float(reward)) for token, reward in answer["steps"])
-    decided = {name: answer[name] for name in ("reward", "extra", "reason")}
-    return decided | {"status": RewardStatus(answer["status"]), "steps": steps}
+    """Return the fields of an AdapterResult that a reward decides on, from an answer as JSON keeps it (see `read_answer`).
+
+    Every answer enters the run here: of processes, judges, inline rewards and the verdict cache. Its reason is redacted
+    with the secrets of this process, and a reward that cannot be meant becomes a failure.
+    """
+    reward = answer["reward"]
+    if reward is not None and not is_plausible(reward):
+        answer = failure(f"the reward is {shown(reward)}: {PLAUSIBLE_REWARD}")
+    steps = tuple((int(token), float(step_reward)) for token, step_reward in answer["steps"])
+    return {
+        "status": RewardStatus(answer["status"]),
+        "reward": answer["reward"],
+        "extra": answer["extra"],
+        "steps": steps,
+        "reason": redacted(answer["reason"]),
+    }
 
 
 # quantile(values, q): the smallest value that at least a share q of the values does not exceed

@@ -7,8 +7,8 @@ It answers one of
     {"abstain": "why"}                  it cannot judge this sample
     (answer, query, explanation)        one of these, and two texts for the log: a judge's question and its reason
 
-with finite numbers only. Anything else, an exception included, is a failure and no zero. A process reward answers a dict
-with exactly one of
+with finite numbers only, and a reward from -1e6 to 1e6 (`MAX_REWARD`). Anything else, an exception included, is a failure
+and no zero. A process reward answers a dict with exactly one of
 
     step_rewards    a list of {"reward": r, "token_end": n} or {"reward": r, "char_end": n}, in any order
     token_rewards   a list with one number for each token of the completion
@@ -26,10 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import ConfigurationError
+from async_grpo.options.redaction import redacted
 
+# A reward beyond is implausible: a sum that overflowed, a number in another unit, an attack. Up to here float32 tells
+# rewards apart that differ by 0.1, and their squares and sums stay far from its end.
+MAX_REWARD = 1e6
+PLAUSIBLE_REWARD = f"a reward lies between -{MAX_REWARD:g} and {MAX_REWARD:g}"
+MAX_EXTRA = 1e38  # of any further number: the squares of which a deviation is made still fit a float
 KINDS = ("step_rewards", "token_rewards")
 _ENDS = {"token_end": ("completion_token_ids", "tokens"), "char_end": ("completion", "characters")}
 MAX_REASON_CHARACTERS = 500
+MAX_QUOTED_NUMBER = 40  # characters
+MAX_SHOWN_CHARACTERS = 60  # of a value that is none
 _MEMBER = {"sample", "status", "extra", "steps", "reason"}  # what a group's member holds besides its reward
 
 
@@ -42,8 +50,8 @@ def read_answer(returned: Any, sample: Mapping[str, Any], process: bool = False)
     if isinstance(returned, tuple) and len(returned) == 3:
         returned, query, explanation = returned
         answer = read_answer(returned, sample, process)
-        asked = f"(asked: {_cut(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
-        parts = (answer["reason"], _cut(str(explanation or "")), asked)
+        asked = f"(asked: {excerpt(str(query), MAX_REASON_CHARACTERS // 2)!r})" if query else ""
+        parts = (answer["reason"], excerpt(str(explanation or "")), asked)
         return answer | {"reason": " ".join(filter(None, parts))}
     if isinstance(returned, Real) and not process:
         returned = {"reward": returned}
@@ -76,7 +84,7 @@ def read_change(returned: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def failure(reason: str, status: str = "failed") -> dict[str, Any]:
     """The answer of a call that came to nothing."""
-    reason = _cut(reason, 2 * MAX_REASON_CHARACTERS)
+    reason = excerpt(reason, 2 * MAX_REASON_CHARACTERS)
     return {"status": status, "reward": None, "extra": {}, "steps": [], "reason": reason}
 
 
@@ -87,7 +95,7 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(raised.__traceback__) if raised is not None else []
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     kind = "" if refused else f"{type(error).__name__}: "
-    return _cut(f"{kind}{_cut(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
+    return excerpt(f"{kind}{excerpt(str(error))}{where}", 2 * MAX_REASON_CHARACTERS)
 
 
 def is_finite_number(value: Any) -> bool:
@@ -96,16 +104,51 @@ def is_finite_number(value: Any) -> bool:
     return bool(size <= sys.float_info.max)
 
 
+def is_plausible(reward: Any) -> bool:
+    """Decide whether a number may be a reward: finite, and no larger than `MAX_REWARD`."""
+    return is_finite_number(reward) and abs(reward) <= MAX_REWARD
+
+
 def finite(text: str) -> float:
-    """The number that JSON writes so; ValueError for NaN, Infinity, and what is too large."""
+    """Return the number that JSON writes so.
+
+    Raises:
+        ValueError: it is NaN or Infinity, too large for a float, or so small that a float would make a 0 of it.
+
+    >>> finite("-1.5e2"), finite("0e5")
+    (-150.0, 0.0)
+    """
     number = float(text)
     if not is_finite_number(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{excerpt(text, MAX_QUOTED_NUMBER)} is no finite number")
+    digits = text.lower().partition("e")[0]
+    if number == 0.0 and digits.strip("+-0._"):
+        raise ValueError(f"{excerpt(text, MAX_QUOTED_NUMBER)} is too small for a float, and is not 0")
     return number
 
 
-def _cut(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
-    return text if len(text) <= length else text[:length] + " ..."
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; an `object_pairs_hook`.
+
+    Raises:
+        ValueError: a name appears twice. Which of the two values is meant, nobody knows.
+    """
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name appears twice in an object")
+    return value
+
+
+def excerpt(text: str, length: int = MAX_REASON_CHARACTERS) -> str:
+    """Return the beginning of a text, without secrets, and fit for a file."""
+    text = redacted(text)  # before the cut: nobody would know half of a secret for one
+    text = text if len(text) <= length else text[:length] + " ..."
+    return text.encode(errors="backslashreplace").decode()  # a lone surrogate, of JSON, cannot be written
+
+
+def shown(value: Any, length: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Return the beginning of a value for a reason: a reward may return anything, a secret too."""
+    return excerpt(repr(value), length)
 
 
 def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, float]:
@@ -117,10 +160,19 @@ def _numbers_of(answer: Mapping[str, Any], default: float | None) -> dict[str, f
         numbers.setdefault("reward", default)
     if "reward" not in numbers:
         raise ValueError(f"the adapter's dict has no `reward`, only {sorted(numbers)}")
-    wrong = [f"{name}={value!r:.60}" for name, value in numbers.items() if not is_finite_number(value)]
+    wrong = [f"{name}={shown(value)}" for name, value in numbers.items() if not is_finite_number(value)]
     if wrong:
         raise ValueError(f"the adapter returned {', '.join(wrong)}: only finite numbers are allowed")
+    _refuse_implausible("the adapter returned reward", numbers["reward"])
+    huge = [f"{name}={float(value):g}" for name, value in numbers.items() if abs(value) > MAX_EXTRA]
+    if huge:
+        raise ValueError(f"the adapter returned {', '.join(huge)}: numbers up to {MAX_EXTRA:g} are allowed")
     return {name: float(value) for name, value in numbers.items()}
+
+
+def _refuse_implausible(what: str, reward: Any) -> None:
+    if not is_plausible(reward):
+        raise ValueError(f"{what}={shown(reward)}: {PLAUSIBLE_REWARD}")
 
 
 def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: bool) -> list[tuple[int, float]]:
@@ -152,23 +204,26 @@ def _steps_of(answer: Mapping[str, Any], sample: Mapping[str, Any], process: boo
         if kind == "step_rewards":
             token, value, where = _last_token(value, sample, where), value["reward"], f"{where}: reward"
         if not is_finite_number(value):
-            raise ValueError(f"{where}={value!r}: only finite numbers are allowed")
+            raise ValueError(f"{where}={shown(value)}: only finite numbers are allowed")
+        _refuse_implausible(where, value)
         rewards[token] = rewards.get(token, 0.0) + float(value)
-        if not math.isfinite(rewards[token]):
-            raise ValueError(f"the steps that end in token {token} add up to {rewards[token]}")
+        if not is_plausible(rewards[token]):
+            raise ValueError(
+                f"the steps that end in token {token} add up to {rewards[token]:g}: {PLAUSIBLE_REWARD}"
+            )
     return sorted(rewards.items())
 
 
 def _last_token(step: Any, sample: Mapping[str, Any], where: str) -> int:
     if not isinstance(step, dict) or len(step) != 2 or "reward" not in step or not step.keys() & _ENDS:
         wanted = '{"reward": r, "token_end": n} or {"reward": r, "char_end": n}'
-        raise ValueError(f"{where} is {step!r}, not {wanted}")
+        raise ValueError(f"{where} is {shown(step, MAX_REASON_CHARACTERS)}, not {wanted}")
     (name,) = step.keys() & _ENDS
     column, unit = _ENDS[name]
     end, length = step[name], len(sample[column])
     if not isinstance(end, Integral) or isinstance(end, bool) or not 1 <= int(end) <= length:
         raise ValueError(
-            f"{where}: {name}={end!r} is not one of 1..{length}: the completion has {length} {unit}"
+            f"{where}: {name}={shown(end)} is not one of 1..{length}: the completion has {length} {unit}"
         )
     ends = range(1, length + 1) if name == "token_end" else sample.get("completion_char_ends")
     if not ends:

@@ -15,18 +15,11 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from async_grpo.rewards.adapter.result import finite
+from async_grpo.rewards.adapter.result import finite, unique_names
 from async_grpo.rewards.builtin.answers import completion_text, fenced_blocks, time_limit
 
 MAX_CHARACTERS = 200_000
 SECONDS = 2.0
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key appears twice")
-    return value
 
 
 @lru_cache(maxsize=1024)
@@ -59,7 +52,7 @@ def score(sample: dict[str, Any], schema: Any = None) -> dict[str, float]:
     text = fenced[-1] if fenced else text
     text = text if len(text) <= MAX_CHARACTERS else ""  # which is no JSON
     try:
-        value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=_object)
+        value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique_names)
     except (ValueError, RecursionError):
         return {"reward": 0.0, "parsed": 0.0}
     try:

@@ -3,23 +3,30 @@ r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, unit
 If there is a \boxed{}, it counts and nothing else (see `boxed_answer`). Without one it is what follows "####" as in GSM8K,
 else "the answer is ...", else the last formula or number. Of an equation the right side counts, and numbers agree to six
 decimals. LaTeX is read by a grammar; the library hands to sympy's parser nothing but digits and + - * / ^ ( ).
-The library guards itself with `signal.alarm`: outside a main thread this adapter raises.
+Time is limited by a signal: outside a main thread this adapter raises. The library's own limits are off, because they make
+a wrong answer of one that took too long.
 """
 
+import logging
 import re
 import unicodedata
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
+from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, time_limit
 from async_grpo.rewards.builtin.sympy import is_computable
 
 MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
-SECONDS = 5  # for one parse or one comparison, then the answer counts as wrong
+SECONDS = 5.0  # for one parse or one comparison; then there is no judgement
 
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r\x20-\x7e]")
-_NEIGHBOURS = re.compile(r"(?<=\d)[ \t]+(?=\d++(?![\d\s]*/))")
+# Numbers side by side, and the slash behind them if they end in a fraction. With a look ahead from each of them to that
+# slash, babble of numbers would take quadratic time
+_NUMBERS = re.compile(r"[\d\s]++/?")
+_GAP = re.compile(r"(?<=\d)[ \t]+(?=\d)")
+# It warns of each of its limits that is off
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
@@ -35,20 +42,32 @@ def readable(text: str) -> str:
         is_control = unicodedata.category(match[0]) == "Cc"
         return str(unicodedata.decimal(match[0], " " if is_control else match[0]))
 
-    return _NEIGHBOURS.sub(", ", _OTHER_CHARACTERS.sub(readable_character, text))
+    def separated_numbers(match: re.Match[str]) -> str:
+        return match[0] if match[0].endswith("/") else _GAP.sub(", ", match[0])
+
+    return _NUMBERS.sub(separated_numbers, _OTHER_CHARACTERS.sub(readable_character, text))
+
+
+def parsed(text: str, what: str) -> list[Any]:
+    """Return the answers that the library finds. Raises TimeoutError if that takes too long."""
+    with time_limit(SECONDS, f"reading {what}"):
+        answers: list[Any] = parse(text, _EXTRACTION, parsing_timeout=None)
+    return answers
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""1 if the answer in the completion equals the row's `answer`, else 0.
-    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+
+    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread. TimeoutError: one
+    of the answers could not be read, or compared, in time.
 
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
     """
     gold = gold_answer(sample)
     marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
-    parsed = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
-    if not parsed:
+    gold_answers = parsed(marked, "the row's answer")
+    if not gold_answers:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
     text = completion_text(sample)
     boxed = boxed_answer(text)
@@ -56,6 +75,7 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
         text = rf"\boxed{{{boxed}}}" if len(boxed) <= MAX_CHARACTERS else ""
     elif "####" in text:
         text = text.rpartition("####")[2].strip().partition("\n")[0]
-    found = parse(readable(text[-MAX_CHARACTERS - 8 :]), _EXTRACTION, parsing_timeout=SECONDS)
+    found = parsed(readable(text[-MAX_CHARACTERS - 8 :]), "the answer")
     found = [answer for answer in found if isinstance(answer, str) or is_computable(answer)]
-    return {"reward": float(verify(parsed, found, timeout_seconds=SECONDS))}
+    with time_limit(SECONDS, "the comparison"):
+        return {"reward": float(verify(gold_answers, found, timeout_seconds=None))}

@@ -16,7 +16,7 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, time_limit
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
-SECONDS = 5.0  # for one comparison, then the answers count as different
+SECONDS = 5.0  # for one comparison; then there is no judgement, or a busy machine would make right answers wrong
 RELATIVE_TOLERANCE = 1e-12
 MAX_DIGITS, MAX_NODES = 10_000, 500  # of an expression that is computed
 
@@ -72,22 +72,21 @@ def same_value(gold: Any, given: Any) -> bool:
 
 
 def equal_elements(gold: str, given: str) -> bool:
-    """Whether two elements have the same value; a given one that is unreadable or too slow is a wrong one.
-    Raises ValueError if the gold one cannot be read."""
+    """Whether two elements have the same value; a given one that is unreadable is a wrong one.
+
+    Raises ValueError if the gold one cannot be read, TimeoutError if the comparison takes too long.
+    """
     gold_text, given_text = normalise(gold), normalise(given)
     if gold_text == given_text:
         return True
     if _INTEGER.fullmatch(gold_text) or (exact_form(gold_text) and exact_form(given_text)):
         return exact_form(gold_text) == exact_form(given_text)
     gold_expression = parse(gold)
-    try:
-        with time_limit(SECONDS, "the comparison"):
-            try:
-                return same_value(gold_expression, parse(given))
-            except _SYMPY_ERRORS:  # over text of the model: whatever sympy cannot digest is no right answer
-                return False
-    except TimeoutError:
-        return False
+    with time_limit(SECONDS, "the comparison"):
+        try:
+            return same_value(gold_expression, parse(given))
+        except _SYMPY_ERRORS:  # over text of the model: whatever sympy cannot digest is no right answer
+            return False
 
 
 def is_computable(expression: Any) -> bool:
@@ -121,7 +120,8 @@ def _size_of(node: sympy.Basic, digits: float) -> float:
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
     r"""1 if the last \boxed{} has the value of the row's `answer`; 0 otherwise, also without a box.
-    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread. TimeoutError: the
+    comparison did not come to an end.
 
     >>> score({"completion": r"so \boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"})
     {'reward': 1.0}

@@ -9,11 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import is_number
+from async_grpo.options.redaction import register_secrets
+
+Answer = TypeVar("Answer")
 
 WINDOW_S = 60.0
 CHARACTERS_PER_TOKEN = 4  # an estimate for the limiter, until the reply says what was used
@@ -180,6 +183,7 @@ class Endpoint:
         wanted = f"must hold the key of {', '.join(self.urls)}, in plain characters"
         fine = key and key.isascii() and key.isprintable()
         require_all((fine, f"the variable {self.api_key_env} {wanted}"))
+        register_secrets([key])  # its variable may have any name
         return key
 
 
@@ -199,6 +203,13 @@ def check_url(url: str) -> None:
         (parts.hostname and port != 0 and plain, none + "it needs a host, in plain characters"),
         (not parts.query and not parts.fragment, none + "what follows ? or # belongs into `path`"),
     )
+
+
+async def call_beside(function: Callable[[], Answer], size: int, large: int) -> Answer:
+    """Return what the function returns; from the size `large` on it runs in a thread, and the event loop goes on."""
+    import asyncio  # here, because registry files import this module and must stay cheap
+
+    return function() if size < large else await asyncio.to_thread(function)
 
 
 def said_tokens(reply: Mapping[str, Any], name: str) -> float | None:

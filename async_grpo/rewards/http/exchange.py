@@ -12,18 +12,20 @@ import time
 import urllib.request
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from async_grpo.rewards.adapter.result import finite
-from async_grpo.rewards.http.endpoint import JudgeUnavailable
+from async_grpo.rewards.adapter.result import finite, unique_names
+from async_grpo.rewards.http.endpoint import JudgeUnavailable, call_beside
 
 OUTCOMES = ("ok", "429", "5xx", "timeout", "connection", "bad_reply", "refused", "cancelled")
 OUTCOME_OF_STATUS = {408: "timeout", 425: "429", 429: "429"}  # 425: Too Early (RFC 8470)
 ERROR_BODY_BYTES, ERROR_BODY_S = 2**16, 1.0
 EXCERPT_CHARACTERS = 200
+LARGE_BODY_BYTES = 2**16  # from which on a reply is parsed in a thread
 HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json",
@@ -74,7 +76,7 @@ class Exchange:
                 if response.status != 200:
                     raise await self._failure_of(response, shown)
                 body = await self._body_of(response, self._max_body_bytes)
-            return json_object(body)
+                return await call_beside(partial(json_object, body), len(body), LARGE_BODY_BYTES)
         except TimeoutError:
             raise RequestFailed("timeout", f"{shown} did not answer within {allowed_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -161,10 +163,14 @@ def _proxy_for(url: str) -> str | None:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, every number finite. Raises ValueError if it holds something else."""
+    """The JSON object in `body`, every number finite and every name in an object once.
+
+    Raises ValueError if it holds something else, or is no UTF-8.
+    """
     try:
-        value = json.loads(body, parse_constant=finite, parse_float=finite)
-    except (ValueError, RecursionError) as error:  # also: not UTF-8, 5000 digits, 100000 brackets
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=unique_names)
+    except (ValueError, RecursionError) as error:  # also: 5000 digits, 100000 brackets
         raise ValueError(f"the reply is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"the reply is no JSON object but a {type(value).__name__}")

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import async_grpo
 from async_grpo.errors import ConfigurationError, WorkerLost
+from async_grpo.options.redaction import register_secrets
 from async_grpo.options.source_file import SourceFile
 from async_grpo.rewards.adapter.decorators import AdapterTraits
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource
@@ -36,7 +37,8 @@ class AdapterProcess:
 
     Args:
         options: keyword options; the reward receives those that it names.
-        environment: variables for the process beside the allow-list.
+        environment: variables for the process beside the allow-list. Their values are secrets: they read *** in logs
+            and reasons of this process and of that one, and in what that one prints.
         memory_limit_bytes: address space of each process (RLIMIT_AS).
     """
 
@@ -56,12 +58,14 @@ class AdapterProcess:
         memory_limit_bytes: int = 8 * 2**30,
     ) -> None:
         self.adapter, self._environment = adapter, child_environment(environment)
+        register_secrets((environment or {}).values())
         self._greeting = {
             "host": self.host,
             "source": asdict(source),
             "adapter": adapter,
             "options": dict(options or {}),
             "memory_limit_bytes": memory_limit_bytes,
+            "secret_variables": sorted(environment or {}),
         }
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
@@ -152,10 +156,12 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def named_environment(names: Sequence[str]) -> dict[str, str]:
     """These variables of this process, for rewards that ask a service and need its key (`--reward-env`).
 
-    The values are handed to the rewards' processes as arguments and kept nowhere else. Raises ConfigurationError if
-    one is not set.
+    The values are handed to the rewards' processes as arguments and kept nowhere else; from now on they read *** in the
+    logs of this process. Raises ConfigurationError if one is not set.
     """
     if missing := ", ".join(name for name in names if name not in os.environ):
         said = f"--reward-env {','.join(names)}"
         raise ConfigurationError(f"{said}: this process has no variable {missing}; set it, or leave it out")
-    return {name: os.environ[name] for name in names}
+    values = {name: os.environ[name] for name in names}
+    register_secrets(values.values())
+    return values

@@ -27,6 +27,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from async_grpo.options.redaction import redact_output, register_secrets
 from async_grpo.processes.process_tree import split_off_guardian
 from async_grpo.rewards.adapter.decorators import AdapterTraits, accepted_options, function_of, traits_of
 from async_grpo.rewards.adapter.registry_source import RewardRegistrySource, resolve
@@ -49,6 +50,7 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
         if not (first := channel.makefile("rb").readline()):
             return
         greeting = json.loads(first)["greeting"]
+        _hide(greeting["secret_variables"])
         server = Server(channel, greeting["max_message_bytes"])
         run: Callable[..., None] = run_plain
         try:
@@ -60,6 +62,13 @@ def main(channel_fd: int, parent_pid: int, max_processes: int) -> None:
             server.send({"id": 0, "error": describe(error)})
             return
         run(server.serve(make))
+
+
+def _hide(secret_variables: Sequence[str]) -> None:
+    """Keep their values out of what this process answers, logs and prints."""
+    if secret_variables:
+        register_secrets(os.environ[name] for name in secret_variables)
+        redact_output()
 
 
 def hosted(greeting: Message) -> tuple[bool, Callable[[], "Reward"]]:

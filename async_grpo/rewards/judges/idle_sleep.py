@@ -13,6 +13,7 @@ from typing import Any
 from async_grpo.rewards.http.endpoint import Deadline, JudgeUnavailable
 
 ANSWER_S, MOVE_S = 5.0, 120.0  # to say how it is, and to move the weights of a large model
+MAX_REPLY_BYTES = 2**16  # a server says no more than whether it sleeps
 UNABLE = (OSError, HTTPException, ValueError, KeyError, TypeError)  # what asking a server may raise
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def ask(url: str, method: str = "GET") -> dict[str, Any]:
     """What one of our vLLM servers replies; blocks. Raises one of UNABLE."""
     request = urllib.request.Request(url, method=method)
     with _NO_PROXY.open(request, timeout=ANSWER_S if method == "GET" else MOVE_S) as reply:
-        return json.loads(reply.read() or b"{}")
+        return json.loads(reply.read(MAX_REPLY_BYTES) or b"{}")
 
 
 def set_sleeping(url: str, asleep: bool) -> None:

@@ -1,23 +1,34 @@
-"""From a judge's replies to one score. They are data like the completion: parsed, checked, and never run."""
+"""From a judge's replies to one score. They are data like the completion: parsed, checked, and never run.
+
+Replies are read in the event loop of all judges. So what is read of one is bounded, and takes time in proportion to it.
+"""
 
 import json
 import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import is_number
+from async_grpo.options.redaction import redacted
+from async_grpo.rewards.adapter.result import excerpt, finite, unique_names
 from async_grpo.rewards.http.endpoint import BadReply, require_all
+from async_grpo.rewards.judges.score_line import score_in
 
 MAX_QUOTE = 200  # characters of a reply in the reason of a failure
+MAX_WRITTEN_CHARACTERS = 4000  # of it, in which secrets are looked for: half of one would not be known as one
+MAX_REPLY_CHARACTERS = 400_000  # of one reply, its thought included: some 100,000 tokens
+MAX_VERDICT_CHARACTERS = 32_768  # of a verdict in JSON, its thought left out
+MAX_EXTRAS = 64  # numbers beside the score: each becomes a column of the metrics
+MAX_NAME_CHARACTERS = 100  # of such a number
+MAX_TOP_LOGPROBS = 1000  # of one token; servers give 20 at most
+MATCH_S = 0.2  # of processor time, for a pattern of the user on one reply
 # What servers call a whole reply. Others are cut off ("length"), censored ("content_filter") or no answer
 # ("tool_calls"): "Score: 1" may be all that is left of "Score: 10".
 FINISHED = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})
-# A thought's beginning may stand in the chat template; and the verdict may stand in a block of code
-_THOUGHT = re.compile(r"\A\s*(?:<think>)?.*</think>", re.DOTALL)
-_CODE_BLOCK = re.compile(r"```(?:json)?(.*)```", re.DOTALL)
 
 
 class Vote(NamedTuple):
@@ -30,35 +41,63 @@ class Vote(NamedTuple):
 def choices_of(reply: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """The choices of a chat completion. Raises BadReply for anything that is no list of `count` of them."""
     choices = reply.get("choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+    if not isinstance(choices, list):
         raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
     if len(choices) != count:
         raise BadReply(f"the judge answered {len(choices)} choices, {count} were asked for")
+    if not all(isinstance(choice, dict) for choice in choices):
+        raise BadReply(f"the judge's reply is no chat completion: {quote(reply)}")
     return choices
 
 
 def text_of(choice: Mapping[str, Any], *, cut_off: bool = False) -> str:
     """The text of a finished reply, or with `cut_off` of one that was cut off at max_tokens.
 
-    Raises BadReply if there is none, or if it is not whole by its `finish_reason` (null says that it goes on).
+    Raises BadReply if there is none, if it is too long to be read, or if it is not whole by its `finish_reason` (null says
+    that it goes on).
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
     reason = choice.get("finish_reason", "stop")
     if reason == "length" and not cut_off:
         raise BadReply(f"the reply was cut off at max_tokens: {quote(text)}")
-    if reason not in FINISHED | {"length"}:
+    if not isinstance(reason, str) or reason not in FINISHED | {"length"}:
         raise BadReply(f"the reply is not whole, its finish_reason is {quote(reason)}: {quote(text)}")
     if not isinstance(text, str):
         raise BadReply(f"the reply holds no text: {quote(choice)}")
+    if len(text) > MAX_REPLY_CHARACTERS:
+        raise BadReply(f"the reply is too long: {len(text)} characters, {MAX_REPLY_CHARACTERS} are read at most")
     return text
 
 
-def by_pattern(text: str, pattern: str) -> Vote:
-    """The number in the group of the pattern's last match. Raises BadReply if there is none."""
+def by_score_line(text: str, best: float) -> Vote:
+    """The score of a reply that ends with `Score: x` (see `score_line`), behind its thought if it holds one.
+
+    Raises BadReply if the whole number cannot be read.
+    """
     try:
-        return Vote(float([match[1] for match in re.finditer(pattern, text)][-1]))
-    except (IndexError, TypeError, ValueError):  # no match, one without the group, or no number in it
+        return Vote(score_in(_behind_thought(text), best))
+    except ValueError as error:
+        raise BadReply(f"the score cannot be read ({error}): {quote_end(text)}") from None
+
+
+def by_pattern(text: str, pattern: str) -> Vote:
+    """The number in the group of the pattern's last match.
+
+    Raises BadReply if there is none, or if matching takes too long. The library is `regex`: `re` has no time-out.
+    """
+    import regex
+
+    last = None
+    try:
+        for match in regex.finditer(pattern, text, timeout=MATCH_S):
+            last = match
+        if last is None or "_" in last[1]:  # Python reads 1_0 as 10
+            raise ValueError("no number")
+        return Vote(finite(last[1]))
+    except TimeoutError:
+        raise BadReply(f"{pattern!r} takes more than {MATCH_S:g} s on the reply: {quote(text)}") from None
+    except (TypeError, ValueError):  # no match, one without the group, or no number in it
         raise BadReply(f"nothing in the reply matches {pattern!r}: {quote(text)}") from None
 
 
@@ -67,32 +106,58 @@ def by_schema(text: str, schema: Mapping[str, Any], score_key: str) -> Vote:
 
     A thought before it (`<think>...</think>`) is left out, and so is text around a single JSON object.
     """
-    import jsonschema
-
     try:
         verdict = _json_of(text)
-        jsonschema.Draft202012Validator(dict(schema)).validate(verdict)
-    except jsonschema.ValidationError as error:
-        why = error.message[:MAX_QUOTE]
-        raise BadReply(f"the reply breaks the schema ({why}): {quote(text)}") from error
+        breach = next(_validator_of(json.dumps(schema)).iter_errors(verdict), None)
+    except TimeoutError as error:
+        raise BadReply(f"the schema's patterns take too long on the reply: {quote(text)}") from error
     except (ValueError, RecursionError) as error:
         raise BadReply(f"the reply is no JSON ({type(error).__name__}): {quote(text)}") from error
-    found = verdict if isinstance(verdict, dict) else {}
-    numbers = {str(name): float(value) for name, value in found.items() if is_number(value)}
+    if breach is not None:
+        raise BadReply(f"the reply breaks the schema ({excerpt(breach.message, MAX_QUOTE)}): {quote(text)}")
+    fields = verdict if isinstance(verdict, dict) else {}
+    numbers = {name: float(value) for name, value in fields.items() if is_number(value)}
     if score_key not in numbers:
         raise BadReply(f"the reply has no number {score_key!r}: {quote(text)}")
+    if len(numbers) > MAX_EXTRAS or any(len(name) > MAX_NAME_CHARACTERS for name in numbers):
+        limits = f"{MAX_EXTRAS} numbers, with names of {MAX_NAME_CHARACTERS} characters"
+        raise BadReply(f"the reply holds more than {limits}: {quote(text)}")
     return Vote(numbers.pop(score_key), numbers)
 
 
-def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str) -> None:
+@lru_cache(maxsize=64)
+def _validator_of(schema_text: str) -> Any:
+    """The validator of a schema that `check_reading` has accepted. It follows no reference into the network."""
+    import jsonschema
+    import regex
+    from referencing import Registry
+
+    def pattern_rule(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
+        """The rule `pattern`, which could keep the event loop for ever with `re`."""
+        if isinstance(value, str) and not regex.search(pattern, value, timeout=MATCH_S):
+            yield jsonschema.ValidationError(f"{quote(value)} does not match {pattern!r}")
+
+    kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": pattern_rule})
+    return kind(json.loads(schema_text), registry=Registry())
+
+
+def check_reading(pattern: str | None, schema: Mapping[str, Any] | None, score_key: str) -> None:
     """Raise ConfigurationError for a pattern without its one group, or a schema without the score."""
+    if pattern is not None:
+        _check_pattern(pattern)
+    if schema is not None:
+        _check_schema(schema, score_key)
+
+
+def _check_pattern(pattern: str) -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
         raise ConfigurationError(f"pattern={pattern!r} cannot be read: {error}") from error
     require_all((groups == 1, f"{pattern=} has {groups} groups: the score must be the only one"))
-    if schema is None:
-        return
+
+
+def _check_schema(schema: Mapping[str, Any], score_key: str) -> None:
     import jsonschema
 
     try:
@@ -101,20 +166,42 @@ def check_reading(pattern: str, schema: Mapping[str, Any] | None, score_key: str
         raise ConfigurationError(f"json_schema is no JSON schema: {error.message}") from error
     required, known = schema.get("required", ()), schema.get("properties", {})
     wanted = f"json_schema must have the property {score_key=}, and require it"
-    require_all((score_key in known and score_key in required, f"{wanted}; it has {sorted(known)}"))
+    way_out = "a judge's reply could match it for ever: name the properties"
+    require_all(
+        (score_key in known and score_key in required, f"{wanted}; it has {sorted(known)}"),
+        (not _names_pattern_properties(schema), f"json_schema holds patternProperties: {way_out}"),
+    )
+
+
+def _names_pattern_properties(schema: Any) -> bool:
+    if isinstance(schema, Mapping):
+        return "patternProperties" in schema or any(map(_names_pattern_properties, schema.values()))
+    return isinstance(schema, list | tuple) and any(map(_names_pattern_properties, schema))
+
+
+def _behind_thought(text: str) -> str:
+    """What stands behind the thought, whose beginning may stand in the chat template. Raises ValueError if it never ends."""
+    text = text.rpartition("</think>")[2].strip()
+    if text.startswith("<think>"):
+        raise ValueError("the thought never ends")
+    return text
 
 
 def _json_of(text: str) -> Any:
     """The JSON value that a reply is, or the only JSON object in it. Raises ValueError if it is not clear."""
-    text = _THOUGHT.sub("", text).strip()
-    if block := _CODE_BLOCK.fullmatch(text):
-        text = block[1].strip()
-    if text.startswith("<think>"):
-        raise ValueError("the thought never ends")
+    text = _behind_thought(text)
+    if text.startswith("```") and text.endswith("```") and len(text) >= 2 * len("```"):  # a block of code
+        text = text.removeprefix("```").removesuffix("```").removeprefix("json").strip()
+    if len(text) > MAX_VERDICT_CHARACTERS:
+        raise ValueError(f"the verdict has more than {MAX_VERDICT_CHARACTERS} characters")
     try:
-        return json.loads(text)
-    except ValueError:  # the completion may have been quoted: of two objects, which is the verdict?
-        return json.loads(text[text.find("{") : text.rfind("}") + 1])
+        return _strict_json(text)
+    except json.JSONDecodeError:  # the completion may have been quoted: of two objects, which is the verdict?
+        return _strict_json(text[text.find("{") : text.rfind("}") + 1])
+
+
+def _strict_json(text: str) -> Any:
+    return json.loads(text, parse_float=finite, object_pairs_hook=unique_names)
 
 
 def yes_probability(
@@ -126,21 +213,45 @@ def yes_probability(
     """
     try:
         shown = choice["logprobs"]["content"][0]["top_logprobs"]
-        top = [(str(one["token"]), math.exp(one["logprob"])) for one in shown]
+        if len(shown) > MAX_TOP_LOGPROBS:
+            raise BadReply(f"the reply holds {len(shown)} top_logprobs: {quote(choice)}")
+        top = [(_token_text(entry["token"]), math.exp(entry["logprob"])) for entry in shown]
     except (KeyError, IndexError, TypeError, OverflowError) as error:
         raise BadReply(f"the reply holds no top_logprobs: {quote(choice)}") from error
     p_yes, p_no = (sum(p for token, p in top if token.strip().casefold() in words) for words in (yes, no))
     mass = p_yes + p_no
     if not 0.0 < mass <= 1.001:
-        likeliest = ", ".join(repr(token) for token, _ in top[:5])[:MAX_QUOTE]
+        likeliest = ", ".join(repr(token[:MAX_QUOTE]) for token, _ in top[:5])[:MAX_QUOTE]
         raise BadReply(f"the tokens {[*yes, *no]} hold {mass:g} of the probability; the top is {likeliest}")
     return p_yes / mass, mass
 
 
+def _token_text(token: Any) -> str:
+    if not isinstance(token, str):
+        raise TypeError("a token is no text")
+    return token
+
+
 def quote(value: Any) -> str:
     """The beginning of a reply, for a reason."""
-    shown = value if isinstance(value, str) else json.dumps(value, default=str)
+    shown = redacted(value if isinstance(value, str) else _beginning_of_json(value))  # a server may repeat a key
     return repr(shown) if len(shown) <= MAX_QUOTE else repr(shown[:MAX_QUOTE]) + " ..."
+
+
+def quote_end(text: str) -> str:
+    """The end of a reply, for a reason: there the score should stand."""
+    text = redacted(text)
+    return repr(text) if len(text) <= MAX_QUOTE else "... " + repr(text[-MAX_QUOTE:])
+
+
+def _beginning_of_json(value: Any) -> str:
+    """Some thousand characters of the value as JSON, or all of it; the rest is not written."""
+    beginning = ""
+    for piece in json.JSONEncoder(default=str).iterencode(value):
+        beginning += piece
+        if len(beginning) > MAX_WRITTEN_CHARACTERS:
+            break
+    return beginning
 
 
 AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {

@@ -10,20 +10,27 @@ from posing as instructions.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, JudgeError, require_all
+from async_grpo.rewards.http.endpoint import (
+    CHARACTERS_PER_TOKEN,
+    BadReply,
+    JudgeError,
+    call_beside,
+    require_all,
+)
 from async_grpo.rewards.judges import judge_replies
 from async_grpo.rewards.judges.judge_prompts import FENCE_NOTE, WRITTEN_BY_THE_POLICY, Template
 from async_grpo.rewards.judges.judge_replies import AGGREGATES, Vote
 from async_grpo.rewards.judges.remote_judge import ModelJudge, Send
 
 ROUNDS = 2  # a reply that cannot be read is asked for once more
+LARGE_VERDICT_CHARACTERS = 4096  # from which on a reply in JSON is read in a thread
+READ_S = 5.0  # for a schema on one reply, in a thread
 MAX_VOTES = 64
 OURS = ("n", "stream", "temperature", "response_format", "logprobs", "top_logprobs")
 
-# "1,5" and "1e3" are no match, rather than 1
-PATTERN = r"[Ss]core[\s*_:=\"`]{0,8}(-?\d+(?:\.\d+)?)(?!\d|[.,eE]\d)"
 SYSTEM = "You are a careful, impartial judge of answers."
 QUESTION = "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nRubric:\n{rubric}\n\nResponse to judge:\n{completion}\n\n"
 CLOSING = "Explain your judgement briefly, then end with one line `Score: x`, x from {low} (worst) to {high} (best)."
@@ -47,7 +54,9 @@ class LLMJudge(ModelJudge):
         rubric: put where the template says {rubric}.
         fence: put what the policy wrote between lines that it cannot forge. Switch it off only for a model that
             was trained on a prompt of its own.
-        pattern: a regular expression with one group: the score is the group of its last match in the reply.
+        pattern: None: the reply ends with `Score: x`, and the score is x, the whole plain decimal number, or cannot be
+            read: see `score_line`. Else a regular expression with one group: the score is the number in the group of its
+            last match in the reply.
         json_schema: instead of the pattern: sent as `response_format`, and the reply must satisfy it; its number
             `score_key` is the score, its other numbers are extras `judge_<name>`.
         scale: (worst, best) score. A score outside cannot be read.
@@ -60,7 +69,7 @@ class LLMJudge(ModelJudge):
     Extras: `judge_score` (on its scale), `judge_tokens` and, with prices, `judge_cost`; with several votes
     `judge_votes` (readable ones) and `judge_spread` (largest - smallest score).
 
-    A reply that was cut off, matches nothing or lies outside the scale is asked for once more; after that the vote
+    A reply that was cut off, holds no score that can be read or lies outside the scale is asked for once more; after that the vote
     is lost, and with fewer than `min_votes` the call has failed. It is never a score of 0.
     """
 
@@ -68,7 +77,7 @@ class LLMJudge(ModelJudge):
     system: str | None = SYSTEM
     rubric: str = RUBRIC
     fence: bool = True
-    pattern: str = PATTERN
+    pattern: str | None = None
     json_schema: Mapping[str, Any] | None = field(default=None, hash=False)
     score_key: str = "score"
     scale: tuple[float, float] = (0.0, 10.0)
@@ -127,7 +136,7 @@ class LLMJudge(ModelJudge):
                 elif isinstance(reply, BaseException):
                     raise reply
                 else:
-                    self._read(reply, count, votes, unread)
+                    await self._read(reply, count, votes, unread)
             if not unread:
                 break
         needed = self.min_votes or self.votes // 2 + 1
@@ -169,7 +178,9 @@ class LLMJudge(ModelJudge):
         system = f"{self.system}\n\n{note}".strip()
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
-    def _read(self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]) -> None:
+    async def _read(
+        self, reply: Mapping[str, Any], count: int, votes: list[Vote], unread: list[str]
+    ) -> None:
         """Sort the votes of a reply into those that can be read and the reasons of the others."""
         try:
             choices = judge_replies.choices_of(reply, count)
@@ -178,20 +189,33 @@ class LLMJudge(ModelJudge):
             return
         for choice in choices:
             try:
-                votes.append(self._vote(choice))
+                votes.append(await self._vote(choice))
             except BadReply as error:
                 unread.append(str(error))
 
-    def _vote(self, choice: Mapping[str, Any]) -> Vote:
+    async def _vote(self, choice: Mapping[str, Any]) -> Vote:
         text = judge_replies.text_of(choice)
         low, high = self.scale
-        if self.json_schema is None:
+        if self.json_schema is not None:
+            vote = await self._vote_by_schema(text, self.json_schema)
+        elif self.pattern is not None:
             vote = judge_replies.by_pattern(text, self.pattern)
         else:
-            vote = judge_replies.by_schema(text, self.json_schema, self.score_key)
+            vote = judge_replies.by_score_line(text, high)
         if not low <= vote.score <= high:
             raise BadReply(f"the score {vote.score:g} is outside of {low:g} to {high:g}")
         return vote
+
+    async def _vote_by_schema(self, text: str, schema: Mapping[str, Any]) -> Vote:
+        """In a thread if the text is long: what a schema asks of it may take a while."""
+        import asyncio
+
+        read = partial(judge_replies.by_schema, text, schema, self.score_key)
+        try:
+            async with asyncio.timeout(READ_S):
+                return await call_beside(read, len(text), LARGE_VERDICT_CHARACTERS)
+        except TimeoutError:
+            raise BadReply(f"the schema takes more than {READ_S:g} s on the reply") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +267,9 @@ class GenerativeRM(LLMJudge):
         body = super()._body(sample, count)
         return body | {"logprobs": True, "top_logprobs": self.top_logprobs} if self.yes_no else body
 
-    def _vote(self, choice: Mapping[str, Any]) -> Vote:
+    async def _vote(self, choice: Mapping[str, Any]) -> Vote:
         if not self.yes_no:
-            return super()._vote(choice)
+            return await super()._vote(choice)
         judge_replies.text_of(choice, cut_off=True)  # one token was asked for
         probability, mass = judge_replies.yes_probability(choice, self.yes, self.no)
         if mass < self.min_mass:

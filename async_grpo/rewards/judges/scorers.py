@@ -25,13 +25,13 @@ from typing import Any
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import is_number
 from async_grpo.rewards.adapter.registry_source import parse_names
+from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.rewards.http.endpoint import CHARACTERS_PER_TOKEN, BadReply, require_all
 from async_grpo.rewards.judges.judge_prompts import Template, as_text, column, conversation
-from async_grpo.rewards.judges.judge_replies import MAX_QUOTE, quote
+from async_grpo.rewards.judges.judge_replies import MAX_EXTRAS, MAX_NAME_CHARACTERS, MAX_QUOTE, quote
 from async_grpo.rewards.judges.remote_judge import SCORER_URL, JudgeAddresses, ModelJudge, RemoteJudge, Send
 
 PROTOCOL = 1
-MAX_EXTRAS = 64  # each becomes a column of the metrics
 FIELDS = {"classify": "probs", "pooling": "data"}  # of one item of the reply
 
 
@@ -148,14 +148,20 @@ def score_of(reply: Mapping[str, Any]) -> dict[str, Any]:
         raise BadReply(f"the scorer speaks protocol {quote(reply.get('protocol'))}, not {PROTOCOL}")
     score = only_item(reply, "scores")
     if "error" in score:
-        raise BadReply(f"the scorer failed: {str(score['error'])[:MAX_QUOTE]}")
+        raise BadReply(f"the scorer failed: {_beginning_of(score['error'])}")
     if "abstain" in score:
-        return {"abstain": str(score["abstain"])[:MAX_QUOTE]}
+        return {"abstain": _beginning_of(score["abstain"])}
     if "reward" not in score or len(score) > MAX_EXTRAS:
         raise BadReply(f"a score must hold `reward` and at most {MAX_EXTRAS} numbers: {quote(score)}")
     if wrong := {name: value for name, value in score.items() if not is_number(value)}:
         raise BadReply(f"the scorer's score holds what is no finite number: {quote(wrong)}")
+    if long := [name for name in score if len(name) > MAX_NAME_CHARACTERS]:
+        raise BadReply(f"a name in the scorer's score is too long: {quote(long[0])}")
     return {name: float(value) for name, value in score.items()}
+
+
+def _beginning_of(explanation: Any) -> str:
+    return excerpt(explanation, MAX_QUOTE) if isinstance(explanation, str) else quote(explanation)
 
 
 def only_item(reply: Mapping[str, Any], name: str) -> dict[str, Any]:

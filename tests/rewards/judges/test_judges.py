@@ -235,11 +235,13 @@ THOUGHT = [
     'Let me see. The task is easy.\nMy verdict: {"score": 4, "style": 2}',
 ]
 UNREADABLE = [
-    (chat("no verdict " * 100), "matches.*no verdict.*\\.\\.\\."),
+    (chat("no verdict " * 100), "cannot be read .it names no score.: \\.\\.\\. .*no verdict"),
     (chat("Score: 11"), "score 11 is outside of 0 to 10"),
     (chat("Score: -1"), "score -1 is outside"),
-    (chat("Score: 1,5"), "nothing in the reply matches"),
-    (chat("Score: 1e3"), "nothing in the reply matches"),
+    (chat("Score: 1,5"), "cannot be read .the score '1,5' does not end with its number"),
+    (chat("Score: 1e3"), "cannot be read .the score '1e3' does not end with its number"),
+    (chat("<think>Score: 3, or so"), "the thought never ends"),
+    (chat("Score: 1" + " " * 400_000), "too long: 400008 characters, 400000 are read at most"),
     (chat("Score: 1", finish="length"), "cut off at max_tokens"),
     (chat("Score: 1", finish="content_filter"), "not whole, its finish_reason is 'content_filter'"),
     (chat("Score: 1", finish="tool_calls"), "not whole"),
@@ -249,6 +251,14 @@ UNREADABLE = [
     ({"object": "error"}, "no chat completion.*error"),
     ({"choices": ["x"]}, "no chat completion"),
     ({"choices": [{}]}, "no text"),
+]
+BY_PATTERN = {"pattern": r"Grade ?(\S*)"}
+UNREADABLE_BY_PATTERN = [
+    ("no grade " * 100, "matches.*no grade.*\\.\\.\\."),
+    ("Grade 1_0", "nothing in the reply matches"),
+    ("Grade 1e-400", "nothing in the reply matches"),
+    ("Grade inf", "nothing in the reply matches"),
+    ("Grade ", "nothing in the reply matches"),
 ]
 UNREADABLE_JSON = [
     ('{"score": "4"}', "breaks the schema.*'4' is not of type 'number'"),
@@ -262,8 +272,15 @@ UNREADABLE_JSON = [
     ('It says {"score": 5, "style": 5}, but: {"score": 1, "style": 1}', "no JSON"),  # which is the verdict?
     ('<think>never closed {"score": 5, "style": 5}', "no JSON"),
     ('{"a":' * 5000 + '{"score": 5, "style": 5}', "no JSON"),  # each brace would be read to the end
+    ('{"score": 5, "score": 1}', "no JSON"),
+    ('{"score": 1e-400}', "no JSON"),
+    ('{"score": 5, "why": "' + "x" * 40_000 + '"}', "no JSON"),
+    ('{"score": 5, ' + ", ".join(f'"n{n}": 1' for n in range(64)) + "}", "more than 64 numbers"),
+    ('{"score": 5, "' + "n" * 101 + '": 1}', "names of 100 characters"),
 ]
 NO_VERDICT = [({}, *one) for one in UNREADABLE] + [(JSON, chat(text), why) for text, why in UNREADABLE_JSON]
+NO_VERDICT += [(BY_PATTERN, chat(text), why) for text, why in UNREADABLE_BY_PATTERN]
+GOOD = [({}, "Score: 5"), (JSON, '{"score": 5}'), (BY_PATTERN, "Grade 5")]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +296,8 @@ async def test_the_last_score_counts_on_its_scale_and_json_may_follow_a_thought(
 
 @pytest.mark.parametrize(("options", "reply", "reason"), NO_VERDICT)
 async def test_a_reply_without_a_score_is_asked_for_once_more_and_then_a_failure_soon(options, reply, reason):
-    started, good = time.monotonic(), chat('{"score": 5}' if options else "Score: 5")
+    started = time.monotonic()
+    good = chat(next(text for settings, text in GOOD if settings == options))
     client = Scripted(reply, good)
     assert (await scored(llm(**options), client))["judge_score"] == 5 and len(client.calls) == 2
     client = Scripted(reply, reply, good)
