@@ -1,8 +1,9 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-If there is a \boxed{}, it counts and nothing else (see `boxed_answer`). Without one it is what follows "####" as in GSM8K,
-else "the answer is ...", else the last formula or number. Of an equation the right side counts, and numbers agree to six
-decimals. LaTeX is read by a grammar; the library hands to sympy's parser nothing but digits and + - * / ^ ( ).
+If there is a \boxed{}, it counts and nothing else (see `stated_answer`). Without one it is the one <answer>, else what
+follows "####" as in GSM8K, else "the answer is ...", else the last formula or number; a thought does not count. Of an
+equation the right side counts, and numbers agree to six decimals. LaTeX is read by a grammar; the library hands to sympy's
+parser nothing but digits and + - * / ^ ( ).
 The library guards itself with `signal.alarm`: outside a main thread this adapter raises.
 """
 
@@ -12,7 +13,12 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer
+from async_grpo.rewards.builtin.answers import (
+    completion_text,
+    gold_answer,
+    stated_answer,
+    ungrouped,
+)
 from async_grpo.rewards.builtin.sympy import is_computable
 
 MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
@@ -39,23 +45,28 @@ def readable(text: str) -> str:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""1 if the answer in the completion equals the row's `answer`, else 0.
-    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+    r"""Return 1 if the answer in the completion equals the row's `answer`, else 0.
+
+    Raises:
+        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
 
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
     """
-    gold = gold_answer(sample)
-    marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+    gold = ungrouped(gold_answer(sample).replace(r"\$", "").strip())
+    marked = gold if "$" in gold else f"${gold}$"
     parsed = parse(marked, _EXTRACTION, parsing_timeout=SECONDS)
     if not parsed:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
-    text = completion_text(sample)
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        text = rf"\boxed{{{boxed}}}" if len(boxed) <= MAX_CHARACTERS else ""
-    elif "####" in text:
-        text = text.rpartition("####")[2].strip().partition("\n")[0]
-    found = parse(readable(text[-MAX_CHARACTERS - 8 :]), _EXTRACTION, parsing_timeout=SECONDS)
+    found = parse(_answer_to_parse(completion_text(sample)), _EXTRACTION, parsing_timeout=SECONDS)
     found = [answer for answer in found if isinstance(answer, str) or is_computable(answer)]
     return {"reward": float(verify(parsed, found, timeout_seconds=SECONDS))}
+
+
+def _answer_to_parse(text: str) -> str:
+    """Return the part of a completion in which the library looks for the answer; "" if it states none."""
+    boxed = stated_answer(text, ("box",))
+    if boxed is not None:
+        return readable(rf"\boxed{{{ungrouped(boxed)}}}") if len(boxed) <= MAX_CHARACTERS else ""
+    answer = stated_answer(text, ("box", "block", "marker", "rest")) or ""
+    return readable(answer[-MAX_CHARACTERS - 8 :])
