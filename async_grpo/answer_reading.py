@@ -20,7 +20,6 @@ _TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)(?![a-zA-Z])|\\(?:begin|end)(?![a-zA-
 _WORD_PIECE = re.compile(  # of the content of a box without braces
     r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]"
 )
-_BLANKS = re.compile(r"\s*")
 _ROW_BREAK = r"\\\\(?:\[[^\]\\]*\])?"
 _SPACE = (
     r"[\s~\u200b\u2060\ufeff]|\\[,;:!>/ ]|\\[hv]space\*?\s*\{[^{}\\]*\}"
@@ -37,7 +36,7 @@ _LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
 _TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
 _TRAILING_CHARACTERS = 100  # in which spacing at the end of a content is looked for
 _DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
-_WORDS_ONLY = re.compile(r"[a-zA-Z,.:;]*")
+_WORDS_ONLY = re.compile(r"[a-zA-Z,.:;=]*")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # of a formula
 _SEPARATOR = r"(?:,\\!|,|\{,\}|\\,|~|[\u00a0\u202f\u2009])"
 _GROUPED_NUMBER = re.compile(rf"-?\d{{1,3}}({_SEPARATOR}\d{{3}})+(\.\d+)?")
@@ -182,9 +181,8 @@ def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
 
 def _span_of(text: str, box: _Box, closing_braces: dict[int, int]) -> _Span | None:
     """Return the extent of a box; None if it has no content, or no end."""
-    blanks = _BLANKS.match(text, box.end)
-    assert blanks is not None  # the pattern matches the empty text, too
-    begin = blanks.end()
+    space = _LEADING_SPACE.match(text, box.end)
+    begin = box.end if space is None else space.end()
     if text[begin : begin + 1] == "{":
         closing = closing_braces.get(begin)
         return None if closing is None else _Span(box, begin + 1, closing, closing + 1)

@@ -83,6 +83,8 @@ def test_rows_of_an_environment_that_hold_nothing_but_boxes_are_one_answer(name)
         (r"\boxed\frac{1}{2}.", r"\frac{1}{2}"),
         (r"\boxed x^{\frac{1}{2}} y", r"x^{\frac{1}{2}}"),
         (r"\boxed{3 \boxed{5}", "5"),
+        (r"\boxed{x = \boxed{5}}", "5"),
+        (r"\boxed\,{5}", "5"),
         (r"\boxed{\text{It is } \boxed{5}}", "5"),
         (r"\boxed{(\boxed{1}, \boxed{2})}", "(1, 2)"),
         (r"\boxed{\frac{\boxed{1}}{\boxed{2}}}", r"\frac{1}{2}"),
