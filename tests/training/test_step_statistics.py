@@ -187,3 +187,99 @@ def test_a_critic_reads_its_old_values_before_the_step(ranks):
     with torch.no_grad():
         expected = policy(row.input_ids, row.cu_seqlens, row.mask[0], 1.0)[2]
     torch.testing.assert_close(row.old_values[0], expected)
+
+
+def test_weights_of_sequences_go_over_what_is_not_rejected(ranks):
+    options = {"policy_loss": "gpg", "importance_level": "sequence", "importance_high": 100.0}
+    options |= {"rejection_statistic": "token_k1", "rejection_high": 2.0, "loss_aggregation": "token_sum"}
+    objective = Objective(AlgorithmConfig(**options))
+    sequence = sequence_of(RATIOS[0], (1.0, 1.0, 1.0))
+    (row,) = rows_of([sequence])
+    fixed_forward(objective, (logprobs_of([sequence]), torch.zeros(1, 4)))
+    loss, totals = objective(None, row)
+    # 1 and 1/2 are kept, 3 is not: each token weighs their product
+    expected = -0.5 * sum(math.log(ratio) - 1 for ratio in (1.0, 0.5))
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert totals["importance_weight"].item() == pytest.approx(2 * 0.5)
+
+
+def test_the_mismatch_of_engine_and_trainer_is_measured_before_rejection(ranks):
+    options = {"rejection_statistic": "token_k1", "rejection_high": 2.0, "policy_loss": "gpg"}
+    accumulator, _ = recording_accumulator(OneWeight(), Objective(AlgorithmConfig(**options)), ranks)
+    sequences = [sequence_of(ratios, (1.0, 1.0, 1.0)) for ratios in RATIOS]
+    logprobs = logprobs_of(sequences) + 0 * accumulator.policy.weight
+    fixed_forward(accumulator.objective, (logprobs, torch.zeros(1, 8)))
+    accumulator.add(pack(sequences))
+    metrics = accumulator.finish()
+    ratios = [ratio for of_sequence in RATIOS for ratio in of_sequence]
+    assert metrics["rejected_share"] == pytest.approx(2 / 6)
+    assert metrics["mismatch_k1"] == pytest.approx(-statistics.fmean(map(math.log, ratios)), rel=1e-5)
+    k3 = [ratio - 1 - math.log(ratio) for ratio in ratios]
+    assert metrics["mismatch_kl"] == pytest.approx(statistics.fmean(k3), rel=1e-5)
+    squares = math.fsum(ratio**2 for ratio in ratios)
+    assert metrics["ess"] == pytest.approx(math.fsum(ratios) ** 2 / (6 * squares), rel=1e-5)
+    assert metrics["ratio_p99"] > 3.5  # that of a rejected token is 4
+
+
+class OneWeight(torch.nn.Module):
+    """A policy of one weight, whose outputs a test sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.device = CPU
+
+
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
+def test_covariances_are_those_of_what_is_not_rejected(ranks, loss):
+    """A rejected token far from all others would move both means, and the choice with them."""
+    options = {"clip_cov": "ratio=0.5,cov_low=0.3,cov_high=50", "kl_cov": "ratio=0.2"}
+    objective = Objective(
+        AlgorithmConfig(
+            policy_loss=loss, loss_options=options[loss], rejection_statistic="token_k1", rejection_high=2.0
+        )
+    )
+    logprobs = [-0.1, -0.4, -3.0, -1.5, -2.0, -9.0]
+    advantages = [1.0, 0.5, -1.0, 0.2, -0.3, 40.0]
+    ratios = [1.0, 0.9, 1.1, 1.0, 0.8, 5.0]  # the last is rejected
+    behaviour = [logprob - math.log(ratio) for logprob, ratio in zip(logprobs, ratios, strict=True)]
+    sequence = {
+        "ids": np.arange(7),
+        "mask": np.arange(7) > 0,
+        "advantages": np.array([math.nan, *advantages]),
+        "behaviour": np.array([math.nan, *behaviour]),
+    }
+    (row,) = rows_of([sequence])
+    fixed_forward(objective, (torch.tensor([[0.0, *logprobs]]), torch.zeros(1, 7)))
+    add_step_terms(None, objective, [row], ranks, 0)
+    mean_logprob, mean_advantage = statistics.fmean(logprobs[:5]), statistics.fmean(advantages[:5])
+    covariances = [
+        (advantage - mean_advantage) * (logprob - mean_logprob)
+        for advantage, logprob in zip(advantages[:5], logprobs[:5], strict=True)
+    ]
+    selected = row.selected[0, TRAINED].tolist()
+    if loss == "kl_cov":  # a fifth of the five kept tokens: the one with the largest
+        assert selected == [value == max(covariances) for value in covariances] + [False]
+    else:  # two of the five, at random, of three candidates
+        candidates = [value > 0.3 for value in covariances] + [False]
+        assert sum(candidates) == 3 and sum(selected) == 2
+        assert all(
+            is_candidate for is_candidate, is_chosen in zip(candidates, selected, strict=True) if is_chosen
+        )
+
+
+def test_gamma_and_lam_reach_the_trainers_critic(ranks):
+    config = AlgorithmConfig(advantage_estimator="gae", estimator_options="gamma=0.5,lam=0.25,whiten=false")
+    objective = Objective(config)
+    sequence = sequence_of([1.0, 1.0, 1.0], (0.0, 0.0, 4.0))
+    values = [1.0, 2.0, -1.0]
+    (row,) = rows_of([sequence])
+    fixed_forward(objective, (logprobs_of([sequence]), torch.zeros(1, 4), torch.tensor([[0.0, *values]])))
+    add_step_terms(None, objective, [row], ranks, 0)
+    last = 4.0 - values[2]
+    middle = 0.5 * values[2] - values[1] + 0.5 * 0.25 * last
+    first = 0.5 * values[1] - values[0] + 0.5 * 0.25 * middle
+    assert row.advantages[0, TRAINED].tolist() == pytest.approx([first, middle, last])
+    assert row.returns[0, TRAINED].tolist() == pytest.approx(
+        [first + values[0], middle + values[1], last + values[2]]
+    )
