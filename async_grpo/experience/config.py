@@ -66,7 +66,8 @@ class BatchConfig(AlgorithmConfig):
 
     deterministic: bool = on_groups(
         False,
-        "Train a step once it is whole, in order of admission: the same samples then make the same bits.",
+        "Train a step once it is whole, in order of admission: the same samples then make the same bits, and a resumed run "
+        "those of one that was never stopped, if --max-staleness is 0.",
     )
     checkpoint_every_s: float = option(
         600.0, "Save what a resumed run needs every so many seconds.", "Output", range=POSITIVE

@@ -5,7 +5,8 @@ n completions of each question are drawn. A completion passes if its reward reac
     avg_reward      mean reward
     avg@n           share of completions that pass
     pass@k          chance that one of k completions passes, for k = 1, 2, 4 ... up to n (Chen et al. 2021, eq. 1, unbiased)
-    majority@n      share of questions whose most frequent answer passes
+    majority@n      share of questions whose most frequent answer passes. The answer is read as the rewards read it
+                    (`stated_answer`), else it is the last line; a completion that states none has no vote.
 
 Questions are independent of each other, completions of one question are not: so the interval is over questions.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.answer_reading import stated_answer
 from async_grpo.experience.step_metrics import reward_stats
 from async_grpo.types import Group
 
@@ -34,7 +36,7 @@ def evaluation_stats(groups: Sequence[Group], pass_reward: float) -> dict[str, A
     """The figures of an evaluation, by name; those of a mean M have its half interval at `M_ci`."""
     samples = [sample for group in groups for sample in group.samples]
     drawn = max((len(group.samples) for group in groups), default=0)
-    rewards, passed, answers = list[list[float]](), list[list[bool]](), list[list[str]]()
+    rewards, passed, answers = list[list[float]](), list[list[bool]](), list[list[str | None]]()
     for group in groups:
         given = [(sample.verdict.reward, sample.completion.text) for sample in group.samples]
         scored = [(reward, text) for reward, text in given if reward is not None]
@@ -69,19 +71,20 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {name: float(np.mean(values)), f"{name}_ci": half}
 
 
-def _majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> float:
-    """1.0 if the most frequent answer passes; between equally frequent ones, the share of them that do."""
-    first = [passed[answers.index(answer)] for answer in multimode(answers)]
-    return sum(first) / len(first)
+def _majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
+    """Return 1.0 if the most frequent answer passes; between equally frequent ones, the share of them that do.
+
+    None is no answer, and is counted as none. Where no completion has an answer, none passes: 0.0.
+    """
+    stated = [answer for answer in answers if answer is not None]
+    first_passes = [passed[answers.index(answer)] for answer in multimode(stated)]
+    return sum(first_passes) / max(1, len(first_passes))
 
 
-def answer_of(text: str) -> str:
-    r"""What a completion answers: its last `\boxed{...}` or `<answer>...</answer>`, else its last line.
+def answer_of(text: str) -> str | None:
+    r"""Return what a completion answers, None if it states nothing: `stated_answer` with the last line as its last form.
 
     >>> answer_of(r"so \boxed{12}."), answer_of("<answer> 3 + 4 </answer>"), answer_of("let me see\n 7 ")
     ('12', '3 + 4', '7')
     """
-    for begin, end in (("\\boxed{", "}"), ("<answer>", "</answer>")):
-        if begin in text:
-            return text.rpartition(begin)[2].rpartition(end)[0].strip()
-    return text.strip().rpartition("\n")[2].strip()
+    return stated_answer(text, ("box", "last block", "marker", "last line"))

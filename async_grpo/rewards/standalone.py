@@ -166,10 +166,11 @@ def _samples(
     group_ids: dict[str, int] = {}
     texts = zip(map(_text, prompts), map(_text, completions), strict=True)
     return [
-        {name: values[place] for name, values in of_samples.items()}
+        {"truncated": False}
+        | {name: values[place] for name, values in of_samples.items()}
         | {"input": prompt, "completion": completion, "sample_text": prompt + completion}
         | {"completion_token_ids": [] if completion_ids is None else list(map(int, completion_ids[place]))}
-        | {"group_id": group_ids.setdefault(prompt, len(group_ids)), "truncated": False}
+        | {"group_id": group_ids.setdefault(prompt, len(group_ids))}
         for place, (prompt, completion) in enumerate(texts)
     ]
 

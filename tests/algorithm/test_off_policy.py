@@ -143,6 +143,16 @@ def test_kept_tokens_are_those_of_a_loop_whatever_the_packing_the_order_and_the_
     assert torch.equal(unpack(rejection_mask(*packed, sequence_ids=ids, **options)), expected)
 
 
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_the_largest_value_of_a_sequence_decides_over_it(kind):
+    """Ratios e^0.1 and e^2: k2 is 0.005 and 2, k3 is 0.005 and 4.4."""
+    x = torch.tensor([[0.1, 2.0, 0.1], [0.1, 0.1, 0.1]])
+    arguments = x, torch.zeros(2, 3), torch.ones(2, 3)
+    upper = rejection_mask(*arguments, statistic=f"sequence_max_{kind}", high=1.0)
+    lower = rejection_mask(*arguments, statistic=f"sequence_max_{kind}", low=1.0)
+    assert upper.tolist() == [[False] * 3, [True] * 3] and lower.tolist() == [[True] * 3, [False] * 3]
+
+
 def test_a_ratio_on_a_bound_is_kept():
     arguments = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
     for level in LEVELS:

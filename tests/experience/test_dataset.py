@@ -88,3 +88,16 @@ def test_the_cursor_draws_every_question_once_per_epoch(count, drawn, seed):
     for epoch in range((drawn + count) // count):
         ids = [int(p.token_ids[0]) for p in prompts[epoch * count : (epoch + 1) * count]]
         assert sorted(ids) == list(range(count))
+
+
+def test_every_epoch_has_an_order_of_its_own_which_the_seed_decides():
+    questions = [Question(np.array([i], np.int32), {}) for i in range(30)]
+
+    def orders(seed: int) -> list[tuple[int, ...]]:
+        cursor = PromptCursor(questions, seed)
+        drawn = [int(next(cursor).token_ids[0]) for _ in range(4 * 30)]
+        return [tuple(drawn[epoch * 30 : (epoch + 1) * 30]) for epoch in range(4)]
+
+    # two random orders of 30 are the same in one of 30! draws
+    assert len({*orders(1), *orders(2), tuple(range(30))}) == 9
+    assert orders(1) == orders(1)

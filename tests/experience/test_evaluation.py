@@ -59,6 +59,14 @@ def test_the_majority_is_counted_by_answers_and_a_tie_counts_its_share():
     assert evaluation_stats([tied], 1.0)["majority@4"] == 0.5
 
 
+def test_the_majority_reads_whole_boxes_and_counts_none_that_is_cut_off():
+    votes = [r"\boxed{12}", r"\boxed{12}, as $\frac{24}{2}$", r"\boxed{\frac{24}{", r"\boxed{1", r"\boxed{"]
+    right = group(0, [1.0, 1.0, 0.0, 0.0, 0.0], votes)
+    assert evaluation_stats([right], 1.0)["majority@5"] == 1.0
+    nothing = group(1, [0.0, 0.0, 0.0], [r"\boxed{1", "", r"\boxed"])
+    assert evaluation_stats([right, nothing], 1.0)["majority@5"] == 0.5
+
+
 def test_what_could_not_be_scored_says_nothing_and_one_question_has_no_interval():
     found = evaluation_stats([group(0, [1.0, None]), group(1, [None, None])], 1.0)
     assert found["avg@2"] == 1.0 and found["avg@2_ci"] is None and found["num_reward_failed"] == 3
@@ -67,7 +75,12 @@ def test_what_could_not_be_scored_says_nothing_and_one_question_has_no_interval(
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("<answer>1 + 2</answer>", "1 + 2"), ("no\n\n  7\n", "7"), ("", ""), (r"\boxed{1} or \boxed{2}", "2")],
+    [
+        ("<answer>1 + 2</answer>", "1 + 2"),
+        ("no\n\n  7\n", "7"),
+        ("", None),
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+    ],
 )
 def test_an_answer_is_what_stands_last(text, answer):
     assert answer_of(text) == answer

@@ -89,6 +89,20 @@ def test_a_kl_in_the_reward_is_taken_off_token_by_token():
     assert got[0] == pytest.approx([1 - 0.3, 1 - 0.2, 1 - 0.1]) and got[1] == pytest.approx([0.9])
 
 
+@pytest.mark.parametrize("estimator", ["remax", "dr_grpo"])
+def test_a_kl_in_the_reward_is_held_by_its_clamp(estimator):
+    """One estimator that reads every token, and one that reads sums."""
+    options = {"kl_coef": 0.1, "kl_kind": "k1", "kl_in_reward": True, "kl_clamp": 2.0}
+    plan = rule(advantage_estimator=estimator, **options)
+    # fakes sample at log-prob -0.5: k1 is 4 per token, held at 2, and 1
+    rows = [sample(3, 1.0, ref=-4.5), sample(1, 1.0, ref=-1.5)]
+    got = advantages(plan, group(*rows, baseline=Verdict(OK, 0.0)))
+    if estimator == "remax":
+        assert got[0] == pytest.approx([1 - 0.6, 1 - 0.4, 1 - 0.2]) and got[1] == pytest.approx([0.9])
+    else:
+        assert got[0] == pytest.approx([-0.25] * 3) and got[1] == pytest.approx([0.25])
+
+
 def test_without_a_score_for_the_greedy_completion_remax_leaves_the_group_out():
     plan = rule(advantage_estimator="remax")
     rows = [sample(2, 1.0), sample(2, 0.0)]

@@ -85,6 +85,7 @@ def imports_of(path: Path) -> set[str]:
 FLOORS = [
     {
         "types",
+        "answer_reading",
         "messages",
         "errors",
         "protocols",

@@ -108,6 +108,7 @@ def work(ranks, folder):
         "update": adamw_update(ranks),
         "skipped": skipped_step(ranks),
         "non_finite": non_finite_step(ranks),
+        "reduced": reduced_step(ranks),
     }
     results |= {seed: step_of_batch(ranks, seed) for seed in range(NUM_BATCHES)}
     results["canary"], results["engine names"], results["after"] = canary_and_checkpoint(ranks, folder)
@@ -137,6 +138,26 @@ def publish_with_self_test(policy, ranks):
     assert (
         link.commit.call_count == 5 * ranks.is_main
     )  # as they are, outside the layers, two layers, version 1
+
+
+def sequence_of_rank(rank):
+    """Nine tokens, of which eight are trained: the count of both ranks is a power of 2 and rounds nothing."""
+    rng = np.random.default_rng(rank)
+    mask = np.arange(9) > 0
+    return {
+        "ids": rng.integers(0, VOCAB, 9),
+        "mask": mask,
+        "advantages": np.where(mask, rng.normal(), np.nan),
+        "behaviour": np.where(mask, rng.normal(-3.0, 1.5, 9), np.nan),
+    }
+
+
+def reduced_step(ranks, rank=None):
+    """The gradients of one sequence on each rank, computed in bfloat16; or of that of `rank` alone."""
+    accumulator, optimizer = accumulator_of(ranks, {"policy_loss": "gpg"}, dtype="bfloat16")
+    accumulator.add(pack([sequence_of_rank(ranks.rank if rank is None else rank)]))
+    accumulator.finish()
+    return optimizer.gradients
 
 
 def adamw_update(ranks):
@@ -223,6 +244,14 @@ def test_bfloat16_compute_keeps_float32_gradients_close_to_the_exact_ones(two_ra
     flat = [torch.cat([tensors[name].flatten() for name in expected]) for tensors in (gradients, expected)]
     assert flat[0].dtype is torch.float32
     assert torch.nn.functional.cosine_similarity(*flat, dim=0) > 0.995
+
+
+def test_the_gradients_of_ranks_that_compute_in_bfloat16_are_added_in_float32(two_ranks, ranks):
+    """The two that are added come from one process, whose only rounding is that of its own computation."""
+    alone = [reduced_step(ranks, rank) for rank in range(WORLD_SIZE)]
+    expected = {name: (gradient + alone[1][name]) / 2 for name, gradient in alone[0].items()}
+    overall, worst = relative_error(two_ranks[1]["reduced"], expected)
+    assert overall < 1e-6 and worst < 1e-6  # a sum that is rounded to bfloat16 is wrong by 1e-3
 
 
 def test_update_statistics_are_those_of_the_full_tensors(two_ranks):

@@ -1,8 +1,9 @@
 r"""Equality by the library math-verify: LaTeX, sets, intervals, equations, units, percentages, plain numbers.
 
-If there is a \boxed{}, it counts and nothing else (see `boxed_answer`). Without one it is what follows "####" as in GSM8K,
-else "the answer is ...", else the last formula or number. Of an equation the right side counts, and numbers agree to six
-decimals. LaTeX is read by a grammar; the library hands to sympy's parser nothing but digits and + - * / ^ ( ).
+If there is a \boxed{}, it counts and nothing else (see `stated_answer`). Without one it is the one <answer>, else what
+follows "####" as in GSM8K, else "the answer is ...", else the last formula or number; a thought does not count. Of an
+equation the right side counts, and numbers agree to six decimals. LaTeX is read by a grammar; the library hands to sympy's
+parser nothing but digits and + - * / ^ ( ).
 Time is limited by a signal: outside a main thread this adapter raises. The library's own limits are off, because they make
 a wrong answer of one that took too long.
 """
@@ -14,7 +15,13 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, time_limit
+from async_grpo.rewards.builtin.answers import (
+    completion_text,
+    gold_answer,
+    stated_answer,
+    time_limit,
+    ungrouped,
+)
 from async_grpo.rewards.builtin.sympy import is_computable
 
 MAX_CHARACTERS = 20_000  # of a box, or of the end of a completion without one: patterns over more cost time
@@ -56,26 +63,30 @@ def parsed(text: str, what: str) -> list[Any]:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""1 if the answer in the completion equals the row's `answer`, else 0.
+    r"""Return 1 if the answer in the completion equals the row's `answer`, else 0.
 
-    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread. TimeoutError: one
-    of the answers could not be read, or compared, in time.
+    Raises:
+        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+        TimeoutError: one of the answers could not be read, or compared, in time.
 
     >>> score({"completion": r"so \boxed{\frac{2}{4}}", "answer": "... #### 0.5"})
     {'reward': 1.0}
     """
-    gold = gold_answer(sample)
-    marked = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
+    gold = ungrouped(gold_answer(sample).replace(r"\$", "").strip())
+    marked = gold if "$" in gold else f"${gold}$"
     gold_answers = parsed(marked, "the row's answer")
     if not gold_answers:
         raise ValueError(f"math-verify finds no answer in the row's answer {gold!r}")
-    text = completion_text(sample)
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        text = rf"\boxed{{{boxed}}}" if len(boxed) <= MAX_CHARACTERS else ""
-    elif "####" in text:
-        text = text.rpartition("####")[2].strip().partition("\n")[0]
-    found = parsed(readable(text[-MAX_CHARACTERS - 8 :]), "the answer")
-    found = [answer for answer in found if isinstance(answer, str) or is_computable(answer)]
+    answers = parsed(_answer_to_parse(completion_text(sample)), "the answer")
+    answers = [answer for answer in answers if isinstance(answer, str) or is_computable(answer)]
     with time_limit(SECONDS, "the comparison"):
-        return {"reward": float(verify(gold_answers, found, timeout_seconds=None))}
+        return {"reward": float(verify(gold_answers, answers, timeout_seconds=None))}
+
+
+def _answer_to_parse(text: str) -> str:
+    """Return the part of a completion in which the library looks for the answer; "" if it states none."""
+    boxed = stated_answer(text, ("box",))
+    if boxed is not None:
+        return readable(rf"\boxed{{{ungrouped(boxed)}}}") if len(boxed) <= MAX_CHARACTERS else ""
+    answer = stated_answer(text, ("box", "block", "marker", "rest")) or ""
+    return readable(answer[-MAX_CHARACTERS - 8 :])

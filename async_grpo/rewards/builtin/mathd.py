@@ -1,8 +1,9 @@
-r"""Equality of the last \boxed{} and the gold answer after the normalisation of the MATH data set; and a vote by it.
+r"""Equality of the stated answer and the gold answer after the normalisation of the MATH data set; and a vote by it.
 
 The rules are those of Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset"
-(2021), but for three: thousands separators of a plain number go away; a unit ends the answer, so that `5 \text{ or }6` is
-not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80.
+(2021), but for four: thousands separators of a plain number go away; spacing commands are spaces; a unit ends the answer,
+so that `5 \text{ or }6` is not 5; and what is left of `=` begins with a letter, so that `7x = 80` is not 80.
+The answer stands in a box or in the one <answer> (`stated_answer`).
 
 The vote is test-time reinforcement learning, Zuo et al., "TTRL" (2025): what most completions of a prompt say counts as
 right. It exists once the whole group is there, so the reward is set by `post_process_scores`.
@@ -30,6 +31,7 @@ _RULES = {
     r"\\frac\s*(\w)\s*": r"\\frac{\1}",
     r"(\\frac\{[^{}]*\})\s*(\w)": r"\1{\2}",
 }
+_SPACES = re.compile(r"\s|(?<!\\)\\(?:[,;:! ]|q?quad(?![a-zA-Z]))|~")
 _SIMPLE_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
 
 
@@ -51,14 +53,16 @@ def normalise(text: str) -> str:
     >>> normalise("0.5") == normalise("1/2") == normalise(r"\tfrac 1 2"), normalise(r"90^\circ")
     (True, '90')
     """
-    text = re.sub(r"\s", "", clean(text))
+    text = _SPACES.sub("", clean(text))
     fraction = _SIMPLE_FRACTION.fullmatch(text)
     return rf"\frac{{{fraction[1]}}}{{{fraction[2]}}}" if fraction else text
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""1 if the last \boxed{} equals the row's `answer`; 0 otherwise, also without a box.
-    Raises ValueError: the row's answer is missing or empty.
+    r"""Return 1 if the stated answer equals the row's `answer`; 0 otherwise, also if none is stated.
+
+    Raises:
+        ValueError: the row's answer is missing or empty.
 
     >>> score({"completion": r"so \boxed{\frac{1}{2}}", "answer": 0.5})
     {'reward': 1.0}
@@ -66,16 +70,15 @@ def score(sample: dict[str, Any]) -> dict[str, float]:
     gold = normalise(answers.gold_answer(sample))
     if not gold:
         raise ValueError(f"nothing is left of the row's answer {sample['answer']!r} after normalisation")
-    boxed = answers.boxed_answer(answers.completion_text(sample)) or ""
-    return {"reward": float(len(boxed) <= MAX_CHARACTERS and normalise(boxed) == gold)}
+    return {"reward": float(vote_of(sample) == gold)}
 
 
 def vote_of(sample: dict[str, Any]) -> str | None:
-    r"""The last \boxed{}, else the one <answer>, normalised; None without one: an abstention."""
-    text = answers.completion_text(sample)
-    boxed = answers.boxed_answer(text)
-    answer = answers.answer_block(text) or "" if boxed is None else boxed
-    return normalise(answer) or None if len(answer) <= MAX_CHARACTERS else None
+    """Return the stated answer, normalised; None without one, or if nothing is left of it: an abstention."""
+    answer = answers.stated_answer(answers.completion_text(sample))
+    if answer is None or len(answer) > MAX_CHARACTERS:
+        return None
+    return normalise(answer) or None
 
 
 def score_vote(sample: dict[str, Any]) -> dict[str, float]:

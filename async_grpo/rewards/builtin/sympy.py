@@ -1,4 +1,4 @@
-r"""Equality of the last \boxed{} and the gold answer by sympy, element by element.
+r"""Equality of the stated answer and the gold answer by sympy, element by element.
 
 Both sides get the normalisation of `mathd`; a tuple or interval must agree in brackets and length. An integer demands an
 integer and a fraction the same fraction, as in PRM800K (Lightman et al., "Let's Verify Step by Step", 2023): "4/2" is an
@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy
 
-from async_grpo.rewards.builtin.answers import boxed_answer, completion_text, gold_answer, time_limit
+from async_grpo.rewards.builtin.answers import completion_text, gold_answer, stated_answer, time_limit
 from async_grpo.rewards.builtin.mathd import MAX_CHARACTERS, clean, normalise
 
 SECONDS = 5.0  # for one comparison; then there is no judgement, or a busy machine would make right answers wrong
@@ -119,19 +119,21 @@ def _size_of(node: sympy.Basic, digits: float) -> float:
 
 
 def score(sample: dict[str, Any]) -> dict[str, float]:
-    r"""1 if the last \boxed{} has the value of the row's `answer`; 0 otherwise, also without a box.
-    Raises ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread. TimeoutError: the
-    comparison did not come to an end.
+    r"""Return 1 if the stated answer has the value of the row's `answer`; 0 otherwise, also if none is stated.
+
+    Raises:
+        ValueError: the row's answer is missing, empty or unreadable; or this is not the main thread.
+        TimeoutError: the comparison did not come to an end.
 
     >>> score({"completion": r"so \boxed{\sqrt{8}}", "answer": r"2\sqrt{2}"})
     {'reward': 1.0}
     """
     gold = gold_answer(sample)
-    boxed = boxed_answer(completion_text(sample))
-    if not boxed or len(boxed) > MAX_CHARACTERS:
+    answer = stated_answer(completion_text(sample))
+    if not answer or len(answer) > MAX_CHARACTERS:
         return {"reward": 0.0}
     gold_brackets, gold_elements = split_elements(clean(gold))
-    brackets, elements = split_elements(clean(boxed))
+    brackets, elements = split_elements(clean(answer))
     if gold_brackets != brackets or len(gold_elements) != len(elements):
         return {"reward": 0.0}
     return {"reward": float(all(map(equal_elements, gold_elements, elements)))}

@@ -20,30 +20,40 @@ JUDGES = ("math_verify", "mathd", "sympy", "countdown", "exact")
 # Of `cosine`: r_0 and r_L of right and of wrong answers, and r_e, as in the paper's main results
 RIGHT, WRONG, EXCEEDED = (2.0, 1.0), (-10.0, 0.0), -10.0
 
+_FONT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|mbox)\s*\{([^{}]*)\}")
 _WELL_FORMED = re.compile(r".*?</think>\n<answer>.*?</answer>", re.DOTALL)
 
 
 def exact(sample: dict[str, Any], strip: bool = True, case: bool = False) -> dict[str, float]:
-    r"""1 if the answer is literally one of those accepted, else 0: for choices, names and short texts.
+    r"""Return 1 if the answer is literally one of those accepted, else 0: for choices, names and short texts.
 
     The answer is the content of the last \boxed{}, else of the one <answer> behind the thought, else all that is behind
-    the thought. Accepted is the row's `answer`, or each entry of its list `answers`, after NFKC. `strip`: white space
-    does not count, but to divide words. `case`: capitals count.
-    Raises ValueError: the row has no answer, or an empty one.
+    the thought (`stated_answer`). Accepted is the row's `answer`, or each entry of its list `answers`, after NFKC.
+    The command of a font around all of the answer, as in \text{C}, does not count.
+
+    Args:
+        sample: the completion and its row.
+        strip: white space does not count, but to divide words.
+        case: capitals count.
+
+    Raises:
+        ValueError: the row has no answer, or an empty one.
     """
-    given = sample.get("answers")
-    golds = [sample.get("answer")] if given is None else given
+    listed = sample.get("answers")
+    golds = [sample.get("answer")] if listed is None else listed
     if not isinstance(golds, list) or not golds:
         raise ValueError(f"the row's answers must be a list of texts or numbers, not {golds!r:.200}")
     accepted = {_normalised(answers.gold_answer({"answer": gold}), strip, case) for gold in golds}
-    text = answers.completion_text(sample)
-    candidates = (answers.boxed_answer(text), answers.answer_block(text), text.rpartition("</think>")[2])
-    given = next(candidate for candidate in candidates if candidate is not None).strip()
-    return {"reward": float(_normalised(given, strip, case) in accepted)}
+    answer = answers.stated_answer(answers.completion_text(sample), ("box", "block", "rest"))
+    is_accepted = answer is not None and _normalised(answer, strip, case) in accepted
+    return {"reward": float(is_accepted)}
 
 
 def _normalised(text: str, strip: bool, case: bool) -> str:
-    text = unicodedata.normalize("NFKC", text)
+    """Return the text by which two answers are compared."""
+    text = answers.without_layout(text)
+    in_font = _FONT.fullmatch(text)
+    text = unicodedata.normalize("NFKC", in_font[1] if in_font else text)
     text = " ".join(text.split()) if strip else text
     return answers.ungrouped(text if case else text.casefold())
 

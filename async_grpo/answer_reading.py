@@ -1,0 +1,326 @@
+r"""Reading the answer that a completion states: the one place where rewards, votes and evaluations look for it.
+
+`stated_answer` holds the rule. All functions take time in proportion to the text, however the text was made.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_DIVIDER_CHARACTERS = 200  # between two boxes of one answer
+MAX_OUTER_CHARACTERS = 1000  # of a box that holds others; a longer one lacks a brace
+
+Form = Literal["box", "block", "last block", "marker", "rest", "last line"]
+
+_BOX_COMMANDS = ("boxed", "fbox")  # a text with both is read by the first
+# A box may be escaped twice (`\\boxed{5}`). Of all other commands only the first character matters: `\{` is no brace.
+_TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)(?![a-zA-Z])|\\(?:begin|end)(?![a-zA-Z])|\\.|[{}]", re.DOTALL)
+_WORD_PIECE = re.compile(  # of the content of a box without braces
+    r"[^\s$~\\{}]+|\\(?!boxed|fbox|text|[mh]box|q?quad|[hv]space|displaystyle)[a-zA-Z]+|\\[{}%$#&_|]"
+)
+_ROW_BREAK = r"\\\\(?:\[[^\]\\]*\])?"
+_SPACE = (
+    r"[\s~\u200b\u2060\ufeff]|\\[,;:!>/ ]|\\[hv]space\*?\s*\{[^{}\\]*\}"
+    r"|\\(?:q?quad|en(?:space|skip)|(?:neg)?(?:thin|med|thick)space|space|nobreakspace|hfill|newline|linebreak|par"
+    r"|noindent|(?:small|med|big)skip|(?:display|text|script|scriptscript)style)(?![a-zA-Z])"
+)
+_LAYOUT = re.compile(
+    rf"{_ROW_BREAK}|{_SPACE}|[${{}}&*]|\\[()\[\]]"
+    r"|\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\{[lcr| ]*\})?"
+    r"|\\(?:left|right)(?![a-zA-Z])\s*[.()\[\]|]?"
+    r"|\\(?:[bB]ig{1,2}[lmr]?|text|textrm|textnormal|[mh]box|mathrm|fbox)(?![a-zA-Z])"
+)
+_LEADING_SPACE = re.compile(rf"(?:{_SPACE})+")
+_TRAILING_SPACE = re.compile(rf"(?:{_SPACE})+\Z")
+_TRAILING_CHARACTERS = 100  # in which spacing at the end of a content is looked for
+_DIVIDERS = {",", ";", "and", "or", ",and", ",or", ";and", ";or", "and/or"}
+_WORDS_ONLY = re.compile(r"[a-zA-Z,.:;=]*")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))  # of a formula
+_SEPARATOR = r"(?:,\\!|,|\{,\}|\\,|~|[\u00a0\u202f\u2009])"
+_GROUPED_NUMBER = re.compile(rf"-?\d{{1,3}}({_SEPARATOR}\d{{3}})+(\.\d+)?")
+_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A command that begins a box: its name, where it begins and ends, and whether an environment holds it."""
+
+    name: str
+    begin: int
+    end: int
+    is_in_environment: bool
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A complete box: where it begins and ends, and where its content does."""
+
+    box: _Box
+    content_begin: int
+    content_end: int
+    end: int
+
+
+def stated_answer(text: str, forms: Sequence[Form] = ("box", "block")) -> str | None:
+    r"""Return the answer that a completion states, or None if it states none.
+
+    The forms are tried in their order; the first that the text has decides.
+
+        box         the last \boxed{...} (`boxed_answer`). If that box is cut off, there is no answer, in no other form
+                    either.
+        block       the text of <answer>...</answer>, if there is exactly one such block behind the thought
+        last block  the text of the last complete <answer>...</answer>
+        marker      the rest of the line behind the last "####", if it holds a digit (GSM8K)
+        rest        all that stands behind the thought
+        last line   the last line; of a text that ends with a block between lines of ```, that block
+
+    A thought ends with the last "</think>". What stands in it is no answer, unless nothing follows it.
+
+    >>> stated_answer(r"<think>\boxed{3}?</think> So \boxed{4}."), stated_answer(r"\boxed{3}, no: \boxed{\frac{4")
+    ('4', None)
+    """
+    behind_thought = text.rpartition("</think>")[2]
+    spoken = behind_thought if behind_thought.strip() else text
+    for form in forms:
+        answer: str | None = None
+        if form == "box" and has_box(spoken):
+            return boxed_answer(spoken)
+        if form == "block":
+            answer = answer_block(text)
+        elif form == "last block":
+            answer = _last_block(spoken)
+        elif form == "marker":
+            answer = _marked_line(spoken)
+        elif form == "rest":
+            answer = spoken
+        elif form == "last line":
+            answer = _last_line(spoken)
+        if answer is not None:
+            return answer.strip()
+    return None
+
+
+def has_box(text: str) -> bool:
+    r"""Return whether a \boxed or \fbox begins in the text, complete or not."""
+    return bool(_boxes_and_braces(text)[0])
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or "\boxed x"; None without one, or if its brace stays open.
+
+    Braces are balanced, and `\{` is none. Layout (delimiters of formulas, spaces, \text, \left, alignment) around the
+    content and between boxes does not count. Boxes before the last that only a comma, a semicolon, "and", "or" or, in
+    an environment such as `cases`, a new row divides from it are joined to it by commas; equal ones count once. A box
+    that holds boxes counts as a whole if it adds more than words to them. \fbox is read where there is no \boxed.
+
+    >>> boxed_answer(r"\boxed{1}, no: \(x = \boxed{2}\)\quad\text{and}\quad\(\boxed{-3}\).")
+    '2, -3'
+    """
+    boxes, closing_braces = _boxes_and_braces(text)
+    names = {box.name for box in boxes}
+    name = next((name for name in _BOX_COMMANDS if name in names), None)
+    spans: list[_Span] = []  # of one answer, the last first
+    is_group_whole = False  # whether what stands before the group is no part of it
+    group_begin = group_end = len(text)
+    for box in reversed(boxes):
+        if box.name != name:
+            continue
+        span = _span_of(text, box, closing_braces)
+        if not spans:
+            if span is None:
+                return None
+            spans = [span]
+            group_end = span.end
+        elif span is None:
+            is_group_whole = True
+            continue
+        elif span.end > group_begin:  # it encloses those after it
+            if span.content_end - span.content_begin > MAX_OUTER_CHARACTERS:
+                break
+            ring = text[span.content_begin : group_begin] + text[group_end : span.content_end]
+            if not _WORDS_ONLY.fullmatch(_LAYOUT.sub("", ring)):
+                spans = [span]
+            group_end = span.end
+            is_group_whole = False
+        elif is_group_whole or not _is_divided(text, span, group_begin, spans[-1].box):
+            is_group_whole = True
+            continue
+        else:
+            spans.append(span)
+        group_begin = box.begin
+    if not spans:
+        return None
+    contents = [_content(text, span, boxes, closing_braces) for span in reversed(spans)]
+    return ", ".join(dict.fromkeys(contents))
+
+
+def _boxes_and_braces(text: str) -> tuple[list[_Box], dict[int, int]]:
+    """Return all commands that begin a box, and the position of the closing brace of each opening one that has it."""
+    boxes: list[_Box] = []
+    closing_braces: dict[int, int] = {}
+    open_braces: list[int] = []
+    num_environments = 0
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        if word == "{":
+            open_braces.append(token.start())
+        elif word == "}":
+            if open_braces:
+                closing_braces[open_braces.pop()] = token.start()
+        elif word == r"\begin":
+            num_environments += 1
+        elif word == r"\end":
+            num_environments = max(0, num_environments - 1)
+        elif word.endswith(_BOX_COMMANDS):
+            name = word.lstrip("\\")
+            boxes.append(_Box(name, token.start(), token.end(), num_environments > 0))
+    return boxes, closing_braces
+
+
+def _span_of(text: str, box: _Box, closing_braces: dict[int, int]) -> _Span | None:
+    """Return the extent of a box; None if it has no content, or no end."""
+    space = _LEADING_SPACE.match(text, box.end)
+    begin = box.end if space is None else space.end()
+    if text[begin : begin + 1] == "{":
+        closing = closing_braces.get(begin)
+        return None if closing is None else _Span(box, begin + 1, closing, closing + 1)
+    end = begin + len(text[begin : _word_end(text, begin, closing_braces)].rstrip(".,;:"))
+    return _Span(box, begin, end, end) if end > begin else None
+
+
+def _word_end(text: str, begin: int, closing_braces: dict[int, int]) -> int:
+    """Return where the word ends that begins there: at a space, a delimiter of a formula or a brace that encloses it."""
+    position = begin
+    while True:
+        piece = _WORD_PIECE.match(text, position)
+        if piece is not None:
+            position = piece.end()
+        elif text[position : position + 1] == "{" and position in closing_braces:
+            position = closing_braces[position] + 1
+        else:
+            return position
+
+
+def _is_divided(text: str, span: _Span, group_begin: int, next_box: _Box) -> bool:
+    """Return whether nothing but a divider and layout stands between a box and the next one of an answer."""
+    if group_begin - span.end > MAX_DIVIDER_CHARACTERS:
+        return False
+    between = text[span.end : group_begin]
+    divider = _LAYOUT.sub("", between).lower()
+    if divider:
+        return divider in _DIVIDERS
+    is_same_environment = "\\begin" not in between and "\\end" not in between
+    are_in_environment = span.box.is_in_environment and next_box.is_in_environment
+    return are_in_environment and is_same_environment and re.search(_ROW_BREAK, between) is not None
+
+
+def _content(text: str, span: _Span, boxes: Sequence[_Box], closing_braces: dict[int, int]) -> str:
+    """Return the content of a box without the boxes in it (what they hold stays), and without layout around it."""
+    content = text[span.content_begin : span.content_end]
+    if not any(name in content for name in _BOX_COMMANDS):
+        return without_layout(content)
+    removed: list[tuple[int, int]] = []  # begin and end of each piece
+    first = bisect_left(boxes, span.content_begin, key=lambda box: box.begin)
+    last = bisect_left(boxes, span.content_end, key=lambda box: box.begin)
+    for box in boxes[first:last]:
+        inner = _span_of(text, box, closing_braces)
+        if inner is None:
+            continue
+        removed.append((box.begin, inner.content_begin))
+        removed.append((inner.content_end, inner.end))
+    pieces: list[str] = []
+    position = span.content_begin
+    for begin, end in sorted(removed):
+        pieces.append(text[position:begin])
+        position = end
+    pieces.append(text[position : span.content_end])
+    return without_layout("".join(pieces))
+
+
+def without_layout(text: str) -> str:
+    r"""Return the text without spaces around it and without the delimiters of a formula that is all of it.
+
+    >>> without_layout(r"\[ \displaystyle \frac12 \, \]"), without_layout("$5"), without_layout("$1$, $2$")
+    ('\\frac12', '$5', '$1$, $2$')
+    """
+    text = _without_spaces(text)
+    for opening, closing in _DELIMITERS:
+        is_enclosed = text.startswith(opening) and text.endswith(closing)
+        inner = text[len(opening) : -len(closing)]
+        is_whole = "$" not in inner if opening[0] == "$" else opening not in inner and closing not in inner
+        if is_enclosed and is_whole and len(text) > len(opening + closing) and not inner.endswith("\\"):
+            return _without_spaces(inner)
+    return text
+
+
+def _without_spaces(text: str) -> str:
+    """Return the text without spaces, spacing commands and commands of style at its two ends."""
+    text = text.strip()
+    if text.endswith("\\") and not text.endswith("\\\\"):
+        text = text[:-1]  # of `\ `, whose blank is gone
+    leading = _LEADING_SPACE.match(text)
+    if leading is not None:
+        text = text[leading.end() :]
+    head, tail = text[:-_TRAILING_CHARACTERS], text[-_TRAILING_CHARACTERS:]
+    without = _TRAILING_SPACE.sub("", tail)
+    is_escape_cut = without.endswith("\\")  # `\\,` is a row break and a comma, no space
+    return head + (tail if is_escape_cut else without)
+
+
+def answer_block(text: str) -> str | None:
+    """Return the text between the answer tags; None unless there is exactly one such block after the thought."""
+    parts = re.split("(</?answer>)", text.rpartition("</think>")[2])
+    return parts[2] if parts[1::2] == ["<answer>", "</answer>"] else None
+
+
+def _last_block(text: str) -> str | None:
+    """Return the text of the last complete block between answer tags."""
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, content = before.rpartition("<answer>")
+    return content if opening and closing else None
+
+
+def _marked_line(text: str) -> str | None:
+    """Return the rest of the line behind the last "####"; None without a digit in it, as in a heading."""
+    _, marker, behind = text.rpartition("####")
+    line = behind.strip().partition("\n")[0]
+    has_digit = any(character.isdecimal() for character in line)
+    return line if marker and has_digit else None
+
+
+def _last_line(text: str) -> str | None:
+    """Return the last line, or the block between lines of ``` that the text ends with; None if the text is blank."""
+    text = text.strip()
+    line = text.rpartition("\n")[2].strip()
+    if line == "```":
+        blocks = fenced_blocks(text)
+        return blocks[-1][1] if blocks else line
+    return line or None
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """Return language (lower case, "" without one) and content of each closed block between lines of ```."""
+    blocks: list[tuple[str, str]] = []
+    fence: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if fence is None:
+            fence = _FENCE.match(line)
+            lines = []
+        elif line.strip(" \t\r") == "```":
+            blocks.append((fence[1].lower(), "".join(lines)))
+            fence = None
+        else:
+            lines.append(line + "\n")
+    return blocks
+
+
+def ungrouped(text: str) -> str:
+    r"""Return a number without its thousands separators; anything else as it is.
+
+    >>> ungrouped("-1,234.5"), ungrouped(r"1\,234\,567"), ungrouped("1, 234")
+    ('-1234.5', '1234567', '1, 234')
+    """
+    return re.sub(_SEPARATOR, "", text) if _GROUPED_NUMBER.fullmatch(text) else text
