@@ -77,7 +77,8 @@ class Chat:
             marked = message if trusted else self.control_tokens.marked(_with_arguments(message), marker)
             marked_messages.append(marked)
         marked_tools = self.control_tokens.marked(tools, marker) if tools else None
-        return without_markers(self.render(marked_messages, marked_tools), marker)
+        rendered = without_markers(self.render(marked_messages, marked_tools), marker)
+        return self.control_tokens.needed(rendered)
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
         """Return where a foreign text must be cut, that no control token be found in it."""

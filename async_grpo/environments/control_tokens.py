@@ -2,14 +2,16 @@
 
 A tokenizer finds `<|im_end|>` in any text. A page that a tool reads, or an environment that repeats what it was told, could
 so end its own message and write a turn of the policy. The chat template's own control tokens are in the same text, though.
-So each one that a foreign text spells gets a random marker inside before the template sees it. After the template, the text
-is cut where markers are, the markers are taken out, and the pieces are tokenised one by one: no control token spans two.
-Text that spells none takes the usual way, and has the usual ids.
+So each one that a foreign text spells gets a random marker inside before the template sees it, as does the end of a text
+that what follows could complete. After the template the markers are taken out, and the text is cut where one stood inside a
+control token. The pieces are tokenised one by one: no control token spans two. Text that spells none takes the usual way,
+and has the usual ids.
 """
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,26 +41,53 @@ class ControlTokens:
         # One letter has no inside; it would be some tokenizer's unknown token
         self.spellings = sorted(spelling for spelling in spellings if len(spelling) > 1)
         self._pattern = re.compile(_trie_pattern(self.spellings)) if self.spellings else None
+        self._beginnings = {spelling[:end] for spelling in self.spellings for end in range(1, len(spelling))}
+        self._endings = {spelling[begin:] for spelling in self.spellings for begin in range(1, len(spelling))}
+        self._longest = max(map(len, self.spellings), default=0)
 
     def breaks_of(self, text: str) -> tuple[int, ...]:
         """Return a place inside each control token that the text spells, also in those that overlap."""
-        places = list[int]()
+        return tuple(begin + 1 for begin, _ in self._spelled(text))
+
+    def _spelled(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of each control token in the text; one may overlap the next."""
         at = 0
         while self._pattern is not None and (spelled := self._pattern.search(text, at)) is not None:
+            yield spelled.span()
             at = spelled.start() + 1
-            places.append(at)
-        return tuple(places)
+
+    def needed(self, rendered: Rendered) -> Rendered:
+        """Return the text with those of its breaks that stand inside a control token."""
+        if not rendered.breaks:
+            return rendered
+        kept = set[int]()
+        for begin, end in self._spelled(rendered.text):
+            first = bisect_right(rendered.breaks, begin)
+            kept.update(rendered.breaks[first : bisect_left(rendered.breaks, end)])
+        return Rendered(rendered.text, tuple(sorted(kept)))
 
     def marked(self, value: Any, marker: str) -> Any:
-        """Return the JSON value with the marker inside each control token that one of its strings spells."""
+        """Return the JSON value with the marker inside each control token that one of its strings spells.
+
+        A string that ends in the beginning of one, or begins with the end of one, has a marker there: the template may put
+        the rest beside it.
+        """
         if isinstance(value, str):
-            places = self.breaks_of(value)
-            return marker.join(cut(value, places)) if places else value
+            return self._marked_text(value, marker)
         if isinstance(value, Mapping):
             return {self.marked(key, marker): self.marked(entry, marker) for key, entry in value.items()}
         if isinstance(value, list | tuple):
             return [self.marked(entry, marker) for entry in value]
         return value
+
+    def _marked_text(self, text: str, marker: str) -> str:
+        lengths = range(1, min(self._longest, len(text) + 1))
+        marked = marker.join(cut(text, self.breaks_of(text)))
+        if any(text[-length:] in self._beginnings for length in lengths):
+            marked += marker
+        if any(text[:length] in self._endings for length in lengths):
+            marked = marker + marked
+        return marked
 
 
 def new_marker() -> str:

@@ -202,8 +202,7 @@ class Endpoint:
             request[TRAJECTORY] = trajectory
             return await handler(request)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            return _error(400, f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}")
+            return _error(400, _fault_of(error))
         except web.HTTPException as error:
             return _error(error.status, error.text or error.reason)
         except TrajectoryOver as limit:
@@ -291,6 +290,14 @@ async def _response(request: web.Request, asked: Request, replies: Sequence[Repl
         return await streamed(request, events_of(asked, answer), max(sizes))
     text = await offloaded(sum(sizes), json.dumps, answer)
     return web.Response(text=text, content_type="application/json")
+
+
+def _fault_of(error: ValidationError) -> str:
+    """Return what is wrong in words; of several kinds that a value may have, one that it is too long for."""
+    faults = error.errors(include_url=False, include_input=False)
+    too_long = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
+    fault = [*too_long, *faults][0]
+    return f"{'.'.join(map(str, fault['loc'])) or 'the request'}: {fault['msg']}"
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:

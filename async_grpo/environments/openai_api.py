@@ -31,13 +31,16 @@ Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class Request(BaseModel):
-    """What both kinds of requests may say; all else is ignored."""
+    """What both kinds of requests may say; all else is ignored.
+
+    Lists fail at their first fault: collecting those of a long list would take as long as a long conversation.
+    """
 
     model: Name = MODEL
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -62,20 +65,20 @@ class Plain(BaseModel):
 
 class ChatMessage(BaseModel, extra="allow"):
     role: Name
-    content: str | Annotated[list[Text], Field(max_length=MAX_PARTS)] | None = None
-    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS)] | None = None
+    content: str | Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     # Nothing can be forced: what is drawn is drawn as it is trained
     tool_choice: Literal["auto", "none"] | None = None
     response_format: Plain | None = None
 
 
 class CompletionRequest(Request):
-    prompt: str | list[Annotated[int, Field(ge=0)]]
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
     echo: Literal[False] | None = None
 
 
