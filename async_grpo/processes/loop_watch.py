@@ -167,7 +167,7 @@ class LoopWatch:
             )
 
     def _starved_s(self) -> float:
-        """Return for how long the loop's thread was ready to run without a processor, so far; 0 if the kernel does not tell."""
+        """Return for how long the loop's thread was ready without a processor, so far; 0 if the kernel does not tell."""
         try:
             text = Path(f"/proc/self/task/{self._native_id}/schedstat").read_text()
             return int(text.split()[1]) / 1e9
