@@ -13,7 +13,7 @@ answer comes when it is whole, in the pieces that clients expect.
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from async_grpo.environments.chat import TrajectoryOver
+from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.openai_api import (
     MODEL,
     ChatRequest,
@@ -41,48 +42,6 @@ from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, Connection
 from async_grpo.processes.offload import offloaded
 
 CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
-
-
-class Trajectory:
-    """One that is open: its policy, and what was reported of it."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.result: Result | None = None
-        self.claimed, self.reported = asyncio.Event(), asyncio.Event()
-        self._turns: set[asyncio.Future[Reply]] = set()  # under way
-        self._ended = False
-
-    async def all_of(self, turns: Iterable[Awaitable[Reply]]) -> list[Reply]:
-        """What they return. If one is refused, none goes on; if who asked has gone, they do, until the trajectory ends."""
-        refuse(self._ended, "the trajectory has ended")  # since its key was looked at
-        tasks = list(map(asyncio.ensure_future, turns))
-        self._turns.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._turns.discard)
-        together = asyncio.gather(*tasks)
-        try:
-            return await asyncio.shield(together)
-        except asyncio.CancelledError:
-            if together.done():
-                raise ConfigurationError("the trajectory has ended") from None
-            raise
-        except Exception:
-            for task in tasks:
-                task.cancel()
-            raise
-
-    def report(self, result: Result) -> None:
-        """The last one counts."""
-        self.result = result
-        self.claimed.set()
-        self.reported.set()
-
-    def end(self) -> None:
-        """Nothing is sampled for it any more."""
-        self._ended = True
-        for turn in tuple(self._turns):
-            turn.cancel()
 
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)

@@ -144,7 +144,7 @@ def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping
     return tracker
 
 
-def _with_timeout(handler: type) -> type:
+def _with_timeout(handler: Any) -> type:
     """Return the handler of requests with a limit to each read and write."""
     return type(handler.__name__, (handler,), {"timeout": REQUEST_WITHIN_S})
 
