@@ -26,6 +26,7 @@ from async_grpo.experience.state import ExperienceState
 from async_grpo.experience.worker_registry import scheduling_policy
 from async_grpo.messages import Message, SharedRunSettings, WorkerInfo
 from async_grpo.options.command_line import log_to_own_file
+from async_grpo.processes.loop_watch import LoopWatch
 from async_grpo.processes.waits import situation
 from async_grpo.protocols import Connect, Generation, Verification, WeightPackage
 from async_grpo.types import GENERATION
@@ -50,6 +51,7 @@ class RunController:
         self._workers = {GENERATION: self._generation, **self._logprobs}
         self._refusals: list[str] = []
         self._batcher: ExperienceBatcher | None = None
+        self._loop_watch = LoopWatch()
         self._open = AsyncExitStack()
         self._over = asyncio.Event()
         self._reason = ""  # why it is over
@@ -149,7 +151,9 @@ class RunController:
             self._open.push_async_callback(played.close)
             await played.start()
         sources = generation, verification, reference, proximal
-        self._batcher = ExperienceBatcher(config, questions, *sources, num_ranks=num_ranks, facts=facts)
+        self._batcher = ExperienceBatcher(
+            config, questions, *sources, num_ranks=num_ranks, facts=facts, more_stats=self._loop_stats
+        )
         if checkpoint is not None:
             state = await asyncio.to_thread(ExperienceState.load, checkpoint, self._batcher.cursor.prompt)
             self._batcher.restore(state)
@@ -158,7 +162,12 @@ class RunController:
     async def start(self) -> None:
         """Begin to generate. The engines must hold policy version 0."""
         gc.freeze()  # or every full collection looks through torch and transformers again, for some 0.4 s
+        self._loop_watch.start()
+        self._open.callback(self._loop_watch.stop)
         await self.batcher.start()
+
+    def _loop_stats(self) -> dict[str, float]:
+        return {"controller_longest_turn_s": self._loop_watch.take_longest_s()}
 
     async def next_message(self, rank: int) -> Message:
         return await self.batcher.next_message(rank)

@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-from async_grpo.environments.endpoint import Endpoint, Trajectory
+from async_grpo.environments.endpoint import Endpoint
+from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.policy import Policy, row_of
 from async_grpo.options.redaction import redacted, register_secrets
 from async_grpo.processes.process_tree import split_off_guardian

@@ -5,7 +5,6 @@ gets the same message taken apart. What the template makes of it then shows whet
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from async_grpo.environments.control_tokens import ControlTokens, Rendered, cut, new_marker, without_markers
 from async_grpo.errors import ConfigurationError
 from async_grpo.options.fields import refuse
 
 Message = Mapping[str, Any]  # as in the API of OpenAI: role, content, tool_calls, tool_call_id
-# Of Hermes, Qwen and others. It stops at the next tag, or a babble of tags would take its square in time
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>", re.DOTALL)
+BEGIN_CALL, END_CALL = "<tool_call>", "</tool_call>"  # of Hermes, Qwen and others
 MOST_CHARACTERS = 64  # of a token, on average
 LOOK_BACK = 8  # tokens before a piece, with which it is decoded: some tokenizers drop a first space
 
@@ -32,14 +31,18 @@ class Chat:
 
     Args:
         longest: tokens of a sequence. What is longer for certain is not tokenised, it would hold up the run.
+        split_control_tokens: control tokens that a foreign text spells stay text (see `control_tokens`).
     """
 
-    def __init__(self, tokenizer: Any, longest: int = 1 << 31) -> None:
+    def __init__(self, tokenizer: Any, longest: int = 1 << 31, split_control_tokens: bool = True) -> None:
         self._tokenizer, self._longest = tokenizer, longest
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.control_tokens = ControlTokens(tokenizer) if split_control_tokens else None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = backend if hasattr(backend, "encode_batch_fast") else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The text that the policy goes on with. ConfigurationError: the template refuses the messages."""
+        """Return the text that the policy goes on with. ConfigurationError: the template refuses the messages."""
         refuse(
             not self._has_template,
             "the tokenizer has no chat template: give tokens, or another model",
@@ -53,26 +56,75 @@ class Chat:
                 add_generation_prompt=asks,
                 continue_final_message=not asks,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ConfigurationError(f"the chat template refuses these messages: {error}") from error
 
-    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
-        """(N,) int32; special tokens as the text spells them, and if it `begins` a sequence those that the model expects,
-        unless it spells the first one itself.
+    def render_foreign(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_trusted: Sequence[bool] = (),
+    ) -> Rendered:
+        """Return what `render` does, with breaks in the control tokens that foreign texts spell.
+
+        is_trusted: of each message, whether its control tokens are meant: the policy's words, and the user's own data.
+        """
+        if self.control_tokens is None:
+            return Rendered(self.render(messages, tools))
+        marker, marked_messages = new_marker(), list[Message]()
+        for place, message in enumerate(messages):
+            trusted = place < len(is_trusted) and is_trusted[place]
+            marked = message if trusted else self.control_tokens.marked(_with_arguments(message), marker)
+            marked_messages.append(marked)
+        marked_tools = self.control_tokens.marked(tools, marker) if tools else None
+        rendered = without_markers(self.render(marked_messages, marked_tools), marker)
+        return self.control_tokens.needed(rendered)
+
+    def breaks_of(self, text: str) -> tuple[int, ...]:
+        """Return where a foreign text must be cut, that no control token be found in it."""
+        return () if self.control_tokens is None else self.control_tokens.breaks_of(text)
+
+    def encode(self, text: str, *, begins: bool = False, breaks: Sequence[int] = ()) -> np.ndarray:
+        """Return the token ids, (N,) int32, with control tokens as the text spells them, but for those at `breaks`.
+
+        begins: it begins a sequence, with the special tokens that the model expects there, unless it spells the first
+        one itself.
 
         TrajectoryOver: it is too long.
         """
-        if len(text) > MOST_CHARACTERS * self._longest:
+        too_many = len(breaks) >= self._longest  # each piece has a token at least
+        if too_many or len(text) > MOST_CHARACTERS * self._longest:
             raise TrajectoryOver(too_long(self._longest))
         text = text.encode(errors="replace").decode()  # a lone surrogate, from JSON, is none to a tokenizer
         begins = begins and not text.startswith(getattr(self._tokenizer, "bos_token", None) or "\0")
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=begins), np.int32)
+        first, *others = cut(text, breaks)
+        ids = self._encoded([first], special_tokens=begins)
+        if others:
+            ids += self._encoded(others, special_tokens=False)
+        return np.asarray(ids, np.int32)
+
+    def _encoded(self, texts: list[str], special_tokens: bool) -> list[int]:
+        """Return the ids of the texts, one after the other. The backend's batches do without Python's lock."""
+        if self._backend is None:
+            parts = [self._tokenizer.encode(text, add_special_tokens=special_tokens) for text in texts]
+            return [token_id for part in parts for token_id in part]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
+        if sum(map(len, encodings)) > self._longest:
+            raise TrajectoryOver(too_long(self._longest))
+        return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def decode(self, token_ids: np.ndarray, after: np.ndarray) -> str:
-        """The text of tokens that stand `after` others."""
+        """Return the text of tokens that stand `after` others."""
         context = after[-LOOK_BACK:].tolist()
-        whole = self._tokenizer.decode([*context, *token_ids.tolist()], skip_special_tokens=False)
-        return whole[len(self._tokenizer.decode(context, skip_special_tokens=False)) :]
+        whole = self._decoded([*context, *token_ids.tolist()])
+        return whole[len(self._decoded(context)) :]
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        cleans = getattr(self._tokenizer, "clean_up_tokenization_spaces", False)
+        if self._backend is None or cleans:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
+        return text
 
 
 def _with_arguments(message: Message) -> dict[str, Any]:
@@ -92,8 +144,9 @@ def too_long(tokens: int) -> str:
 
 
 def message_of(text: str, turn: int = 0) -> dict[str, Any]:
-    """What was said, without its end token, as a message: calls of tools are taken out, arguments stay JSON in a string.
-    `turn`: its number, part of the ids by which the answers to its calls are known.
+    """Return what was said, without its end token, as a message: calls of tools are taken out, their arguments stay JSON.
+
+    turn: its number, part of the ids by which the answers to its calls are known.
 
     >>> message_of('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')["tool_calls"][0]["function"]
     {'name': 'add', 'arguments': '{"a": 1}'}
@@ -101,9 +154,10 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
     {'role': 'assistant', 'content': 'four'}
     """
     calls: list[dict[str, Any]] = []
-    for found in TOOL_CALL.finditer(text):
+    beside, call_texts = take_out_calls(text)
+    for call_text in call_texts:
         try:
-            call = json.loads(found[1])
+            call = json.loads(call_text)
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # it stays in the text: who asked for a call can say that this is none
@@ -116,12 +170,37 @@ def message_of(text: str, turn: int = 0) -> dict[str, Any]:
         )
     if not calls:
         return {"role": "assistant", "content": text}
-    content = TOOL_CALL.sub("", text).strip()
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+    return {"role": "assistant", "content": beside.strip() or None, "tool_calls": calls}
+
+
+def take_out_calls(text: str) -> tuple[str, list[str]]:
+    """Return the text beside the calls, and the calls: what stands in braces between two tags, with no tag in it.
+
+    In linear time, without a regular expression: one would keep Python's lock for all of a long text.
+
+    >>> take_out_calls("a<tool_call> {1} </tool_call>b<tool_call>{2}<tool_call>c</tool_call>")
+    ('ab<tool_call>{2}<tool_call>c</tool_call>', ['{1}'])
+    """
+    beside, calls, at = [], list[str](), 0  # `at`: where what is not yet looked at begins
+    begin = text.find(BEGIN_CALL)
+    while begin >= 0:
+        inside_at = begin + len(BEGIN_CALL)
+        end = text.find(END_CALL, inside_at)
+        if end < 0:
+            break
+        begin = text.rfind(BEGIN_CALL, begin, end)  # the last one before the end: no tag in between
+        inside = text[begin + len(BEGIN_CALL) : end].strip()
+        if len(inside) > 1 and inside.startswith("{") and inside.endswith("}"):
+            beside.append(text[at:begin])
+            calls.append(inside)
+            at = end + len(END_CALL)
+        begin = text.find(BEGIN_CALL, end)
+    beside.append(text[at:])
+    return "".join(beside), calls
 
 
 def before_any(stop: Sequence[str], text: str) -> str:
-    """The text as far as the first of these texts.
+    """Return the text as far as the first of these texts.
 
     >>> before_any(["Observation:"], "I look. Observation: it")
     'I look. '
@@ -130,7 +209,9 @@ def before_any(stop: Sequence[str], text: str) -> str:
 
 
 def key_of(message: Message) -> str:
-    """By which a message of the policy is known again, whatever else a client has put into it."""
+    """Return that by which a message of the policy is known again, whatever else a client has put into it."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    told = [(call.get("id"), *map(call.get("function", {}).get, ("name", "arguments"))) for call in calls]
-    return json.dumps([message.get("content") or "", told])
+    described = [
+        (call.get("id"), *map(call.get("function", {}).get, ("name", "arguments"))) for call in calls
+    ]
+    return json.dumps([message.get("content") or "", described])

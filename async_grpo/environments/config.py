@@ -52,6 +52,12 @@ class EnvironmentConfig(Section):
         600.0, "Longest trajectory, in seconds; then it counts as truncated.", range=POSITIVE, portable=True
     )
 
+    split_control_tokens: bool = _environment(
+        True,
+        "Keep control tokens (<|im_end|>, ...) that an environment, a tool or an agent's message spells as plain text; "
+        "without it they become control tokens, and such a text can forge a turn of the policy.",
+    )
+
     @property
     def environment_settings(self) -> dict[str, Any]:
         return parse_assignments(self.environment_options, "environment-options")

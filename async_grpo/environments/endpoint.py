@@ -13,7 +13,7 @@ answer comes when it is whole, in the pieces that clients expect.
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from async_grpo.environments.chat import TrajectoryOver
+from async_grpo.environments.open_trajectory import Trajectory
 from async_grpo.environments.openai_api import (
     MODEL,
     ChatRequest,
@@ -30,57 +31,17 @@ from async_grpo.environments.openai_api import (
     Result,
     as_template,
     body_of,
-    read,
+    events_of,
     streamed,
 )
-from async_grpo.environments.policy import Policy, Reply, Whole, row_of
+from async_grpo.environments.policy import Context, Policy, Reply, SharedContext, Whole, row_of
+from async_grpo.environments.request_body import parsed, read_body
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
+from async_grpo.processes.http_server import IDLE_S, MAX_CONNECTIONS, ConnectionGate, bound_logs
+from async_grpo.processes.offload import offloaded
 
-MAX_REQUEST_BYTES = 16 * 2**20
 CLAIMS, CLAIM_WAITS_S = "/v1/trajectories", 20.0
-
-
-class Trajectory:
-    """One that is open: its policy, and what was reported of it."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.result: Result | None = None
-        self.claimed, self.reported = asyncio.Event(), asyncio.Event()
-        self._turns: set[asyncio.Future[Reply]] = set()  # under way
-        self._ended = False
-
-    async def all_of(self, turns: Iterable[Awaitable[Reply]]) -> list[Reply]:
-        """What they return. If one is refused, none goes on; if who asked has gone, they do, until the trajectory ends."""
-        refuse(self._ended, "the trajectory has ended")  # since its key was looked at
-        tasks = list(map(asyncio.ensure_future, turns))
-        self._turns.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._turns.discard)
-        together = asyncio.gather(*tasks)
-        try:
-            return await asyncio.shield(together)
-        except asyncio.CancelledError:
-            if together.done():
-                raise ConfigurationError("the trajectory has ended") from None
-            raise
-        except Exception:
-            for task in tasks:
-                task.cancel()
-            raise
-
-    def report(self, result: Result) -> None:
-        """The last one counts."""
-        self.result = result
-        self.claimed.set()
-        self.reported.set()
-
-    def end(self) -> None:
-        """Nothing is sampled for it any more."""
-        self._ended = True
-        for turn in tuple(self._turns):
-            turn.cancel()
 
 
 TRAJECTORY = web.RequestKey("trajectory", Trajectory)
@@ -90,14 +51,24 @@ class Endpoint:
     """Listens on `host` (loopback, unless told otherwise) from `start` to `close`. Each open trajectory has a key.
 
     told: file that is to hold address and key of the run, for agents that are started elsewhere.
+    max_connections: at once; see `ConnectionGate`.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, told: Path | None = None) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        told: Path | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self._host, self._port, self._told = host, port, told
+        self._max_connections = max_connections
         self._open: dict[str, Trajectory] = {}
         self.run_key, self._unclaimed = secrets.token_urlsafe(32), asyncio.Queue[str]()
         self._broken: Result | None = None
         self._runner: web.AppRunner | None = None
+        self._gate: ConnectionGate | None = None
+        self._listener: asyncio.Server | None = None
 
     @property
     def base_url(self) -> str:
@@ -105,7 +76,8 @@ class Endpoint:
 
     async def start(self) -> None:
         """ConfigurationError: the address is taken."""
-        served = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BYTES)
+        bound_logs()
+        served = web.Application(middlewares=[self._guard])
         served.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -115,16 +87,18 @@ class Endpoint:
                 web.get("/v1/models", self._models),
             ]
         )
-        self._runner = web.AppRunner(served, access_log=None, shutdown_timeout=2.0)
+        self._runner = web.AppRunner(served, access_log=None, shutdown_timeout=2.0, keepalive_timeout=IDLE_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
+        assert self._runner.server is not None
+        self._gate = ConnectionGate(self._runner.server, self._max_connections)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            self._listener = await loop.create_server(self._gate, self._host, self._port)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(
                 f"--endpoint-host {self._host} --endpoint-port {self._port} cannot be listened on ({error}): choose another"
             ) from error
-        self._port = self._runner.addresses[0][1]
+        self._port = self._listener.sockets[0].getsockname()[1]
         if self._told is not None:
             self._told.unlink(missing_ok=True)
             self._told.touch(mode=0o600)  # whoever can read it can take part in the run
@@ -132,6 +106,8 @@ class Endpoint:
 
     async def close(self) -> None:
         """Stop listening; requests under way are cancelled."""
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._told is not None:
@@ -162,7 +138,16 @@ class Endpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Whose key it is; every error in the form that clients of OpenAI's API read."""
+        """Answer the request, and its errors in the form that clients of OpenAI's API read."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            return await self._answered(request, handler)
+
+        assert self._gate is not None
+        return await self._gate.answer(request, answer)
+
+    async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Find whose key it is, and have the handler answer; an error becomes an answer."""
         try:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             key = key.strip() if kind.lower() == "bearer" else ""
@@ -176,8 +161,7 @@ class Endpoint:
             request[TRAJECTORY] = trajectory
             return await handler(request)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            return _error(400, f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}")
+            return _error(400, _fault_of(error))
         except web.HTTPException as error:
             return _error(error.status, error.text or error.reason)
         except TrajectoryOver as limit:
@@ -188,30 +172,36 @@ class Endpoint:
             return _error(503, str(error), "engine_lost")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await read(ChatRequest, request)
-        messages = list(map(as_template, asked.messages))
+        body = await read_body(request, _context_tokens(request))
+        asked, messages = await offloaded(len(body), _chat_of, body)
         tools = None if asked.tool_choice == "none" else asked.tools
-        return await self._answer(request, asked, messages, tools=tools)
+        return await self._answer(request, asked, messages, len(body), tools=tools)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = await read(CompletionRequest, request)
+        context_tokens = _context_tokens(request)
+        body = await read_body(request, context_tokens)
+        asked = await offloaded(len(body), _completion_of, body, context_tokens)
         prompt = Whole(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        return await self._answer(request, asked, prompt)
+        return await self._answer(request, asked, prompt, len(body))
 
     async def _answer(
-        self, request: web.Request, asked: Request, context: Any, **more: Any
+        self, request: web.Request, asked: Request, context: Context, size: int, **more: Any
     ) -> web.StreamResponse:
         policy: Policy = request[TRAJECTORY].policy
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        limits = [one for one in (asked.max_tokens, asked.max_completion_tokens) if one is not None]
-        most = min(limits, default=None)
-        turns = (policy.complete(context, max_tokens=most, stop=stop, **more) for _ in range(asked.n or 1))
+        limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
+        max_tokens = min(limits, default=None)
+        # Several answers to one conversation: it is rendered and tokenised once
+        shared = SharedContext(context, size)
+        turns = (
+            policy.complete(shared, max_tokens=max_tokens, stop=stop, **more) for _ in range(asked.n or 1)
+        )
         replies = await request[TRAJECTORY].all_of(turns)
-        answer = body_of(asked, replies)
-        return await streamed(request, asked, answer) if asked.stream else web.json_response(answer)
+        return await _response(request, asked, replies)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
-        result = await read(Result, request)
+        body = await read_body(request, context_tokens=0)
+        result = await offloaded(len(body), _result_of, body)
         refuse((result.reward is None) != bool(result.failure), "give either a reward or a failure")
         request[TRAJECTORY].report(result)
         return web.json_response({"object": "result", "reward": result.reward})
@@ -230,6 +220,43 @@ class Endpoint:
     async def _models(self, _: web.Request) -> web.StreamResponse:
         own = {"id": MODEL, "object": "model", "owned_by": "async-grpo"}
         return web.json_response({"object": "list", "data": [own]})
+
+
+def _context_tokens(request: web.Request) -> int:
+    policy: Policy = request[TRAJECTORY].policy
+    return policy.limits.tokens
+
+
+def _chat_of(body: bytes) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    """Return the request, and its messages as the chat template takes them."""
+    asked = ChatRequest.model_validate(parsed(body))
+    return asked, [as_template(message) for message in asked.messages]
+
+
+def _completion_of(body: bytes, context_tokens: int) -> CompletionRequest:
+    return CompletionRequest.model_validate(parsed(body, max_token_ids=context_tokens))
+
+
+def _result_of(body: bytes) -> Result:
+    return Result.model_validate(parsed(body))
+
+
+async def _response(request: web.Request, asked: Request, replies: Sequence[Reply]) -> web.StreamResponse:
+    """Return the replies as the request wants them: whole, or streamed."""
+    answer = body_of(asked, replies)
+    sizes = [len(reply.text) for reply in replies]
+    if asked.stream:
+        return await streamed(request, events_of(asked, answer), max(sizes))
+    text = await offloaded(sum(sizes), json.dumps, answer)
+    return web.Response(text=text, content_type="application/json")
+
+
+def _fault_of(error: ValidationError) -> str:
+    """Return what is wrong in words; of several kinds that a value may have, one that it is too long for."""
+    faults = error.errors(include_url=False, include_input=False)
+    too_long = [fault for fault in faults if fault["type"] in ("too_long", "string_too_long")]
+    fault = [*too_long, *faults][0]
+    return f"{'.'.join(map(str, fault['loc'])) or 'the request'}: {fault['msg']}"
 
 
 def _error(status: int, message: str, code: str = "invalid_request") -> web.Response:

@@ -22,11 +22,13 @@ from async_grpo.messages import SharedRunSettings
 from async_grpo.modeling.load import load_tokenizer
 from async_grpo.options.fields import nearest, refuse
 from async_grpo.options.source_file import SourceFile, is_file, read_once
+from async_grpo.processes.http_server import MAX_CONNECTIONS
 from async_grpo.protocols import Generation
 from async_grpo.rewards.isolation.adapter_process import child_environment
 
 HERE, ELSEWHERE = Path(__file__).parent, "endpoint"
 PROCESSES, AGENTS, ROWS_WITHIN_S = 4, 64, 600.0  # the first two by default
+CONNECTIONS_PER_AGENT = 8  # to the endpoint, at once
 ENVIRONMENTS: dict[str, str] = {
     "guess": "games/guess.py:Guess",
     "countdown_tools": "games/countdown_tools.py:TOOLS",
@@ -133,12 +135,13 @@ def make_played(
         settings.vocab_size,
         settings.max_completion_tokens,
     )
-    chat = Chat(load_tokenizer(model_path), limits.tokens)
+    chat = Chat(load_tokenizer(model_path), limits.tokens, config.split_control_tokens)
     if source is None:
         prefix, _, command = str(config.environment).partition(":")
         told = folder / "endpoint.json" if folder and prefix == ELSEWHERE else None
-        endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told)
         at_once = config.environment_processes or AGENTS
+        connections = max(MAX_CONNECTIONS, CONNECTIONS_PER_AGENT * at_once)
+        endpoint = Endpoint(config.endpoint_host, config.endpoint_port, told, connections)
         if prefix == "agent":
             one = RunAgent(endpoint, command, variables)
             return Played(generation, one, chat, limits, at_once=at_once, needs=endpoint)

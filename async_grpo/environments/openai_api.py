@@ -1,35 +1,52 @@
 """Requests and answers as OpenAI's API has them, and `Result`, which agents report."""
 
+import asyncio
 import json
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat
 
 from async_grpo.environments.policy import Reply
+from async_grpo.processes.http_server import ANSWER_WITHIN_S
+from async_grpo.processes.offload import offloaded
 
 MODEL = "policy"  # the name that the server gives it; any name is accepted
-Word = Annotated[str, Field(min_length=1)]
+MAX_NAME_CHARACTERS = (
+    256  # of a model, a role, a function; a streamed answer repeats the model's name in each event
+)
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message
+MAX_CALLS = 256  # of tools, in one message
+MAX_TOOLS = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_ANSWERS = 64
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class Request(BaseModel):
-    """What both kinds of requests may say; all else is ignored."""
+    """What both kinds of requests may say; all else is ignored.
 
-    model: str = MODEL
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    Lists fail at their first fault: collecting those of a long list would take as long as a long conversation.
+    """
+
+    model: Name = MODEL
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
 
 class Function(BaseModel, extra="allow"):
-    name: str
+    name: Name
     arguments: str | dict[str, Any] = "{}"
 
 
@@ -47,21 +64,21 @@ class Plain(BaseModel):
 
 
 class ChatMessage(BaseModel, extra="allow"):
-    role: str
-    content: str | list[Text] | None = None
-    tool_calls: list[Call] | None = None
+    role: Name
+    content: str | Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     # Nothing can be forced: what is drawn is drawn as it is trained
     tool_choice: Literal["auto", "none"] | None = None
     response_format: Plain | None = None
 
 
 class CompletionRequest(Request):
-    prompt: str | list[Annotated[int, Field(ge=0)]]
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
     echo: Literal[False] | None = None
 
 
@@ -71,22 +88,12 @@ class Result(BaseModel):
     numbers: Annotated[dict[Annotated[str, Field(max_length=100)], FiniteFloat], Field(max_length=100)] = {}
 
 
-async def read(kind: type[Any], request: web.Request) -> Any:
-    """The body of a request; ValidationError, or an HTTP error, for what is none."""
-    try:
-        return TypeAdapter(kind).validate_python(json.loads(await request.text()))
-    except (ValueError, RecursionError, LookupError) as error:
-        if isinstance(error, ValidationError):
-            raise
-        raise web.HTTPBadRequest(text=f"the body is no JSON: {type(error).__name__}") from error
-
-
 def as_template(message: ChatMessage) -> dict[str, Any]:
-    """As chat templates know it: its content is one text."""
-    told = message.model_dump(exclude_unset=True)
+    """Return the message as chat templates know it: its content is one text."""
+    plain = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
-        told["content"] = "".join(part.text for part in message.content)
-    return told
+        plain["content"] = "".join(part.text for part in message.content)
+    return plain
 
 
 def body_of(asked: Request, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -113,29 +120,47 @@ def body_of(asked: Request, replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-async def streamed(request: web.Request, asked: Request, answer: dict[str, Any]) -> web.StreamResponse:
-    """The answer as server-sent events."""
-    usage = answer.pop("usage")
-    if is_chat := isinstance(asked, ChatRequest):
-        answer["object"] = "chat.completion.chunk"
+def events_of(asked: Request, answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the answer in the pieces that clients of a stream expect."""
+    frame = {key: value for key, value in answer.items() if key not in ("usage", "choices")}
+    is_chat = isinstance(asked, ChatRequest)
+    if is_chat:
+        frame["object"] = "chat.completion.chunk"
     events = []
-    for choice in answer.pop("choices"):
+    for choice in answer["choices"]:
         index, reason = choice["index"], choice["finish_reason"]
         if is_chat:
-            message = choice["message"]
-            calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-            delta = {**message, **({"tool_calls": calls} if calls else {})}
-            events += [{"index": index, "delta": delta, "finish_reason": None}]
-            events += [{"index": index, "delta": {}, "finish_reason": reason}]
+            delta = dict(choice["message"])
+            calls = [{"index": number, **call} for number, call in enumerate(delta.get("tool_calls", ()))]
+            if calls:
+                delta["tool_calls"] = calls
+            events.append({"index": index, "delta": delta, "finish_reason": None})
+            events.append({"index": index, "delta": {}, "finish_reason": reason})
         else:
-            events += [{"index": index, "text": choice["text"], "finish_reason": reason, "logprobs": None}]
-    lines = [answer | {"choices": [event]} for event in events]
+            text = choice["text"]
+            events.append({"index": index, "text": text, "finish_reason": reason, "logprobs": None})
+    pieces = [frame | {"choices": [event]} for event in events]
     if (asked.stream_options or {}).get("include_usage"):
-        lines.append(answer | {"choices": [], "usage": usage})
+        pieces.append(frame | {"choices": [], "usage": answer["usage"]})
+    return pieces
+
+
+async def streamed(
+    request: web.Request, pieces: Sequence[dict[str, Any]], piece_size: int
+) -> web.StreamResponse:
+    """Send the pieces as server-sent events; `piece_size`: characters of the largest."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    with suppress(ConnectionError):  # who asked has gone: the turn counts all the same
-        await response.prepare(request)
-        for line in [*map(json.dumps, lines), "[DONE]"]:
-            await response.write(f"data: {line}\n\n".encode())
-        await response.write_eof()
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            await response.prepare(request)
+            for piece in pieces:
+                line = await offloaded(piece_size, json.dumps, piece)
+                await response.write(f"data: {line}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass  # the client has gone: the turn counts all the same
     return response

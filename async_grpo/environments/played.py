@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from async_grpo.environments.chat import Chat, TrajectoryOver
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.policy import Policy
+from async_grpo.environments.policy import Policy, own_messages
 from async_grpo.environments.trajectory import Recorder
 from async_grpo.protocols import Generation
 from async_grpo.types import Completion, Prompt, Sampling, Session
@@ -61,7 +61,8 @@ class Played:
     async def _play(self, prompt: Prompt, member: int, sampling: Sampling | None) -> Completion:
         """One trajectory. What its program raises fails it alone; what the engines raise is the run's."""
         async with self._places:
-            policy = Policy(self._generation, Recorder(self._chat), prompt, member, self._limits, sampling)
+            recorder = Recorder(self._chat, own_messages(prompt.row))
+            policy = Policy(self._generation, recorder, prompt, member, self._limits, sampling)
             try:
                 try:
                     async with asyncio.timeout(self._limits.seconds) as limit:

@@ -3,7 +3,7 @@ no place anywhere."""
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +12,11 @@ import numpy as np
 
 from async_grpo.environments.chat import Message, TrajectoryOver, too_long
 from async_grpo.environments.config import TrajectoryLimits
-from async_grpo.environments.trajectory import Ask, Recorder
+from async_grpo.environments.control_tokens import Rendered
+from async_grpo.environments.trajectory import CHARACTERS_PER_TOKEN, Ask, Recorder
 from async_grpo.errors import AsyncGrpoError, ConfigurationError
 from async_grpo.options.fields import refuse
+from async_grpo.processes.offload import offloaded
 from async_grpo.protocols import Generation
 from async_grpo.rewards.adapter.result import excerpt
 from async_grpo.types import Completion, Outcome, Prompt, Sampling, Session
@@ -33,8 +35,38 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(said) if isinstance(said, list) and "input_token_ids" not in row else []
 
 
+def own_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages that are the user's data: the row's, or its text as a message of the user."""
+    text = row.get("input")
+    as_message = [{"role": "user", "content": text}] if isinstance(text, str) else []
+    return messages_of(row) + as_message
+
+
 class Whole(str):
     """All text so far, not what comes after it."""
+
+
+class Foreign(str):
+    """A text that comes after everything so far, and in which no control token is meant (see `control_tokens`)."""
+
+
+Context = np.ndarray | Sequence[int] | Sequence[Message] | str
+
+
+class SharedContext:
+    """A context that several turns go on with, rendered and tokenised once. `size`: bytes that it came in."""
+
+    def __init__(self, context: Context, size: int) -> None:
+        self.context, self.size = context, size
+        self._asking: asyncio.Task[Ask] | None = None
+
+    async def ask(self, make: Callable[[], Awaitable[Ask]]) -> Ask:
+        """Return what `make` made for the first turn, or raise what it raised."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(make())
+            # Read it even if all turns are cancelled meanwhile, or asyncio logs it as lost
+            self._asking.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(self._asking)
 
 
 @dataclass(frozen=True)
@@ -75,7 +107,7 @@ class Policy:
 
     async def complete(
         self,
-        context: np.ndarray | Sequence[int] | Sequence[Message] | str,
+        context: Context | SharedContext,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
@@ -83,7 +115,8 @@ class Policy:
     ) -> Reply:
         """The policy's next turn.
 
-        context: all tokens so far; all messages so far; a text that comes after everything so far (`Whole`: that is it).
+        context: all tokens so far; all messages so far; a text that comes after everything so far (`Whole`: that is it;
+        `Foreign`: control tokens that it spells are none).
         tools: their JSON schemas, for the chat template; without them, nothing that is said is a call.
         max_tokens: of this turn. stop: texts that end it.
 
@@ -97,7 +130,11 @@ class Policy:
             if self._asked == limits.turns:
                 raise TrajectoryOver(f"{limits.turns} turns (--max-turns)")
             self._asked += 1
-            ask = self._ask(context, tools)
+            if isinstance(context, SharedContext):
+                content, size = context.context, context.size
+                ask = await context.ask(lambda: self._ask(content, tools, size))
+            else:
+                ask = await self._ask(context, tools)
             refuse(not len(ask.token_ids), "the prompt is empty: there is nothing to go on with")
             longest = ask.prompt_tokens + (self._sampling.max_tokens or limits.new_tokens)
             if (room := min(longest, limits.tokens) - len(ask.token_ids)) < 1:
@@ -115,25 +152,22 @@ class Policy:
         except AsyncGrpoError as error:
             self.failure = error
             raise
-        message = recorder.add(ask, completion, stop, tools=bool(tools))
+        message = await recorder.add(ask, completion, stop, tools=bool(tools))
         return Reply(message, completion.text, completion, len(ask.token_ids))
 
-    def _ask(self, context: Any, tools: Sequence[Mapping[str, Any]] | None) -> Ask:
+    async def _ask(self, context: Context, tools: Sequence[Mapping[str, Any]] | None, size: int = 0) -> Ask:
+        if isinstance(context, Whole):
+            return await self.recorder.ask_text(Rendered(str(context)))
         if isinstance(context, str):
-            find = self.recorder.ask_text if isinstance(context, Whole) else self.recorder.ask_more
-            return find(context)
+            return await self.recorder.ask_more(str(context), is_foreign=isinstance(context, Foreign))
         if len(context) and isinstance(context[0], Mapping):
-            return self.recorder.ask_messages(context, tools)
+            messages: Any = context
+            return await self.recorder.ask_messages(messages, tools, size)
         if len(context) > self.limits.tokens:
             raise TrajectoryOver(too_long(self.limits.tokens))
-        ids = np.array(context)  # a copy, which nobody changes
-        highest = self.limits.vocabulary - 1
-        if ids.size and not (
-            ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() <= highest
-        ):
-            wanted = f"the prompt must be text, messages or token ids from 0 to {highest}"
-            raise ConfigurationError(f"{wanted}, not {context!r:.200}")
-        return self.recorder.ask_tokens(ids.astype(np.int32))
+        size = CHARACTERS_PER_TOKEN * len(context)
+        ids = await offloaded(size, _checked_ids, context, self.limits.vocabulary)
+        return await self.recorder.ask_tokens(ids)
 
     def trajectory(
         self,
@@ -163,3 +197,13 @@ class Policy:
         failure = excerpt(failure, MAX_FAILURE_CHARACTERS)
         outcome = Outcome(None if reward is None else float(reward), failure, *by_turn, told)
         return self.recorder.finish(self._session.member, outcome, bool(self.is_over) or truncated)
+
+
+def _checked_ids(context: Any, vocabulary: int) -> np.ndarray:
+    """Return the ids, (N,) int32. ConfigurationError: they are no ids of the model."""
+    ids = np.array(context)  # a copy, which nobody changes
+    is_empty = not ids.size
+    if is_empty or (ids.ndim == 1 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocabulary):
+        return ids.astype(np.int32)
+    wanted = f"the prompt must be text, messages or token ids from 0 to {vocabulary - 1}"
+    raise ConfigurationError(f"{wanted}, not {context[:20]!r:.200}")

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from async_grpo.environments.policy import Policy, messages_of, row_of
+from async_grpo.environments.policy import Foreign, Policy, messages_of, row_of
 from async_grpo.environments.processes import EnvironmentFailed, EnvironmentProcesses
 from async_grpo.types import Completion, Prompt
 
@@ -93,7 +93,7 @@ def _context(prompt: Prompt, messages: list[dict[str, Any]], observation: Any, *
     if not first and all(one["role"] == "assistant" for one in messages):  # the row is plain text
         if isinstance(observation, list):
             raise TypeError("reset left the row's prompt, a text: messages cannot follow it, a text can")
-        return observation or ""
+        return Foreign(observation or "")
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     messages += observation or []

@@ -6,7 +6,7 @@ offer:         group -> step -> advantages -> packed micro-batches, when a rank 
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class ExperienceBatcher:
         reference, proximal: where their log-probs come from; None: the loss needs none.
         num_ranks: trainers that ask `next_message`, each for its own.
         facts: what was found out about model and rewards (`ResolvedRewards.facts`).
+        more_stats: adds numbers to each step's.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class ExperienceBatcher:
         *,
         num_ranks: int = 1,
         facts: RunFacts = NO_FACTS,
+        more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.config, self.facts = config, facts
+        self._more_stats = more_stats
         self.advantages = GroupAdvantages(config, facts)
         self.generation, self.verification = generation, verification
         sources = generation, verification, reference, proximal
@@ -244,6 +247,7 @@ class ExperienceBatcher:
             **self.utilization.take(generation.pop("busy")),
             **generation,
             **verification,
+            **self._more_stats(),
             "alarms": lost + self._alarms.of_step(closed.groups, verification.get("verifiers", {})),
             "prompts_set_aside": self._prompts_set_aside,
         }

@@ -27,6 +27,8 @@ TRACKERS = {
 WAITING_LINES = 1000  # for trackers that are slow; what comes beyond is dropped
 CLOSE_S = 15.0
 Numbers = dict[str, float]
+REQUEST_WITHIN_S = 30.0  # each read and write of a request for the Prometheus page
+
 log = logging.getLogger(__name__)
 
 
@@ -142,6 +144,11 @@ def _accelerate_tracker(name: str, folder: Path, run_name: str, options: Mapping
     return tracker
 
 
+def _with_timeout(handler: Any) -> type:
+    """Return the handler of requests with a limit to each read and write."""
+    return type(handler.__name__, (handler,), {"timeout": REQUEST_WITHIN_S})
+
+
 class PrometheusPage:
     """`Tracker` that serves the last step's numbers on the loopback interface, http://127.0.0.1:PORT/metrics."""
 
@@ -151,6 +158,8 @@ class PrometheusPage:
         registry, self._gauges = prometheus_client.CollectorRegistry(), dict[str, Any]()
         self._make = partial(prometheus_client.Gauge, registry=registry)
         self._server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=registry)
+        # A client that sends no request would keep a thread for ever
+        self._server.RequestHandlerClass = _with_timeout(self._server.RequestHandlerClass)
         log.info("metrics for Prometheus: http://127.0.0.1:%d/metrics", self._server.server_port)
 
     def log(self, values: Numbers, step: int) -> None:

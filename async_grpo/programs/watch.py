@@ -26,6 +26,7 @@ from async_grpo.metrics.tail import last_records
 from async_grpo.metrics.trackers import numbers_of
 from async_grpo.metrics.writer import EVAL_FILE, METRICS_FILE, TIMELINE_FILE, as_json, options_of
 from async_grpo.options.fields import NOT_NEGATIVE, Section, option, required
+from async_grpo.processes.http_server import IDLE_S, bound_logs
 from async_grpo.programs.samples import SamplesConfig, samples_page, security_policy
 from async_grpo.programs.status import RECENT, headline, total_steps, trainer_log
 
@@ -47,8 +48,10 @@ class WatchConfig(Section):
 def watch(config: WatchConfig) -> None:
     """Serve the page until Ctrl-C. ConfigurationError: the folder holds no run, or the address is taken."""
     told: dict[str, Any] = {"host": config.host, "port": config.port, "print": partial(print, flush=True)}
+    bound_logs()
+    limits: dict[str, Any] = {"shutdown_timeout": 2.0, "keepalive_timeout": IDLE_S}
     try:
-        web.run_app(application(config), **told, access_log=None, shutdown_timeout=2.0)
+        web.run_app(application(config), **told, **limits, access_log=None)
     except (OSError, OverflowError) as error:
         where = f"--host {config.host} --port {config.port}"
         raise ConfigurationError(f"{where} cannot be listened on ({error}): choose another") from error

@@ -1,6 +1,7 @@
 """Trackers get every line, in a thread; one that fails or hangs is named, and costs the run nothing."""
 
 import logging
+import socket
 import threading
 import time
 import urllib.request
@@ -78,6 +79,18 @@ def test_prometheus_reads_the_last_step_on_the_loopback_interface():
     page.finish()
     assert host == "127.0.0.1"
     assert "async_grpo_avg_reward 0.75" in text and "async_grpo_verifiers_math_ok 7.0" in text
+
+
+def test_the_page_for_prometheus_lets_go_of_a_client_that_says_nothing(monkeypatch):
+    monkeypatch.setattr(module, "REQUEST_WITHIN_S", 0.3)
+    page = PrometheusPage(0)
+    try:
+        for said in (b"", b"GET /metr"):
+            with socket.create_connection(page._server.server_address[:2], timeout=20) as silent:
+                silent.sendall(said)
+                assert silent.recv(1000) == b""  # closed
+    finally:
+        page.finish()
 
 
 def test_tensorboard_through_accelerate_gets_what_the_file_gets(tmp_path):

@@ -5,6 +5,7 @@ import base64
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 import socket
@@ -241,3 +242,16 @@ def test_a_folder_without_a_run_and_an_address_that_is_taken_are_refused(run, tm
             watch(WatchConfig(path=str(run), port=port))
     with pytest.raises(ConfigurationError, match="--port 70000 cannot be listened on"):
         watch(WatchConfig(path=str(run), port=70000))
+
+
+def test_a_client_that_says_nothing_is_let_go_of(run, monkeypatch):
+    """And what is no HTTP costs a line of the log, not a traceback."""
+    given = {}
+    monkeypatch.setattr(
+        "async_grpo.programs.watch.web.run_app", lambda served, **options: given.update(options)
+    )
+    watch(WatchConfig(path=str(run)))
+    assert given["keepalive_timeout"] <= 120.0
+    for name in ("aiohttp.server", "asyncio"):
+        kinds = [type(entry).__name__ for entry in logging.getLogger(name).filters]
+        assert kinds.count("OneLinePerFault") == 1

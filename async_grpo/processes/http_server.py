@@ -1,0 +1,135 @@
+"""Bounds for our HTTP servers (aiohttp's): on the number of connections, on their silence, and on the log.
+
+aiohttp closes a connection that has sent no whole head of a request for `keepalive_timeout` (`IDLE_S` here; its default
+is an hour). It has no limit on the number of connections, on the time of an answer that nobody reads, or on what it logs.
+"""
+
+import asyncio
+import json
+import logging
+import resource
+import time
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+IDLE_S = 75.0  # without a whole head of a request; as nginx
+ANSWER_WITHIN_S = 60.0  # to write it, to a client that may not read
+MAX_CONNECTIONS = 512  # unless the caller knows that there will be more
+LONGEST_PAUSE_S = 600.0  # between two log lines of one kind
+MAX_LOGGED_CHARACTERS = 300
+NOISY_LOGGERS = ("aiohttp.server", "asyncio")  # the latter logs what accepting a connection fails of
+
+
+class ConnectionGate:
+    """A factory of protocols for `loop.create_server`: aiohttp's server, with at most so many connections.
+
+    Where one more comes, the one that has waited longest without a request is closed. If all are busy with requests,
+    the new one is answered with status 503.
+
+    Args:
+        server: `AppRunner.server`.
+        most: connections; at most half of the files that the process may open.
+    """
+
+    def __init__(self, server: web.Server, most: int = MAX_CONNECTIONS) -> None:
+        self._server, self.most = server, min(most, _max_files() // 2)
+        self._busy: set[web.RequestHandler] = set()
+
+    def __call__(self) -> asyncio.Protocol:
+        connected = [handler for handler in self._server.connections if handler.transport is not None]
+        if len(connected) < self.most:
+            return self._server()
+        for handler in connected:  # the oldest first
+            if handler not in self._busy:
+                handler.force_close()
+                return self._server()
+        return _Refusal(self.most)
+
+    async def answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Have the handler answer; its connection counts as busy. One that does not read its answer in time is closed."""
+        self._busy.add(request.protocol)
+        try:
+            response = await handler(request)
+            await write_in_time(request, response)
+            return response
+        finally:
+            self._busy.discard(request.protocol)
+
+
+async def write_in_time(request: web.Request, response: web.StreamResponse) -> None:
+    """Send the whole answer, or abort the connection after `ANSWER_WITHIN_S`."""
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass  # the client has gone: what it asked for counts all the same
+
+
+class _Refusal(asyncio.Protocol):
+    """Answer a connection that is one too many, whatever it asks."""
+
+    def __init__(self, most: int) -> None:
+        message = f"{most} connections are open, and all are busy: try again, or use fewer at once"
+        error = {"message": message, "type": "server_error", "code": "too_many_connections", "param": None}
+        self._body = json.dumps({"error": error}).encode()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(self._body)}\r\n\r\n"
+        )
+        transport.write(head.encode() + self._body)  # type: ignore[attr-defined]  # uvloop's is no subclass
+        transport.close()
+
+
+class OneLinePerFault(logging.Filter):
+    """Log a client's fault as one line, and faults of one kind with growing pauses; what is our own fault stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_at: dict[tuple[Any, ...], tuple[float, float, int]] = {}  # at, pause, suppressed since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged; one that is becomes a line."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or not _is_a_client_s(record, error):
+            return True
+        kind = record.name, record.msg, type(error)
+        now = time.monotonic()
+        next_at, pause_s, suppressed = self._next_at.get(kind, (now, 1.0, 0))
+        if now < next_at:
+            self._next_at[kind] = next_at, pause_s, suppressed + 1
+            return False
+        self._next_at[kind] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S), 0
+        first_line = record.getMessage().partition("\n")[0]
+        more = f" ({suppressed} more like it before)" if suppressed else ""
+        described = f"{first_line}: {type(error).__name__}: {error}".encode("unicode_escape").decode()
+        record.msg = described[:MAX_LOGGED_CHARACTERS] + more
+        record.args, record.exc_info, record.exc_text = (), None, None
+        return True
+
+
+def bound_logs() -> None:
+    """Have this process's HTTP servers log a line per fault of a client, and few of them. Repeating it is harmless."""
+    for name in NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(entry, OneLinePerFault) for entry in logger.filters):
+            logger.addFilter(OneLinePerFault())
+
+
+def _is_a_client_s(record: logging.LogRecord, error: BaseException) -> bool:
+    """Tell whether clients cause it: bytes that are no HTTP, a connection that breaks, too many of them (EMFILE)."""
+    if record.name == "asyncio":
+        return isinstance(error, OSError) and "socket.accept()" in str(record.msg)
+    return isinstance(error, HttpProcessingError | ConnectionError)
+
+
+def _max_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,200 @@
+"""`LoopWatch`: names what keeps an event loop from its next turn for longer than a second.
+
+While one callback computes, nobody else is served: no request is answered, no deadline is kept. Nothing in the loop can
+report that. A thread looks at a heartbeat of the loop, four times a second (together less than 0.1 % of a processor), and
+logs what the loop's thread does when a turn is late.
+
+Time in which the code is not to blame is deducted: the loop's thread was ready and got no processor (by Linux's
+`schedstat`), or the whole process stood still (SIGSTOP, a frozen container): then this thread was late itself, although no
+thread of the process computed.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+BEAT_S = 0.25
+LIMIT_S = 1.0  # of a turn
+FRAMES = 6  # of a stack, in the log
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0  # between two lines about one place
+PACKAGE = str(Path(__file__).resolve().parents[1])
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LateTurn:
+    """A turn that has lasted long, or the same of a turn that could not begin. All in seconds."""
+
+    age_s: float  # since the heartbeat was due
+    computing_s: float  # of the loop's thread, on a processor
+    starved_s: float  # ready to run, without a processor
+    stopped_s: float  # the process stood still
+    busiest: str = ""  # another thread, that computed most meanwhile
+    busiest_s: float = 0.0
+
+    @property
+    def blamed_s(self) -> float:
+        """The part of its age that is due to code."""
+        return self.age_s - self.starved_s - self.stopped_s
+
+    @property
+    def cause(self) -> str:
+        """In words, what the loop's thread did."""
+        if self.computing_s >= self.blamed_s / 2:
+            return "it computes"
+        if self.busiest_s >= self.blamed_s / 2:
+            return f"the thread {self.busiest} computes and keeps Python's lock"
+        return "it waits in a call that blocks"
+
+
+@dataclass
+class _Places:
+    """When a place may be logged again."""
+
+    next_at: dict[str, tuple[float, float]] = field(default_factory=dict)  # monotonic time, next pause
+
+    def may_log(self, place: str) -> bool:
+        """Tell whether it may be logged now; then it may not be for a while, each time twice as long."""
+        now = time.monotonic()
+        at, pause_s = self.next_at.get(place, (now, FIRST_PAUSE_S))
+        if now < at:
+            return False
+        self.next_at[place] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
+        return True
+
+
+class LoopWatch:
+    """Watches the event loop in which `start` is called, until `stop`."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._places = _Places()
+        self._ended = threading.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._longest_s = 0.0
+
+    def start(self) -> None:
+        """Begin; in the loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._beats, self._starved_at_beat_s = 0, self._starved_s()
+        self._due_at = time.monotonic()  # of the next heartbeat
+        self._beat()
+        self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """End; harmless when repeated."""
+        self._ended.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def take_longest_s(self) -> float:
+        """Return the longest time that a turn was late since the last call, without what a lack of processors added."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+    def _beat(self) -> None:
+        now, starved_s = time.monotonic(), self._starved_s()
+        late_s = now - self._due_at - (starved_s - self._starved_at_beat_s)
+        self._longest_s = max(self._longest_s, late_s)
+        self._starved_at_beat_s = starved_s
+        self._due_at = now + BEAT_S
+        self._beats += 1
+        if not self._ended.is_set():
+            self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    def _watch(self) -> None:
+        """Look at the heartbeat, and log what is late; in a thread."""
+        beats, own_delay_s, threads_at_beat, cpu_at_beat_s = -1, 0.0, _thread_times(), time.process_time()
+        while True:
+            before = time.monotonic()
+            if self._ended.wait(BEAT_S):
+                return
+            if self._beats != beats:  # a new turn
+                beats, own_delay_s = self._beats, 0.0
+                threads_at_beat, cpu_at_beat_s = _thread_times(), time.process_time()
+                # This wait may have begun before the turn did
+                before = max(before, self._due_at - BEAT_S)
+            own_delay_s += max(0.0, time.monotonic() - before - BEAT_S)
+            age_s = time.monotonic() - self._due_at
+            if age_s > self._limit_s and self._beats == beats:
+                computed_s = time.process_time() - cpu_at_beat_s
+                self._report(self._late_turn(age_s, own_delay_s, threads_at_beat, computed_s))
+
+    def _late_turn(
+        self, age_s: float, own_delay_s: float, threads_at_beat: dict[int, float], computed_s: float
+    ) -> LateTurn:
+        used_s = {
+            thread_id: cpu_s - threads_at_beat.get(thread_id, 0.0)
+            for thread_id, cpu_s in _thread_times().items()
+        }
+        computing_s = used_s.pop(self._thread_id, 0.0)
+        busiest = max(used_s, key=lambda thread_id: used_s[thread_id], default=None)
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        starved_s = self._starved_s() - self._starved_at_beat_s
+        return LateTurn(
+            age_s,
+            computing_s=computing_s,
+            starved_s=starved_s,
+            # Where a thread computed, this one was late because it waited for Python's lock
+            stopped_s=max(0.0, own_delay_s - computed_s - starved_s),
+            busiest=names.get(busiest) or "?",
+            busiest_s=0.0 if busiest is None else used_s[busiest],
+        )
+
+    def _report(self, turn: LateTurn) -> None:
+        if turn.blamed_s > self._limit_s:
+            place, stack = _stack_of(sys._current_frames().get(self._thread_id))
+            if self._places.may_log(place):
+                log.warning(
+                    "one turn of the event loop has lasted %.1f s, in which nobody else is served: %s: %s",
+                    turn.blamed_s,
+                    turn.cause,
+                    stack,
+                )
+        elif turn.starved_s > self._limit_s and self._places.may_log("starved"):
+            log.warning(
+                "the event loop was ready for %.1f s and got no processor: this machine has more to do than it can",
+                turn.starved_s,
+            )
+
+    def _starved_s(self) -> float:
+        """Return for how long the loop's thread was ready without a processor, so far; 0 if the kernel does not tell."""
+        try:
+            text = Path(f"/proc/self/task/{self._native_id}/schedstat").read_text()
+            return int(text.split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+
+def _thread_times() -> dict[int, float]:
+    """Return the CPU seconds of each of Python's threads, by their ids."""
+    times = {}
+    for thread in threading.enumerate():
+        if thread.ident is not None and Path(f"/proc/self/task/{thread.native_id}").exists():
+            try:
+                times[thread.ident] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            except OSError:  # it has ended meanwhile
+                continue
+    return times
+
+
+def _stack_of(frame: FrameType | None) -> tuple[str, str]:
+    """Return the place that a line in the log is about, the innermost of this package; and the stack, innermost first."""
+    described, place = list[str](), ""
+    while frame is not None:
+        code = frame.f_code
+        entry = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        if not place and code.co_filename.startswith(PACKAGE):
+            place = entry
+        described.append(entry)
+        frame = frame.f_back
+    return place or (described or ["?"])[0], " < ".join(described[:FRAMES])
