@@ -104,7 +104,7 @@ class Recorder:
         text = self.chat.decode(completion.token_ids, ask.token_ids)
         before = ask.token_ids[len(ask.token_ids) - ask.new :]
         fresh = not sequence.turns
-        turn = Turn(before, len(completion), fresh, ask.said, text)
+        turn = Turn(before, len(completion), fresh, ask.said, text, self.num_turns)
         sequence.turns.append((self.num_turns, turn, completion))
         sequence.token_ids = np.concatenate([ask.token_ids, completion.token_ids])
         sequence.text = ask.text + text
