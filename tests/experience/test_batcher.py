@@ -335,20 +335,3 @@ async def test_a_resumed_run_goes_on_counting_its_samples():
     ((_, end),) = await train(second, 1)
     await second.close()
     assert end.step == 1 and end.stats["total_samples_accumulated"] == 16
-
-
-async def test_prompts_that_cost_engines_now_and_then_are_no_fault_of_the_run():
-    """Four of them, but never three in a row without a group between."""
-    bad = {0, 1, 4, 5}
-
-    class Killing(FakeGeneration):
-        async def generate(self, prompt, count, sampling=None):
-            if prompt.ordinal in bad:
-                raise PromptSetAside(f"workers were lost over prompt {prompt.ordinal}")
-            async for one in super().generate(prompt, count):
-                yield one
-
-    generation = Killing(length=lambda ordinal, member: 1 + member)
-    steps = await train(batcher_of(generation, num_training_batches=3, max_staleness=0), 3)
-    aside = [entry["prompt"] for _, end in steps for entry in end.stats["prompts_set_aside"]]
-    assert sorted(aside) == sorted(bad)
